@@ -1,0 +1,1 @@
+"""Greedy answers to held-out questions, and how many are exactly right."""

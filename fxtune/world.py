@@ -1,0 +1,97 @@
+"""This process's place in the world: its device and rank, and the facts of the machine, the packages and the model.
+
+`Facts` is plain frozen data, so that every technique's `check` can be tested for hardware that is not here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fxtune.errors import ConfigError, HardwareError
+
+PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-4",
+            "bitsandbytes", "torchao", "wandb", "tensorboard", "lion-pytorch")
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What can be relied on here. Memory in bytes; `capability` as (major, minor), None without a GPU."""
+
+    device: str = "cpu"
+    device_name: str = "cpu"
+    capability: tuple[int, int] | None = None
+    memory: int = 0
+    cores: int = 1
+    platform: str = "Linux"
+    packages: dict[str, str] = field(default_factory=dict)
+    """Installed version of each package in PACKAGES; a package that is missing has no key."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
+    dtype: str = "float32"
+    """The dtype that the model's weights will have: float32, bfloat16 or float16."""
+    packing: bool = False
+    sequence_length: int = 0
+    rows: tuple[int, ...] = ()
+    """The lengths in tokens that a batch's rows can have (one with packing, the buckets without)."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process runs. fxtune trains on one device; `rank` and `size` are here so that a launcher is refused clearly."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def create(device: Device = Device.auto) -> World:
+        """Pick the device. Raises HardwareError where the one asked for is not there."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            raise ConfigError(f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
+                              "Start it with `python -m fxtune`, not torchrun; CUDA_VISIBLE_DEVICES picks the GPU.")
+        if device is Device.cuda and not torch.cuda.is_available():
+            raise HardwareError("run.device=cuda, but torch sees no GPU here "
+                                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
+                                "Use run.device=auto, or install a CUDA build of torch and a driver that serves it.")
+        cuda = torch.cuda.is_available() and device is not Device.cpu
+        return World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+
+    def facts(self, **known: Any) -> Facts:
+        """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
+        here: dict[str, Any] = dict(device=self.device.type, device_name=platform.processor() or platform.machine(),
+                                    cores=cores(), platform=platform.system(), packages=_packages())
+        if self.device.type == "cuda":
+            card = torch.cuda.get_device_properties(self.device)
+            here.update(device_name=card.name, capability=(card.major, card.minor), memory=card.total_memory)
+        else:
+            here["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Facts(**{**here, **known})
+
+
+def cores() -> int:
+    """CPU cores this process may use (a container's affinity counts, the host's size does not)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

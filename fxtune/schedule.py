@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,3 +26,22 @@ class ScheduleConfig:
     """Where decay ends, as a share of optimizer.lr."""
     decay_ratio: float = 0.2
     """wsd only: the share of the run spent decaying."""
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
+    """The learning rate of step `step` (0-based) of a run of `steps`; `peak` is optimizer.lr.
+
+    The first step already learns (warm-up counts from 1) and the last one still does: decay reaches `min_lr_ratio` one
+    step after the run's end.
+    """
+    warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.name is ScheduleName.constant:
+        return peak
+    decay = steps - warmup
+    if config.name is ScheduleName.wsd:
+        decay = min(decay, math.ceil(config.decay_ratio * steps))
+    done = max(0.0, (step - (steps - decay)) / max(decay, 1))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.name is ScheduleName.cosine else 1 - done
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)

@@ -1,0 +1,225 @@
+"""Training: one loop for LoRA and full fine-tuning, read top to bottom.
+
+`Trainer.__init__` is the order in which a run comes to be, `run` is the loop, `step` is one optimizer step. There are no
+callbacks: the loop names what it calls. The device is waited for only where figures are logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune import model as models
+from fxtune.checkpoint import Checkpoints, TrainState
+from fxtune.config import Config
+from fxtune.data.loader import Step, load
+from fxtune.data.plan import Plan, prepare
+from fxtune.display import Display, display
+from fxtune.errors import ConfigError, NumbersError
+from fxtune.generation import Exam
+from fxtune.loss import batch_loss
+from fxtune.metrics import Meter
+from fxtune.optimizer import Optimizer
+from fxtune.runfolder import RunFolder, claim
+from fxtune.schedule import learning_rate
+from fxtune.tracking import Tracker
+from fxtune.world import World
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train as `config` says and return the run's last figures. This is what `python -m fxtune +recipe=...` calls."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # enums become their values
+    folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
+    screen = display(config.tracking.display)
+    try:
+        if folder.finished:
+            screen.note(f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again.")
+            return json.loads((folder.path / "result.json").read_text())
+        return Trainer(config, folder, screen, plain).run()
+    finally:
+        screen.finish()
+        folder.release()
+
+
+class Trainer:
+    def __init__(self, config: Config, folder: RunFolder, screen: Display, plain: dict[str, Any]):
+        self.config, self.folder, self.screen, self.plain = config, folder, screen, plain
+        seed = config.run.seed
+        # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
+        self.world = World.create(config.run.device)
+        if config.run.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
+            torch.use_deterministic_algorithms(True)
+        hf_config = models.load_config(config.model)
+        dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
+        self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
+                                      sequence_length=config.data.sequence_length)
+        config.techniques.check(self.facts)
+        # The data comes before the weights: a bad row is found in seconds, an 8B model takes a minute to load.
+        self.tokenizer = models.load_tokenizer(config.model)
+        self.data = prepare(config.data, self.tokenizer, train=config.train, seed=seed, quarantine=folder.path / "quarantine.jsonl")
+        self.plan, self.evaluation = self.data.training, self.data.evaluation
+        self.model = config.techniques.build(config.model, hf_config, self.world, seed)
+        config.techniques.prove(self.model, self.plan.probe())
+        # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
+        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)
+        self.state = self._load_state()
+        self.tracker = Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id, self.state.step)
+        self.state.wandb_id = self.tracker.wandb_id
+        self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path)
+        self.figures: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """From the state that is there to the last step. Returns the last value of each metric."""
+        config, steps = self.config, self.plan.steps
+        if self.exam and self.state.step == 0:
+            self.exam.ask(self.model, "before")
+        self.screen.start(steps, config.run.name, self.state.step)
+        self.model.train()
+        interval = Interval(self.state.skipped_steps)
+        meter = Meter(self.model, self.plan, self.world.device)
+        for step in load(self.plan, config.loader, self.world.device, start_step=self.state.step):
+            lr = learning_rate(config.schedule, config.optimizer.lr, step.index, steps)
+            interval.add(*self.step(step, lr))
+            self.state.step += 1
+            self.state.tokens += self.plan.tokens(step.index)
+            self.state.supervised_tokens += self.plan.supervised(step.index)
+            meter.add(step.index, step.waited)
+            last = self.state.step == steps
+            if last or self.state.step % config.train.log_every == 0:
+                self._log({"train/lr": lr, **interval.read(), **meter.read()})
+                self._stop_on_bad_numbers(interval)
+            evaluate = last or (config.train.eval_every and self.state.step % config.train.eval_every == 0)
+            best = bool(evaluate and self.evaluation) and self._evaluate()
+            if last or best or (config.checkpoint.every and self.state.step % config.checkpoint.every == 0):
+                self._save()
+        return self._finish()
+
+    def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, and
+        whether both were finite (if not, nothing was updated): scalars on the device.
+        """
+        torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
+        supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
+        loss = torch.zeros((), device=self.world.device)
+        for batch in step.micro_batches:
+            with self.config.techniques.precision.context(self.world.device):
+                part = batch_loss(self.model, batch) / supervised
+            part.backward()
+            loss += part.detach()
+        norm = self.optimizer.clip(self.config.train.max_grad_norm)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self.optimizer.step(lr, finite)
+        return loss, norm, finite
+
+    def _evaluate(self) -> bool:
+        """Log loss and perplexity of the held-out data; returns whether this is the best so far and worth a checkpoint."""
+        loss = evaluate(self.model, self.evaluation, self.config, self.world)
+        self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
+        if self.state.best_loss is not None and loss >= self.state.best_loss:
+            return False
+        self.state.best_loss, self.state.best_step = loss, self.state.step
+        return self.config.checkpoint.keep_best
+
+    def _log(self, figures: dict[str, Any]) -> None:
+        figures = {"train/step": self.state.step, "train/epoch": self.plan.epoch(self.state.step), **figures}
+        self.figures.update(figures)
+        self.tracker.log(self.state.step, figures)
+        self.screen.log(self.state.step, figures)
+
+    def _stop_on_bad_numbers(self, interval: Interval) -> None:
+        self.state.skipped_steps = interval.skipped
+        if interval.in_a_row >= self.config.train.max_skipped_steps:
+            raise NumbersError(
+                f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {self.state.step}. "
+                f"None of them touched the weights; the last checkpoint is in {self.checkpoints.folder}. "
+                "Lower optimizer.lr, use model.dtype=bfloat16 in place of float16, or look at the data of these steps.")
+
+    def _load_state(self) -> TrainState:
+        """The newest checkpoint's state, with its weights and moments in place; a new state where there is none."""
+        saved = self.checkpoints.newest() if self.folder.resumed else None
+        if saved is None:
+            return TrainState(data_fingerprint=self.plan.fingerprint)
+        if saved.state.data_fingerprint != self.plan.fingerprint:
+            raise ConfigError(f"The data changed since {self.folder.path} was started, so its run cannot go on where it stopped. "
+                              "Bring the data back as it was, or start anew with run.resume=never.")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(saved.weights[name])
+        self.optimizer.load(saved.moments, saved.state.optimizer)
+        self.screen.note(f"Going on with {self.folder.path} after step {saved.state.step} (run.resume=never starts anew).")
+        return saved.state
+
+    def _save(self) -> None:
+        moments, self.state.optimizer = self.optimizer.state()
+        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.checkpoints.save(self.state, weights, moments)
+
+    def _finish(self) -> dict[str, Any]:
+        """Export what was trained, ask the questions again, say where everything is."""
+        if self.exam:
+            self._log({"questions/exact_match": self.exam.ask(self.model, "after")})
+        kind = "adapter" if self.config.techniques.lora.enabled else "model"
+        output = self.folder.path / kind
+        models.save(self.model, self.tokenizer, output, card={
+            "config": self.plain, "data": self.plan.fingerprint, "figures": self.figures, "facts": self.facts})
+        self.tracker.finish(self.figures)
+        self.folder.finish(self.figures)
+        self.screen.finish()
+        if self.exam:
+            self.screen.answers(self.exam.rows())
+        self.screen.note(f"The {kind} is in {output}")
+        return self.figures
+
+
+class Interval:
+    """What steps leave on the device between two log lines; `read` is the one place that waits for it."""
+
+    def __init__(self, skipped: int):
+        self.steps: list[torch.Tensor] = []
+        self.skipped = skipped
+        """Steps of the whole run that were not finite."""
+        self.in_a_row = 0
+        """Of these, how many were the latest ones."""
+
+    def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor) -> None:
+        self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype)]))
+
+    def read(self) -> dict[str, Any]:
+        """Mean loss and gradient norm of the finite steps since the last reading; None where there was none."""
+        rows = torch.stack(self.steps).tolist()
+        self.steps.clear()
+        for *_, finite in rows:
+            self.in_a_row = 0 if finite else self.in_a_row + 1
+            self.skipped += not finite
+        sound = [row for row in rows if row[2]]
+        mean = [sum(column) / len(sound) for column in zip(*sound, strict=True)] if sound else [None, None]
+        return {"train/loss": mean[0], "train/grad_norm": mean[1], "train/skipped_steps": self.skipped}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, plan: Plan, config: Config, world: World) -> float:
+    """Mean loss in nats a supervised token over all of `plan`, with dropout off. Leaves the model in the mode it was in."""
+    training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for step in load(plan, config.loader, world.device):
+        for batch in step.micro_batches:
+            with config.techniques.precision.context(world.device):
+                total += batch_loss(model, batch)
+    model.train(training)
+    return total.item() / sum(plan.supervised(index) for index in range(plan.steps))
+
+
+def _derive(seed: int, step: int) -> int:
+    """A seed for each step, far from those of its neighbours."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()) >> 1

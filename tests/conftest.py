@@ -1,0 +1,72 @@
+"""What several tests need: small chat data, a config that trains the built-in model in seconds, runs read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for secret in ("WANDB_API_KEY", "HF_TOKEN"):
+    os.environ.pop(secret, None)
+
+import pytest
+import torch
+
+from fxtune.config import Config, TrainConfig
+from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.tracking import Display, TrackingConfig
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The same number of threads everywhere: sums on the CPU depend on it, and two test workers share two cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture()
+def cwd(tmp_path, monkeypatch) -> Path:
+    """An empty working directory: runs and recipes of the checkout are out of sight."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory) -> Path:
+    """48 conversations of one to three turns with answers of very different lengths."""
+    draw = random.Random(0)
+    words = "red lamp table from Oslo order seven small chair please blue four".split()
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    with file.open("w") as out:
+        for _ in range(48):
+            messages = []
+            for _ in range(draw.randint(1, 3)):
+                messages.append({"role": "user", "content": " ".join(draw.choices(words, k=draw.randint(2, 12)))})
+                messages.append({"role": "assistant", "content": " ".join(draw.choices(words, k=draw.randint(1, 20)))})
+            out.write(json.dumps({"messages": messages}) + "\n")
+    return file
+
+
+@pytest.fixture()
+def small(chats, tmp_path) -> Config:
+    """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. Tests change what they are about."""
+    config = Config(
+        data=DataConfig(sources=[SourceConfig(path=str(chats))], sequence_length=128, packing=False,
+                        cache_dir=str(tmp_path / "cache")),
+        train=TrainConfig(max_steps=6, epochs=100, micro_batch_size=4, global_batch_size=8),
+        tracking=TrackingConfig(display=Display.none))
+    config.techniques.lora.enabled = True
+    config.schedule.warmup_steps = 2
+    config.optimizer.lr = 1e-3
+    return config
+
+
+def history(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["train/loss"] for line in history(folder) if "train/loss" in line]

@@ -1,0 +1,278 @@
+"""The loop against plain transformers and peft, its splits against each other, its kills against no kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import history, losses
+from safetensors.torch import load_file
+
+from fxtune import train
+from fxtune.config import Resume
+from fxtune.data.sources import SourceConfig
+from fxtune.display import display
+from fxtune.errors import ConfigError, NumbersError
+from fxtune.loss import token_losses
+from fxtune.runfolder import claim
+from fxtune.tracking import Display
+
+ASSETS = Path(train.__file__).parent / "assets"
+
+
+@pytest.fixture()
+def build(cwd):
+    """A Trainer that is built and not yet run; its folder is released at the end."""
+    made = []
+
+    def make(config) -> train.Trainer:
+        plain = json.loads(json.dumps(dataclasses.asdict(config)))
+        folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
+        made.append(folder)
+        return train.Trainer(config, folder, display(Display.none), plain)
+
+    yield make
+    for folder in made:
+        folder.release()
+
+
+def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, build, chats):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = 20, 4, 4
+    small.optimizer.weight_decay = 0.01
+    trainer = build(small)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    plain = get_peft_model(plain, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear",
+                                             task_type="CAUSAL_LM"))
+    ours = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(ours[name])
+
+    # Ids and masks come from transformers' own chat template call, padding and labels from here.
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    encoded = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=True, return_assistant_tokens_mask=True) for row in rows]
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
+    expected = []
+    for step in range(20):
+        documents = [document for _, document in trainer.plan.documents(step, 0)]
+        longest = max(len(encoded[d]["input_ids"]) for d in documents)
+        ids = torch.zeros(4, longest, dtype=torch.long)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+        for row, d in enumerate(documents):
+            tokens, marks = torch.tensor(encoded[d]["input_ids"]), torch.tensor(encoded[d]["assistant_masks"])
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+            labels[row, : len(tokens)] = tokens.where(marks.bool(), torch.tensor(-100))
+        loss = plain(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 1.0)
+        warmed = min(1.0, (step + 1) / 2)
+        cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - 2) / 18))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * warmed * cosine
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    trainer.run()
+    assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build):
+    """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
+    small.train.max_steps = 3
+    figures = {}
+    for micro in (8, 1, 4):
+        small.train.micro_batch_size, small.run.name = micro, f"micro{micro}"
+        trainer = build(small)
+        counts = [b.supervised for b in (trainer.plan.batch(0, m) for m in range(trainer.plan.micro_batches(0)))]
+        assert micro == 8 or len(set(counts)) > 1
+        trainer.run()
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+        lines = [line for line in history(trainer.folder.path) if "train/loss" in line]
+        figures[micro] = [line["train/loss"] for line in lines], [line["train/grad_norm"] for line in lines], weights
+    for micro in (1, 4):
+        for index in (0, 1):
+            assert figures[micro][index] == pytest.approx(figures[8][index], rel=1e-6 if index == 0 else 1e-5)
+        assert torch.allclose(figures[micro][2], figures[8][2], atol=2e-6)
+
+
+def document_losses(trainer) -> dict[bytes, float]:
+    """Loss summed over each document of the first epoch, keyed by the document's tokens."""
+    found: dict[bytes, list[float]] = {}
+    trainer.model.eval()
+    with torch.no_grad():
+        for step in range(trainer.plan.steps):
+            for micro in range(trainer.plan.micro_batches(step)):
+                batch = trainer.plan.batch(step, micro)
+                for ids, positions, loss, targets in zip(batch.input_ids, batch.position_ids,
+                                                         token_losses(trainer.model, batch), batch.targets, strict=True):
+                    starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+                    for start, end in zip(starts, starts[1:], strict=False):
+                        supervised = (targets[start:end] != -100).nonzero().flatten()
+                        if len(supervised):  # padding has none
+                            last = start + int(supervised[-1]) + 2  # up to and with the last target's token
+                            found.setdefault(ids[start:last].numpy().tobytes(), []).append(loss[start:end].sum().item())
+    assert all(max(values) - min(values) < 1e-5 for values in found.values())
+    return {key: values[0] for key, values in found.items()}
+
+
+def test_packed_and_unpacked_runs_give_every_document_the_same_loss(small, build):
+    small.train.max_steps, small.train.epochs = None, 1
+    apart = document_losses(build(small))
+    small.data.packing, small.run.name = True, "packed"
+    trainer = build(small)
+    assert len(trainer.plan.documents(0, 0)) > small.train.micro_batch_size  # several documents a row
+    packed = document_losses(trainer)
+    assert packed.keys() == apart.keys()
+    assert len(apart) >= 40
+    for key, value in apart.items():
+        assert packed[key] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_broken_off_anywhere_ends_with_the_same_weights(small, cwd, monkeypatch, lora, packing):
+    small.techniques.lora.enabled, small.data.packing = lora, packing
+    small.techniques.lora.dropout = 0.1  # random numbers must continue as well
+    small.checkpoint.every, small.run.dir = 2, "whole"
+    small.train.max_steps = 7
+    train.run(small)
+    small.run.dir = "broken"
+    whole_step, seen = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
+            raise KeyboardInterrupt
+        return whole_step(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train.run(small)
+    train.run(small)
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
+    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert losses(Path("broken")) == losses(Path("whole"))
+    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_run_killed_with_9_resumes_by_the_same_command(small, cwd, chats):
+    command = [sys.executable, "-m", "fxtune", f"data.sources=[{{path: '{chats}'}}]", "data.sequence_length=128",
+               "data.cache_dir=cache", "train.max_steps=40", "train.epochs=100", "train.global_batch_size=4",
+               "techniques.lora.enabled=true", "checkpoint.every=5", "run.name=killed", "tracking.display=plain"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.time() + 90
+    while not list(Path("runs/killed/checkpoints").glob("step-*")) and time.time() < deadline:
+        assert first.poll() is None
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not Path("runs/killed/result.json").exists()
+    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr
+    assert "Going on with runs/killed after step" in second.stdout + second.stderr
+    whole = subprocess.run([*command, "run.name=whole"], env=env, capture_output=True, text=True, timeout=120)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(Path("runs/killed")) == losses(Path("runs/whole"))
+    name = "adapter/adapter_model.safetensors"
+    assert Path("runs/killed", name).read_bytes() == Path("runs/whole", name).read_bytes()
+
+
+def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
+    own = cwd / "own.jsonl"
+    own.write_text(chats.read_text())
+    small.data.sources, small.checkpoint.every, small.run.dir = [SourceConfig(path=str(own))], 1, "run"
+    monkeypatch.setattr(train.Trainer, "_finish", lambda self: {})
+    train.run(small)
+    own.write_text("\n".join(chats.read_text().splitlines()[1:]))
+    with pytest.raises(ConfigError, match="data changed"):
+        train.run(small)
+
+
+def test_numbers_that_are_not_finite_never_reach_the_weights(small, cwd, monkeypatch):
+    """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
+    real, poisoned = train.batch_loss, {2, 3}
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        step = (len(calls) - 1) // 2
+        return real(model, batch) * (float("nan") if step in poisoned else 1.0)
+
+    monkeypatch.setattr(train, "batch_loss", loss)
+    small.run.dir = "skips"
+    result = train.run(small)
+    assert result["train/skipped_steps"] == 2
+    assert [value is None for value in losses(Path("skips"))] == [False, False, True, True, False, False]
+    assert all(torch.isfinite(t).all() for t in load_file("skips/adapter/adapter_model.safetensors").values())
+    calls.clear()
+    poisoned.update(range(100))
+    small.run.dir, small.train.max_skipped_steps, small.train.max_steps = "stops", 3, 10
+    with pytest.raises(NumbersError, match="3 steps in a row, up to step 3"):
+        train.run(small)
+
+
+def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(small, cwd, chats):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.train.eval_every, small.checkpoint.keep, small.run.dir = 2, 1, "run"
+    small.techniques.lora.enabled, small.optimizer.lr = False, 1e-9  # the weights stay, so each evaluation can be checked
+    train.run(small)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    total, count = 0.0, 0
+    for line in chats.read_text().splitlines()[:10]:
+        row = tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
+        loss = plain(input_ids=ids[None], labels=ids.where(mask, torch.tensor(-100))[None]).loss
+        total, count = total + loss.item() * int(mask.sum()), count + int(mask.sum())
+    lines = [line for line in history(Path("run")) if "eval/loss" in line]
+    assert [line["train/step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        assert line["eval/loss"] == pytest.approx(total / count, rel=1e-4)
+        assert line["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-3)
+    best = min(lines, key=lambda line: line["eval/loss"])["train/step"]
+    kept = sorted(path.name for path in Path("run/checkpoints").glob("step-*"))
+    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_must_resume_is_refused_before_anything_is_built(small, cwd):
+    small.run.resume = Resume.must
+    with pytest.raises(ConfigError, match="no unfinished run"):
+        train.run(small)
+
+
+def test_the_adapter_loads_in_plain_peft_and_gives_the_trained_logits(small, build):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trainer = build(small)
+    trainer.run()
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32),
+                                      trainer.folder.path / "adapter").eval()
+    trainer.model.eval()
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        assert torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-5)
+        with plain.disable_adapter():
+            assert not torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-2)

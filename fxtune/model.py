@@ -1,10 +1,28 @@
-"""From a hub id, a folder or an architecture to a model and its tokenizer."""
+"""From a hub id, a folder or an architecture to a model and its tokenizer, and from a trained model to a folder.
+
+transformers loads a checkpoint whose weights do not fit by warning and inventing the rest. Here that is an error: every
+weight that the architecture has comes from the checkpoint, every weight in the checkpoint has a place, and only
+safetensors are read (a pickle can run code).
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError, StorageError
+from fxtune.hub import Origin, fetch, is_commit, locate
+from fxtune.world import World
 
 
 class Init(str, Enum):
@@ -30,10 +48,317 @@ class ModelConfig:
     init: Init = Init.pretrained
     """`random`: only the config is read from `path` (or `architecture`), the weights are drawn from run.seed."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """With init=random: a Hugging Face config written in the recipe (`model_type` and its sizes), laid over that of `path`."""
+    """With init=random: a Hugging Face config written in the recipe. With `model_type` it stands alone (the sizes it leaves
+    out are that type's defaults), without it is laid over the config of `path`."""
     adapter: Optional[str] = None
     """Start from this PEFT adapter's weights (a folder or a hub id). Not a resume: see run.resume."""
     tokenizer: Optional[str] = None
     """Where the tokenizer comes from, when not from `path`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Needs a revision that is a full commit hash."""
+    """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
+
+
+def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
+    """The dtype that the weights will have. bfloat16 in hardware starts with compute capability 8.0 (Ampere)."""
+    if model.dtype is not DType.auto:
+        dtype: torch.dtype = getattr(torch, model.dtype.value)
+        return dtype
+    capable = world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) >= (8, 0)
+    return torch.bfloat16 if capable else torch.float32
+
+
+def load_config(model: ModelConfig) -> Any:
+    """The Hugging Face config of the model, from its folder or from the recipe's `architecture`.
+
+    Raises ConfigError for what the recipe got wrong, StorageError for a hub out of reach or a file that cannot be read.
+    """
+    _vet(model)
+    quiet()
+    if "model_type" in model.architecture:
+        return _standalone(model.architecture)
+    assert model.path is not None
+    origin = locate(model.path, model.revision, code=model.trust_remote_code)
+    config = _read_config(origin, model)
+    return _overlaid(config, model.architecture) if model.architecture else config
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The fast tokenizer of the model, with a pad token, and with no id that the model has no embedding for.
+
+    A tokenizer without a pad token gets its end-of-sequence token as one (else its unknown token, else id 0); nothing is
+    resized. That is safe here because no mask is ever derived from pad ids: targets are marked one by one, documents are
+    kept apart by their positions, and generation passes its own attention mask.
+    """
+    from transformers import AutoTokenizer
+
+    config = load_config(model)
+    key, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path or "builtin:tiny")
+    own = model.tokenizer is None
+    origin = locate(name, model.revision if own and model.path else None, key, code=own and model.trust_remote_code)
+    if not any((origin.folder / file).exists() for file in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one in model.tokenizer.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=own and model.trust_remote_code)
+    except Exception as error:  # noqa: BLE001  the tokenizers library raises bare Exception for a broken tokenizer.json
+        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {_first_line(error)}. "
+                           "Use a complete copy of it, or name another in model.tokenizer.") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
+                          "Convert it, or name another in model.tokenizer.")
+    largest, rows = max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise ConfigError(f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
+                          "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a larger vocab_size.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def build(model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
+    """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
+
+    The weights are made or read in their final dtype and on their final device: an 8B model in bfloat16 costs 16 GB there
+    and nothing elsewhere. `name_or_path` and `base_revision` of what is returned say where it came from.
+    """
+    quiet()
+    dtype = resolve_dtype(model, world)
+    if model.init is Init.random:
+        return _random(model, hf_config, dtype, world, seed)
+    assert model.path is not None
+    origin = locate(model.path, model.revision, code=model.trust_remote_code)
+    _fetch_weights(origin)
+    built = _pretrained(model, origin, hf_config, dtype, world)
+    built.name_or_path, built.base_revision = origin.name, origin.revision
+    return built
+
+
+def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
+    """Write a trained model where plain peft or plain transformers loads it, and return `folder`.
+
+    With adapters: PEFT's own layout (adapter_model.safetensors, adapter_config.json), and beside it config.json, the base's
+    config as it was trained, with any RoPE scaling, which PEFT's layout has no place for. Without: the whole model in
+    safetensors. Tokenizer and model card (`write_card`) lie beside both. The folder is staged and then renamed: it is whole
+    or absent, and one that is there is replaced. Raises StorageError when the disk does not take it.
+    """
+    folder = Path(folder)
+    staging, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    try:
+        for leftover in (staging, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        staging.mkdir(parents=True)
+        if hasattr(model, "peft_config"):
+            # Left to itself peft asks the hub whether the base's vocabulary was resized. Ours never is.
+            model.save_pretrained(staging, save_embedding_layers=False)
+            model.config.save_pretrained(staging)
+        else:
+            model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        write_card(staging, {"base": model.name_or_path, **(card or {})})
+        if folder.exists():
+            folder.rename(old)
+        staging.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions.") from error
+    return folder
+
+
+def write_card(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the model card README.md, over the empty form that peft leaves.
+
+    `facts`, all optional: base, revision, recipe, seed, versions, metrics, data (a dict or a list of dicts), config (text or
+    a dict). Dicts become tables; any other key becomes a line of the first table.
+    """
+    import yaml
+
+    folder = Path(folder)
+    adapter = (folder / "adapter_config.json").exists()
+    base = str(facts.get("base") or "")
+    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",
+                             "tags": ["fxtune", *(["lora"] if adapter else [])]}
+    if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
+        front["base_model"] = base
+    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---", f"# {facts.get('recipe') or folder.name}",
+             "Trained with [fxtune](https://pypi.org/project/fxtune/)."]
+    tables = {name: facts[name] for name in ("metrics", "data", "versions") if facts.get(name)}
+    parts.append(_table({name: value for name, value in facts.items() if name not in (*tables, "config") and value not in (None, "", [], {})}))
+    parts.append("## How to load it\n\n```python\n" + (_LOAD_ADAPTER if adapter else _LOAD_MODEL).format(base=base or "BASE") + "```")
+    for name, value in tables.items():
+        rows = value if isinstance(value, list) else [value]
+        parts.append(f"## {name.capitalize()}\n\n" + "\n\n".join(_table(row) for row in rows))
+    if config := facts.get("config"):
+        text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        parts.append(f"## Config\n\n```yaml\n{text.rstrip()}\n```")
+    (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+
+
+_LOAD_ADAPTER = """\
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # where this file lies; its config.json carries the RoPE scaling that it was trained with
+base = AutoModelForCausalLM.from_pretrained("{base}", config=AutoConfig.from_pretrained(folder))
+model = PeftModel.from_pretrained(base, folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+"""
+_LOAD_MODEL = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+"""
+
+
+def _table(rows: dict[str, Any]) -> str:
+    cells = [(name, f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " "))
+             for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]) if cells else ""
+
+
+def quiet() -> None:
+    """Keep transformers' warnings and bars off the user's terminal: what matters in them is an error here."""
+    import huggingface_hub
+    import transformers
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
+
+
+def _vet(model: ModelConfig) -> None:
+    if model.architecture and model.init is not Init.random:
+        raise ConfigError("model.architecture is read only with model.init=random. Set that, or remove the architecture.")
+    if model.path is None and "model_type" not in model.architecture:
+        raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an architecture "
+                          "(model_type and its sizes) with model.init=random.")
+    local = model.path is None or model.path.startswith("builtin:") or Path(model.path).expanduser().exists()
+    if model.trust_remote_code and (local or not is_commit(model.revision)):
+        raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a hub "
+                          f"id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here {model.revision}).")
+
+
+def _read_config(origin: Origin, model: ModelConfig) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if (origin.folder / "adapter_config.json").exists():
+        raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in model.adapter.")
+    if not (origin.folder / "config.json").exists():
+        raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
+    try:
+        config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. "
+                          "A model newer than this transformers needs a newer one; one with code of its own needs "
+                          "model.trust_remote_code.") from error
+    remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping.keys() and not remote:
+        raise ConfigError(f"model.path={model.path} is a {config.model_type} model, which is no causal language model.")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"model.path={model.path} is quantised already. Give the model that it was made from.")
+    return config
+
+
+def _standalone(architecture: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = architecture["model_type"]
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping.keys():
+        known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in AutoModelForCausalLM._model_mapping.keys()]
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        raise ConfigError(f"model.architecture.model_type={kind} is no causal language model that this transformers knows."
+                          + (f" Did you mean {near[0]}?" if near else ""))
+    values = {name: value for name, value in architecture.items() if name != "model_type"}
+    return _constructed(CONFIG_MAPPING[kind], values, values)
+
+
+def _overlaid(config: Any, changes: dict[str, Any]) -> Any:
+    """`changes` over a config. What its author computed from a size that changes is dropped, so that it is computed anew."""
+    values = config.to_dict()
+    if {"hidden_size", "num_attention_heads"} & set(changes):
+        values.pop("head_dim", None)
+    if "num_hidden_layers" in changes:
+        values.pop("layer_types", None)
+    values.pop("model_type", None)
+    return _constructed(type(config), {**values, **changes}, changes)
+
+
+def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any:
+    known = [*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"]
+    for name in named:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"model.architecture.{name}: {kind.model_type} has no such key."
+                              + (f" Did you mean {near[0]}?" if near else ""))
+    try:
+        return kind(**values)
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
+
+
+def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World, seed: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    cards = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cards), world.device:
+        torch.manual_seed(seed)
+        try:
+            built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: {_first_line(error)}") from error
+    built.name_or_path, built.base_revision = "", None
+    return built
+
+
+def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch.dtype, world: World) -> nn.Module:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
+    try:
+        built, seen = AutoModelForCausalLM.from_pretrained(
+            origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=model.trust_remote_code, **placed)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded: {_first_line(error)}") from error
+    shapes = [f"{name} is {tuple(stored)} in the file and {tuple(wanted)} in the config" for name, stored, wanted in seen["mismatched_keys"]]
+    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
+        (seen["missing_keys"], "weights of the architecture are not in the files"),
+        (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
+        (shapes, "weights have another shape"),
+        (list(seen["error_msgs"]), "errors")) if names]
+    if troubles:
+        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} do not fit its config.json ({hf_config.model_type}): "
+                           + "; ".join(troubles) + ". Training would go on with random weights, so it stops here: use a complete copy.")
+    return built
+
+
+def _fetch_weights(origin: Origin) -> None:
+    """Make the safetensors files that hold the model local (by its index where there is one) and open each, to find broken ones."""
+    from safetensors import SafetensorError, safe_open
+
+    files = ["model.safetensors"]
+    index = origin.folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise StorageError(f"{index} is not a safetensors index: {_first_line(error)}. Use a complete copy of the model.") from error
+    pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
+    if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
+        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are read. fxtune reads "
+                          "safetensors only: convert them (save_pretrained of transformers writes safetensors).")
+    fetch(origin, files)
+    for file in files:
+        try:
+            with safe_open(origin.folder / file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch or copy it again.") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}".rstrip(".")

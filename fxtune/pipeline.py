@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import nn
+
+from fxtune import model as models
+from fxtune.errors import ConfigError
+from fxtune.model import ModelConfig
+from fxtune.technique import Evidence, Technique
 from fxtune.techniques.attention import Attention
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile
 from fxtune.techniques.lora import Lora
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.rope import Rope
+from fxtune.world import Facts, World
 
 
 @dataclass
@@ -20,3 +31,67 @@ class Pipeline:
     lora: Lora = field(default_factory=Lora)  # wraps the base's linears, so all that edits the base is done
     checkpointing: Checkpointing = field(default_factory=Checkpointing)  # wraps whole layers, adapters included
     compile: Compile = field(default_factory=Compile)  # last: traces whatever the layers have become
+
+    def enabled(self) -> Iterator[tuple[str, Technique]]:
+        """The techniques that are asked for, by name, in order of application."""
+        for entry in dataclasses.fields(self):
+            technique = getattr(self, entry.name)
+            if technique.enabled:
+                yield entry.name, technique
+
+    def check(self, facts: Facts) -> None:
+        """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key."""
+        reasons = [f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)]
+        reasons += self._without(facts)
+        if reasons:
+            raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+    def _without(self, facts: Facts) -> Iterator[str]:
+        """What goes wrong when a technique is off."""
+        if facts.packing and not self.attention.enabled:
+            yield "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each other. Set it to true."
+        if facts.dtype == "float16" and not self.lora.enabled:
+            yield ("techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their updates underflow). "
+                   "Set it to true, or model.dtype to bfloat16 or float32.")
+        positions = (facts.model.get("text_config") or facts.model).get("max_position_embeddings")
+        if positions and facts.sequence_length > positions and not self.rope.enabled:
+            yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the {positions} positions that the "
+                   "model was trained on. Shorten the rows, or scale its RoPE.")
+
+    def build(self, model: ModelConfig, world: World, facts: Facts, seed: int) -> nn.Module:
+        """Check, configure, build the model and apply the techniques, in order. Adapters are drawn from `seed`."""
+        if model.adapter and not self.lora.enabled:
+            raise ConfigError(f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the adapter.")
+        self.check(facts)
+        hf_config = models.load_config(model)
+        for _, technique in self.enabled():
+            technique.configure(hf_config)
+        built = models.build(model, hf_config, world, seed)
+        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            for _, technique in self.enabled():
+                built = technique.apply(built, world)
+                if technique is self.lora and model.adapter:
+                    self.lora.start_from(built, model.adapter)
+        return built
+
+    def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
+        """What can be observed of every enabled technique on the built model."""
+        return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
+
+    def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
+        """verify(), and one ConfigError that lists what was asked for and did not act."""
+        seen = self.verify(model, probe)
+        if failed := [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in seen if not one.acted]:
+            raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + "\nTurn it off, or use another model.")
+        return seen
+
+
+def make_probe(model: nn.Module, packing: bool = True) -> dict[str, torch.Tensor]:
+    """A small row for verify(): 24 fixed tokens on the model's device, three packed documents of 7, 8 and 9 (or one)."""
+    device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    lengths = (7, 8, 9) if packing else (24,)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    ids = (torch.arange(24) * 7919 + 3) % vocabulary
+    return {"input_ids": ids.unsqueeze(0).to(device), "position_ids": positions.to(device)}

@@ -9,9 +9,11 @@ error, never a print.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class Technique:
     """Whether this technique is asked for. Everything else here is read only when it is."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        """Yield each reason why this cannot run under `facts`, worded as what to change. Nothing yielded: it can."""
+        """Yield each reason why this cannot run under `facts`: the option's name, a colon, and what to change.
+
+        Nothing yielded: it can.
+        """
         yield from ()
 
     def configure(self, hf_config: Any) -> None:
@@ -47,3 +52,25 @@ class Technique:
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Yield what can be observed on the built model. `probe`: input_ids and position_ids of one small packed row."""
         yield from ()
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a causal language model, first to last, adapters or not: what one checkpoints and compiles."""
+    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return list(module)
+    raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[None]:
+    """Look at a model without changing it: no dropout, and the training flag and the random state as before."""
+    was_training = model.training
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)

@@ -1,11 +1,32 @@
-"""Low-rank adapters through peft: LoRA, rsLoRA, DoRA. Off: full fine-tuning."""
+"""Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Off: full fine-tuning.
+
+A frozen linear W gets a trained detour: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so the
+model starts as its base. Adapters are float32 also over a bfloat16 base: they are small (0.5 % of an 8B model at r=16), and
+bfloat16 has 8 bits of mantissa, so an update of 1/256 of a weight or less would be rounded away. `precision.autocast` makes
+their matmuls fast again.
+
+PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) start A and B from a factorisation of W and take the product out of
+the frozen weight, so they too start as their base; whoever loads such an adapter repeats that factorisation.
+"""
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from fxtune.technique import Technique
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError, StorageError
+from fxtune.hub import fetch, locate
+from fxtune.technique import Evidence, Technique, observed
+from fxtune.world import Facts, World
+
+ALL_LINEAR = "all-linear"
 
 
 class AdapterInit(str, Enum):
@@ -20,7 +41,7 @@ class Lora(Technique):
     r: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names of the linears to adapt, or `all-linear` (all but the head)."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained in full and saved with the adapter."""
@@ -29,3 +50,161 @@ class Lora(Technique):
     dora: bool = False
     """Decompose weights into magnitude and direction (arXiv 2402.09353)."""
     init: AdapterInit = AdapterInit.default
+    """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
+
+    def check(self, facts: Facts) -> Iterator[str]:
+        if self.r < 1:
+            yield f"r: {self.r} must be at least 1."
+        if not self.alpha > 0:
+            yield f"alpha: {self.alpha} must be above 0."
+        if not 0 <= self.dropout < 1:
+            yield f"dropout: {self.dropout} must be in [0, 1)."
+        if not self.target_modules:
+            yield f"target_modules: empty, so nothing is adapted. Use [{ALL_LINEAR}]."
+        if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
+            yield f"target_modules: {ALL_LINEAR} stands for all of them. Use it alone, or names alone."
+        if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
+            yield f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. Use default with dora."
+        config = facts.model.get("text_config") or facts.model
+        tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
+        if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
+            yield (f"modules_to_save: this model's head and embedding are one tensor, and adapting {' and '.join(sorted(tied))} would part "
+                   "them. Take it out of modules_to_save and target_modules.")
+        if self.modules_to_save or ALL_LINEAR not in self.target_modules:
+            yield from self._unmatched(_skeleton(facts.model))
+
+    def _unmatched(self, model: nn.Module | None) -> Iterator[str]:
+        """A reason for each name that stands for no module of `model`."""
+        if model is None:
+            return
+        names = [name for name, _ in model.named_modules()]
+        linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        for option, wanted in (("target_modules", self.target_modules), ("modules_to_save", self.modules_to_save)):
+            for name in wanted:
+                if name != ALL_LINEAR and not any(there == name or there.endswith(f".{name}") for there in names):
+                    yield f"{option}: {name} is no module of this model. Its linears are {', '.join(linears)}."
+
+    def apply(self, model: nn.Module, world: World) -> nn.Module:
+        """Wrap the model (PeftModel), freezing the base. The random state of the caller decides A."""
+        import peft
+
+        if reasons := list(self._unmatched(model)):
+            raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
+        config = peft.LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,  # type: ignore[arg-type]  # peft takes any number
+            target_modules=ALL_LINEAR if ALL_LINEAR in self.target_modules else list(self.target_modules),
+            modules_to_save=list(self.modules_to_save) or None, use_rslora=self.rslora, use_dora=self.dora,
+            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,  # type: ignore[arg-type]
+            task_type="CAUSAL_LM")
+        before = _sketch(model)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                adapted: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=True, revision=getattr(model, "base_revision", None))
+        except ValueError as error:
+            raise ConfigError(f"techniques.lora.target_modules: {error}") from error
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:  # modules_to_save, which peft leaves in the base's dtype
+                parameter.data = parameter.data.float()
+        adapted.name_or_path = model.name_or_path
+        adapted.base_logits = before
+        return adapted
+
+    def start_from(self, model: nn.Module, adapter: str) -> None:
+        """Load the weights of the adapter `adapter` (a folder or a hub id) into `model`, which apply() made.
+
+        Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
+        """
+        from peft import set_peft_model_state_dict
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        origin = locate(adapter, key="model.adapter")
+        fetch(origin, ["adapter_config.json", "adapter_model.safetensors"], key="model.adapter")
+        try:
+            theirs = json.loads((origin.folder / "adapter_config.json").read_text())
+            weights = load_file(origin.folder / "adapter_model.safetensors")
+        except (ValueError, SafetensorError, OSError) as error:
+            raise StorageError(f"model.adapter={adapter} is broken: {error}. Use a complete copy of it.") from error
+        self._agree(theirs, model, adapter)
+        expected = set(weights_of(model))
+        if troubles := [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
+                (expected - set(weights), "weights are missing"), (set(weights) - expected, "weights have no place in this model")) if names]:
+            raise StorageError(f"model.adapter={adapter} does not fit this model: {'; '.join(troubles)}. Is model.path the base it was trained on?")
+        try:
+            set_peft_model_state_dict(model, weights)
+        except RuntimeError as error:
+            raise StorageError(f"model.adapter={adapter} does not fit this model: {error}. Is model.path the base it was trained on?") from error
+        model.adapter_start = adapter  # type: ignore[assignment]
+
+    def _agree(self, theirs: dict[str, Any], model: Any, adapter: str) -> None:
+        """Every option that shapes the adapter must be what the recipe says: a recipe does not say one thing and train another."""
+        ours = model.peft_config["default"]
+        pairs = {"r": (self.r, theirs.get("r")), "alpha": (self.alpha, theirs.get("lora_alpha")),
+                 "rslora": (self.rslora, bool(theirs.get("use_rslora"))), "dora": (self.dora, bool(theirs.get("use_dora"))),
+                 "init": (self.init.value if self.init in (AdapterInit.pissa, AdapterInit.olora) else "default",
+                          theirs["init_lora_weights"] if theirs.get("init_lora_weights") in ("pissa", "olora") else "default"),
+                 "target_modules": (_sorted(ours.target_modules), _sorted(theirs.get("target_modules"))),
+                 "modules_to_save": (_sorted(self.modules_to_save), _sorted(theirs.get("modules_to_save")))}
+        unlike = [f"  techniques.lora.{name}: {mine} in the recipe, {other} in the adapter" for name, (mine, other) in pairs.items() if mine != other]
+        if theirs.get("peft_type") != "LORA" or theirs.get("rank_pattern") or theirs.get("alpha_pattern"):
+            unlike.append(f"  it is a {theirs.get('peft_type')} adapter with patterns of rank or alpha that fxtune does not make")
+        if unlike:
+            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike) + "\nSet these in the recipe as they are in the adapter.")
+
+    def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
+        from peft.tuners.lora import LoraLayer
+
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        foreign = [name for name, parameter in model.named_parameters()
+                   if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name]
+        total = sum(parameter.numel() for parameter in model.parameters())
+        yield Evidence("lora", f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
+                       f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
+                       f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
+        halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
+        nonzero = sum(bool(half.any()) for half in halves)
+        if start := getattr(model, "adapter_start", None):
+            yield Evidence("lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0)
+            return
+        now = _sketch(model)
+        shift = ((now - model.base_logits).abs().max() / model.base_logits.abs().max()).item()
+        factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
+        # Two matmuls in place of one round differently; with B zero nothing is added, but DoRA divides by a norm it multiplies with.
+        allowed = {torch.float32: 1e-4}.get(next(model.parameters()).dtype, 5e-2) if factored or self.dora else 1e-6
+        yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
+                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} of their size",
+                       shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by the names that they have in adapter_model.safetensors."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def _sketch(model: Any) -> torch.Tensor:
+    """Logits of eight fixed tokens: what the model computes, small enough to keep."""
+    device = next(model.parameters()).device
+    ids = torch.arange(8, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _skeleton(config: dict[str, Any]) -> nn.Module | None:
+    """The model of this config without its weights, or None where only the author's own code can build it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
+    return model
+
+
+def _sorted(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else sorted(names or [])

@@ -1,10 +1,34 @@
-"""Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked."""
+"""Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked.
+
+A tracker is a witness: whatever happens to it, training goes on. `Tracker.log` never raises and never waits. W&B runs in
+a process of its own (wandb_link.py says why), fed by a thread here: starting costs the loop nothing, a network that
+does not answer sends the run offline, and a service that dies is reported once.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import netrc
+import os
+import queue
+import secrets
+import string
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional
+from pathlib import Path
+from typing import IO, Any, Optional
+from urllib.parse import urlsplit
+
+from fxtune.errors import ConfigError
+from fxtune.redact import redact, redact_arguments
+from fxtune.wandb_link import WandbLink
+from fxtune.world import Facts
+
+STEP = "train/step"
 
 
 class WandbMode(str, Enum):
@@ -24,18 +48,232 @@ class Display(str, Enum):
 @dataclass
 class WandbConfig:
     mode: WandbMode = WandbMode.disabled
-    """`auto`: online when an API key is at hand, offline otherwise."""
+    """`auto`: online when an API key is at hand (WANDB_API_KEY or netrc), offline otherwise; WANDB_MODE decides if set."""
     project: str = "fxtune"
     entity: Optional[str] = None
     group: Optional[str] = None
     tags: list[str] = field(default_factory=list)
     init_timeout: float = 5.0
-    """Seconds that a start may wait for W&B before it goes on offline."""
+    """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
 
 
 @dataclass
 class TrackingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
+    """Also write TensorBoard event files, into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
     display: Display = Display.auto
     """`auto`: a live display on a terminal, one line a log interval elsewhere."""
+
+
+def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
+    """Yield each reason why this tracking cannot work here, worded as what to change. Loads nothing."""
+    if config.tensorboard and "tensorboard" not in facts.packages:
+        yield _TENSORBOARD_MISSING
+    wandb = config.wandb
+    if wandb.mode is WandbMode.disabled:
+        return
+    if "wandb" not in facts.packages:
+        yield f"tracking.wandb.mode={wandb.mode.value}, but wandb is not installed: pip install wandb"
+    if not wandb.init_timeout > 0:
+        yield f"tracking.wandb.init_timeout={wandb.init_timeout}: give seconds above 0"
+    if not 0 < len(wandb.project) <= 128 or set(wandb.project) & set("/\\#?%:"):
+        yield (f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :")
+    for tag in wandb.tags:
+        if not 0 < len(tag) <= 64:
+            yield f"tracking.wandb.tags: {tag!r} has {len(tag)} characters; W&B takes 1 to 64"
+
+
+_TENSORBOARD_MISSING = ("tracking.tensorboard=true, but tensorboard is not installed: "
+                        'pip install "fxtune[tensorboard]", or set tracking.tensorboard=false')
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """`online`, `offline` or `disabled`: what the configured mode means with this machine's credentials. Never asks."""
+    mode = config.mode.value
+    if config.mode is WandbMode.auto:
+        mode = os.environ.get("WANDB_MODE", "").lower()
+        mode = mode if mode in ("online", "offline", "disabled") else "online"
+    return "offline" if mode == "online" and not _api_key_at_hand() else mode
+
+
+def _api_key_at_hand() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for file in files:
+        try:
+            if netrc.netrc(os.path.expanduser(file)).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+class Tracker:
+    """Writes a run's metrics to every place asked for.
+
+    `resume_step`: the optimizer steps already done by the run that goes on here; later lines of its metrics.jsonl are
+    dropped, since those steps are done again, and 0 starts the file anew. `wandb_id`: the id of the W&B run to continue.
+    `note` gets one-line messages for the user, always from the thread that calls this object.
+
+    Raises ConfigError where TensorBoard is asked for and not installed; nothing else.
+    """
+
+    def __init__(self, config: TrackingConfig, run_dir: str | Path, run_name: str, resolved_config: dict[str, Any],
+                 wandb_id: str | None = None, resume_step: int = 0,
+                 note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> None:
+        self.run_dir = Path(run_dir)
+        self._note = note
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._step = resume_step
+        self._tensorboard = _open_tensorboard(self.run_dir, resume_step) if config.tensorboard else None
+        self._file: IO[str] | None = None
+        self._file_fault = False
+        self._open_file(resume_step)
+        self._wandb: WandbLink | None = None
+        self.wandb_id: str | None = None
+        """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
+        mode = wandb_mode(config.wandb)
+        if mode != "disabled":
+            self.wandb_id = wandb_id or os.environ.get("WANDB_RUN_ID") or _new_id()
+            if mode == "offline" and config.wandb.mode is not WandbMode.offline:
+                self._notes.put("W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline")
+            wandb = config.wandb
+            init = {"id": self.wandb_id, "resume": "allow", "name": run_name, "project": wandb.project,
+                    "entity": wandb.entity, "group": wandb.group, "tags": list(wandb.tags),
+                    "config": redact(resolved_config), "allow_val_change": True}
+            argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
+            self._wandb = WandbLink(init, self.run_dir, argv, mode == "online", wandb.init_timeout, self._notes)
+        self._drain()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
+        self._step = step
+        values = {STEP: step, **{name: _plain(value) for name, value in metrics.items()}}
+        self._write({"time": round(time.time(), 3), **values})
+        if self._wandb:
+            self._wandb.put({"log": values}, step)
+        if self._tensorboard:
+            self._to_tensorboard(step, values)
+        self._drain()
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set the run's final figures: W&B's summary, and RUN/summary.json."""
+        plain = {name: _plain(value) for name, value in values.items()}
+        try:
+            staged = self.run_dir / "summary.json.part"
+            staged.write_text(json.dumps(_finite(plain), indent=2) + "\n", encoding="utf-8")
+            staged.replace(self.run_dir / "summary.json")
+        except OSError as error:
+            self._notes.put(f"summary.json could not be written ({error}); training is not affected")
+        if self._wandb:
+            self._wandb.put({"summary": plain}, self._step)
+        self._drain()
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close everything, waiting for W&B's last upload half a minute at most. Safe to call twice."""
+        if self._wandb:
+            self._wandb.finish(exit_code)
+            self._wandb = None
+        if self._tensorboard:
+            try:
+                self._tensorboard.close()
+            except Exception as error:  # noqa: BLE001  a third party's writer at the end of a run: report, do not raise
+                self._notes.put(f"TensorBoard: {error}")
+            self._tensorboard = None
+        if self._file:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._notes.put(f"metrics.jsonl: {error}")
+            self._file = None
+        self._drain()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(0 if kind is None else 1)
+
+    def _drain(self) -> None:
+        while not self._notes.empty():
+            self._note(self._notes.get())
+
+    def _open_file(self, resume_step: int) -> None:
+        path = self.run_dir / "metrics.jsonl"
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            _keep_until(path, resume_step)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._notes.put(f"{path} cannot be written ({error}); training goes on without it")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            # After a failed write the file may end within a line; an empty line before the next one mends that.
+            self._file.write(("\n" if self._file_fault else "") + json.dumps(_finite(line)) + "\n")
+            self._file.flush()
+            self._file_fault = False
+        except OSError as error:
+            if not self._file_fault:
+                self._notes.put(f"metrics.jsonl could not be written at step {self._step} ({error}); training goes on")
+            self._file_fault = True
+
+    def _to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
+        assert self._tensorboard is not None
+        try:
+            for name, value in values.items():
+                if name != STEP and isinstance(value, (int, float)):
+                    self._tensorboard.add_scalar(name, value, step)
+        except Exception as error:  # noqa: BLE001  its writer thread re-raises whatever broke it; training goes on without
+            self._notes.put(f"TensorBoard stopped at step {step} ({error}); training goes on")
+            self._tensorboard = None
+
+
+def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(_TENSORBOARD_MISSING) from error
+    purge = resume_step + 1 if resume_step else None  # hides the lines of steps that are done again
+    return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl beyond `step`, and a last line that a kill cut short; whole or not at all."""
+    if not path.is_file():
+        return
+    staged = path.with_name(path.name + ".part")
+    with path.open(encoding="utf-8", errors="replace") as old, staged.open("w", encoding="utf-8") as new:
+        for line in old:
+            try:
+                keep = step > 0 and json.loads(line).get(STEP, 0) <= step
+            except (ValueError, AttributeError):
+                keep = False
+            if keep:
+                new.write(line if line.endswith("\n") else line + "\n")
+        new.flush()
+        os.fsync(new.fileno())
+    staged.replace(path)
+
+
+def _plain(value: Any) -> int | float | str | bool | None:
+    """A Python number from whatever holds one (a tensor, a numpy scalar); text for anything else."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinities as null: JSON has no word for them, and pandas, jq and DuckDB read null as a missing number."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()}
+
+
+def _new_id() -> str:
+    """Eight characters, as W&B makes its own; drawn from the system, so that a run's seed does not repeat it."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

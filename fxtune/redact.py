@@ -1,0 +1,80 @@
+"""Takes secrets out of what leaves this machine: the config in W&B, the command line, a model card.
+
+Three nets, each for what slips through the others: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value
+(`hf_...`, `ghp_...`, a URL with a password or a signature), and the *values themselves*: whatever stands in an
+environment variable with a secret's name is removed wherever it occurs, also inside a longer string.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "[redacted]"
+
+_SECRET_NAME = re.compile(
+    r"(?:^|[_\-.])(?:api_?key|access_?key|secret_?key|private_?key|secret|password|passwd|passphrase|pwd|credentials?"
+    r"|auth|authorization|bearer|cookie|(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!stop_)"
+    r"(?<!per_)(?<!image_)token)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)$", re.IGNORECASE)
+_HASH_NAME = re.compile(r"revision|commit|sha|hash|digest|fingerprint|(?:^|_)id$", re.IGNORECASE)
+_SECRET_SHAPES = re.compile("|".join((
+    r"\bhf_[A-Za-z0-9]{16,}", r"\bgh[pousr]_[A-Za-z0-9]{16,}", r"\bgithub_pat_\w{16,}", r"\bglpat-[\w\-]{16,}",
+    r"\bsk-[\w\-]{16,}", r"\bxox[abprs]-[\w\-]{10,}", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", r"\bAIza[\w\-]{30,}",
+    r"\bwandb_v\d_\w{16,}", r"\blocal-[0-9a-f]{32,}", r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+", r"(?<=[Bb]earer )\S{8,}",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*")))
+_URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_QUERY = re.compile(r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+",
+                        re.IGNORECASE)
+_HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the key's name decides
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy of `value` (nested dicts and lists of plain values) in which each secret is the text `[redacted]`.
+
+    `key` is the name under which `value` stands. Keys and structure stay, so that the reader sees what was set.
+    """
+    return _redact(value, key, _environment_secrets())
+
+
+def redact_arguments(arguments: list[str]) -> list[str]:
+    """The same for a command line: `key=value` is judged by its key, a plain word by its shape."""
+    secrets = _environment_secrets()
+    cleaned = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and "://" not in name:
+            argument = f"{name}={_redact(value, name, secrets)}"
+        else:
+            argument = _clean(argument, "", secrets)
+        cleaned.append(argument)
+    return cleaned
+
+
+def _redact(value: Any, key: str, secrets: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _redact(item, str(name), secrets) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redact(item, key, secrets) for item in value]
+    if not isinstance(value, str):
+        return value
+    if value and _SECRET_NAME.search(key):
+        return HIDDEN
+    return _clean(value, key, secrets)
+
+
+def _clean(text: str, key: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    text = _SECRET_SHAPES.sub(HIDDEN, text)
+    text = _URL_USER.sub(f"{HIDDEN}@", text)
+    text = _URL_QUERY.sub(rf"\1={HIDDEN}", text)
+    return text if _HASH_NAME.search(key) else _HEX40.sub(HIDDEN, text)
+
+
+def _environment_secrets() -> list[str]:
+    """Values of the environment variables with a secret's name; longest first. Short ones would match ordinary words."""
+    values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
+    return sorted((value for value in values if not value.startswith(("/", "~"))), key=len, reverse=True)

@@ -1,0 +1,86 @@
+"""A micro-batch as the model takes it, cut from the memory maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from fxtune.data.tokens import TokenTable
+
+IGNORED = -100
+"""The target where there is none: `torch.nn.functional.cross_entropy`'s ignore_index, and Hugging Face's."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: int64 tensors [rows, length] and two counts known without looking at them."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that one is supervised, else -100."""
+    position_ids: torch.Tensor
+    """Restart at 0 in each document. Padding of a packed row is a document of its own; that of a row with a single
+    document goes on counting."""
+    tokens: int
+    """Tokens that are not padding."""
+    supervised: int
+    """Targets that are not -100."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return replace(self, input_ids=self.input_ids.to(device, non_blocking=non_blocking),
+                       targets=self.targets.to(device, non_blocking=non_blocking),
+                       position_ids=self.position_ids.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return replace(self, input_ids=self.input_ids.pin_memory(), targets=self.targets.pin_memory(),
+                       position_ids=self.position_ids.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that `stream` reads these tensors, which another stream wrote."""
+        for tensor in (self.input_ids, self.targets, self.position_ids):
+            tensor.record_stream(stream)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a micro-batch is made of, small enough to send to a worker. The arrays are int64, one entry a segment."""
+
+    source: np.ndarray
+    """Which table."""
+    start: np.ndarray
+    """First token in the table's `ids`."""
+    length: np.ndarray
+    offsets: np.ndarray
+    """int64 [rows + 1]: row r is made of the segments offsets[r]:offsets[r + 1]."""
+    width: int
+    """Tokens in a row, padding included."""
+    packed: bool
+    pad_id: int
+
+
+def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
+    """Copy the segments into rows. Work is one slice a segment; tokens are only touched by numpy."""
+    rows = len(pieces.offsets) - 1
+    ids = np.full((rows, pieces.width), pieces.pad_id, np.int64)
+    supervised = np.zeros((rows, pieces.width), bool)
+    begins = np.zeros((rows, pieces.width), np.int64)
+    for row in range(rows):
+        at = 0
+        for piece in range(pieces.offsets[row], pieces.offsets[row + 1]):
+            table, start, length = tables[pieces.source[piece]], pieces.start[piece], pieces.length[piece]
+            ids[row, at:at + length] = table.ids[start:start + length]
+            supervised[row, at + 1:at + length] = table.supervised[start + 1:start + length]
+            begins[row, at] = at
+            at += length
+        if pieces.packed and at < pieces.width:
+            begins[row, at] = at
+    targets = np.full_like(ids, IGNORED)
+    targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORED)
+    positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
+    return Batch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions),
+                 tokens=int(pieces.length.sum()), supervised=int(supervised.sum()))

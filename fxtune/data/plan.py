@@ -1,0 +1,326 @@
+"""Which documents each step learns from: a pure function of (tables, settings, step).
+
+Of the endless stream of rows (stream.py) step s takes rows s x global_batch_size to (s + 1) x global_batch_size: where
+an epoch ends inside a step the next one begins there, and only a run's last step can be short. Nothing iterates, so a
+run resumes at any step by asking for it. Batches are cut from memory maps when they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import numpy as np
+
+from fxtune.data.batch import Batch, Pieces, assemble
+from fxtune.data.segments import Cut, Side
+from fxtune.data.sources import DataConfig
+from fxtune.data.stream import Epoch, Stream, StreamSettings
+from fxtune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fxtune.data.tokens import TokenTable
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the stream is cut into steps and micro-batches."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    max_steps: Optional[int] = None
+    epochs: Optional[float] = None
+    row_lengths: tuple[int, ...] = ()
+    """As `row_lengths(data)` gives them."""
+    pad_id: int = 0
+
+
+class Piece(NamedTuple):
+    """Where a segment is from, and which of its document's tokens it holds."""
+
+    source: int
+    """Index of the table."""
+    document: int
+    first: int
+    length: int
+
+
+class Plan:
+    """The batches of a run or of an evaluation."""
+
+    def __init__(self, stream: Stream, sizes: Sizes) -> None:
+        self.stream = stream
+        self.sizes = sizes
+        self._stop = self._rows_in_all()
+        self.steps = -(-self._stop // sizes.global_batch_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.stream, self.sizes)
+
+    @property
+    def tables(self) -> tuple[TokenTable, ...]:
+        return self.stream.tables
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two plans whose step s learns from the same documents, for each s that both have.
+
+        Not part of it: the length of the run, how a step is cut into micro-batches, and how rows are padded.
+        """
+        return hashlib.sha256(f"{self.stream.fingerprint} {self.sizes.global_batch_size}".encode()).hexdigest()[:32]
+
+    def micro_batches(self, step: int) -> int:
+        """How many micro-batches `step` has; only the last step of a run may have fewer than the others."""
+        first, last = self._range(step)
+        return -(-(last - first) // self.sizes.micro_batch_size)
+
+    def supervised(self, step: int) -> int:
+        """Targets of the whole step, over all its micro-batches."""
+        return int(self.stream.segments.supervised[self._rows(step)[0]].sum())
+
+    def tokens(self, step: int) -> int:
+        """Tokens of the whole step, padding not counted."""
+        return int(self.stream.segments.length[self._rows(step)[0]].sum())
+
+    def epoch(self, steps: int) -> float:
+        """How many epochs have been seen when `steps` steps are done."""
+        row = min(steps * self.sizes.global_batch_size, self._stop)
+        epoch, within = self.stream.locate(row)
+        return epoch + within / len(self.stream.epoch(epoch)) if within else float(epoch)
+
+    def documents(self, step: int, micro: int) -> list[tuple[int, int]]:
+        """(table, document) of each segment of a micro-batch, row by row."""
+        return [(piece.source, piece.document) for row in self.contents(step, micro) for piece in row]
+
+    def contents(self, step: int, micro: int) -> list[list[Piece]]:
+        """What is in each row of a micro-batch."""
+        segments, offsets = self._micro(step, micro)
+        of = self.stream.segments
+        columns = [column[segments].tolist() for column in (self.stream.source, of.document, of.start, of.length)]
+        pieces = [Piece(source, document, start - int(self.tables[source].offsets[document]), length)
+                  for source, document, start, length in zip(*columns, strict=True)]
+        return [pieces[a:b] for a, b in pairwise(offsets.tolist())]
+
+    def pieces(self, step: int, micro: int) -> Pieces:
+        """The recipe of a micro-batch: `assemble(plan.tables, pieces)` makes it, in any process."""
+        segments, offsets = self._micro(step, micro)
+        length = self.stream.segments.length[segments]
+        return Pieces(self.stream.source[segments], self.stream.segments.start[segments], length, offsets,
+                      int(self._padded(length.max())), self.stream.settings.packing, self.sizes.pad_id)
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """Micro-batch `micro` of step `step`. IndexError outside the run."""
+        return assemble(self.tables, self.pieces(step, micro))
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the first epoch, for people and for the run's record. Shares are 0..1."""
+        epoch, of = self.stream.epoch(0), self.stream.segments
+        length, supervised = of.length[epoch.segments], of.supervised[epoch.segments]
+        source = self.stream.source[epoch.segments]
+        tokens, targets = int(length.sum()), int(supervised.sum())
+        sources = []
+        for at, (table, counts) in enumerate(zip(self.tables, self.stream.cuts, strict=True)):
+            mine = source == at
+            seen = int(supervised[mine].sum())
+            sources.append(dict(name=table.name, segments=int(mine.sum()), tokens=int(length[mine].sum()),
+                                supervised_tokens=seen, share=seen / targets,
+                                repeats=seen / max(self.stream.supply[at], 1), **vars(counts)))
+        totals = {name: sum(getattr(counts, name) for counts in self.stream.cuts) for name in Cut.__dataclass_fields__}
+        return dict(rows=len(epoch), segments=len(length), tokens=tokens, supervised_tokens=targets,
+                    supervised_share=targets / tokens, padding_share=1 - tokens / self._room(epoch),
+                    steps_per_epoch=len(epoch) / self.sizes.global_batch_size, steps=self.steps,
+                    epochs=self.epoch(self.steps), **totals, sources=sources)
+
+    def notes(self) -> list[str]:
+        """One sentence for each thing that was done to the documents, by source. Empty: nothing was."""
+        said = []
+        for table, counts in zip(self.tables, self.stream.cuts, strict=True):
+            over = f"longer than {self.stream.settings.sequence_length:,} tokens"
+            if counts.split:
+                said.append(f"{table.name}: {counts.split:,} documents {over} were split into "
+                            f"{counts.pieces:,} pieces.")
+            if counts.truncated:
+                said.append(f"{table.name}: {counts.truncated:,} documents {over} were truncated, "
+                            f"{counts.lost_tokens:,} tokens left out.")
+            if counts.dropped:
+                said.append(f"{table.name}: {counts.dropped:,} documents {over} were dropped, "
+                            f"{counts.lost_tokens:,} tokens left out.")
+            if counts.without_targets:
+                said.append(f"{table.name}: {counts.without_targets:,} documents or pieces had nothing to learn "
+                            "(no supervised token after the first) and were left out.")
+        return said
+
+    def _rows_in_all(self) -> int:
+        """Rows of the whole run."""
+        by_steps = math.inf if self.sizes.max_steps is None else self.sizes.max_steps * self.sizes.global_batch_size
+        epochs = self.sizes.epochs
+        if epochs is None:
+            if by_steps != math.inf:
+                return int(by_steps)
+            epochs = 1.0
+        whole = int(epochs)
+        rows = number = 0
+        while number < whole and rows < by_steps:  # not to the last epoch at once: making weighted ones takes time
+            rows, number = self.stream.end(number), number + 1
+        if epochs > whole and rows < by_steps:
+            rows += round((epochs - whole) * len(self.stream.epoch(whole)))
+        return int(min(max(rows, 1), by_steps))
+
+    def _range(self, step: int) -> tuple[int, int]:
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of a plan of {self.steps} steps")
+        first = step * self.sizes.global_batch_size
+        return first, min(first + self.sizes.global_batch_size, self._stop)
+
+    def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a step: their segments, and the offsets [rows + 1] into those."""
+        segments, offsets = self.stream.rows(*self._range(step))
+        if not self.stream.settings.packing:
+            # Longest first: neighbours pad little, and a step that needs too much memory fails at once.
+            segments = segments[np.argsort(-self.stream.segments.length[segments], kind="stable")]
+        return segments, offsets
+
+    def _micro(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
+        segments, offsets = self._rows(step)
+        if not 0 <= micro < self.micro_batches(step):
+            raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
+        mine = offsets[micro * self.sizes.micro_batch_size:(micro + 1) * self.sizes.micro_batch_size + 1]
+        return segments[mine[0]:mine[-1]], mine - mine[0]
+
+    def _padded(self, longest: np.ndarray) -> np.ndarray:
+        """The row length for a micro-batch whose longest document has `longest` tokens; elementwise."""
+        lengths = self.sizes.row_lengths
+        return np.asarray(lengths)[np.searchsorted(lengths, longest)] if lengths else longest
+
+    def _room(self, epoch: Epoch) -> int:
+        """Tokens that an epoch's rows have room for, were the epoch to begin with a step."""
+        if self.stream.settings.packing:
+            return len(epoch) * self.stream.settings.sequence_length
+        micro, step = self.sizes.micro_batch_size, self.sizes.global_batch_size
+        length = self.stream.segments.length[epoch.segments]
+        steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
+        micros = -np.sort(-steps, axis=1).reshape(-1, micro)
+        return int((self._padded(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum())
+
+
+def row_lengths(data: DataConfig) -> tuple[int, ...]:
+    """The lengths that a batch's rows can have, ascending; empty where they can have any.
+
+    Buckets that end below `sequence_length` are completed by it, since each segment needs a row; those that no segment
+    needs, because a smaller one holds `sequence_length`, are left out.
+    """
+    if data.packing:
+        return (data.sequence_length,)
+    if not data.buckets:
+        return ()
+    below = tuple(bucket for bucket in data.buckets if bucket < data.sequence_length)
+    return (*below, next((bucket for bucket in data.buckets if bucket >= data.sequence_length), data.sequence_length))
+
+
+def plan_training(tables: Sequence[TokenTable], data: DataConfig, *, micro_batch_size: int, global_batch_size: int,
+                  max_steps: Optional[int] = None, epochs: Optional[float] = None, seed: int = 0,
+                  pad_id: int = 0) -> Plan:
+    """The plan of a training run on `tables`, one for each of `data.sources`.
+
+    The run ends after `max_steps` or `epochs`, whichever comes first; with neither, after one epoch. Raises ConfigError
+    for settings that contradict each other and DataError for tables with nothing to learn from.
+    """
+    assert len(tables) == len(data.sources)
+    check(data)
+    if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro_batch_size:
+        raise ConfigError(f"train.global_batch_size={global_batch_size} must be a multiple of "
+                          f"train.micro_batch_size={micro_batch_size}, and both at least 1.")
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"train.max_steps={max_steps}: give at least 1, or null to train by epochs.")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ConfigError(f"train.epochs={epochs}: give a number above 0 (fractions are fine), or null.")
+    settings = StreamSettings(data.sequence_length, data.packing, data.on_long, data.eval_fraction,
+                              Side.train if data.eval_fraction else Side.all, _weights(data), seed)
+    return Plan(Stream(tables, settings),
+                Sizes(micro_batch_size, global_batch_size, max_steps, epochs, row_lengths(data), pad_id))
+
+
+def plan_evaluation(tables: Sequence[TokenTable], data: DataConfig, *, micro_batch_size: int, pad_id: int = 0,
+                    held_out: bool) -> Plan:
+    """The plan of an evaluation: each segment exactly once, in the same order each time, one micro-batch a step.
+
+    `held_out`: `tables` are those of the training sources, and their `data.eval_fraction` side is used; else they are
+    those of `data.eval_sources`, and all of them is used.
+    """
+    check(data)
+    settings = StreamSettings(data.sequence_length, data.packing, data.on_long, data.eval_fraction if held_out else 0.0,
+                              Side.held_out if held_out else Side.all, weights=None, seed=None)
+    return Plan(Stream(tables, settings),
+                Sizes(micro_batch_size, micro_batch_size, row_lengths=row_lengths(data), pad_id=pad_id))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run's data config becomes."""
+
+    tables: list[TokenTable]
+    training: Plan
+    evaluation: Optional[Plan]
+    """None where the config holds nothing out."""
+
+
+def prepare(data: DataConfig, tokenizer: Any, *, micro_batch_size: int, global_batch_size: int,
+            max_steps: Optional[int] = None, epochs: Optional[float] = None, seed: int = 0,
+            quarantine: Optional[Path] = None, progress: bool = True) -> Prepared:
+    """Tokenise (or take from the cache) every source and plan the run. Errors as in `tokenize` and `plan_training`."""
+    from fxtune.data.tokens import tokenize
+
+    check(data)
+    if not data.sources:
+        raise ConfigError("data.sources is empty: name at least one file, folder, glob or hub id to train on, "
+                          "for instance data.sources=[{path: chats.jsonl}].")
+    tables = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.sources]
+    pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    training = plan_training(tables, data, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size,
+                             max_steps=max_steps, epochs=epochs, seed=seed, pad_id=pad_id)
+    evaluation = None
+    if data.eval_sources:
+        held = [tokenize(source, data, tokenizer, quarantine, progress) for source in data.eval_sources]
+        evaluation = plan_evaluation(held, data, micro_batch_size=micro_batch_size, pad_id=pad_id, held_out=False)
+    elif data.eval_fraction:
+        evaluation = plan_evaluation(tables, data, micro_batch_size=micro_batch_size, pad_id=pad_id, held_out=True)
+    return Prepared(tables, training, evaluation)
+
+
+def check(data: DataConfig) -> None:
+    """Raise ConfigError for settings that cannot be planned with, before a file is touched."""
+    if data.sequence_length < 2:
+        raise ConfigError(f"data.sequence_length={data.sequence_length}: a row needs at least 2 tokens, one to read and "
+                          "one to predict.")
+    if not 0 <= data.eval_fraction < 1:
+        raise ConfigError(f"data.eval_fraction={data.eval_fraction}: give a share from 0 to below 1.")
+    if data.eval_fraction and data.eval_sources:
+        raise ConfigError("data.eval_fraction and data.eval_sources are both set: keep one of them.")
+    if data.buckets and data.packing:
+        raise ConfigError("data.buckets says what to pad single documents to, but data.packing=true makes every row "
+                          f"{data.sequence_length} tokens. Set data.packing=false, or data.buckets=[].")
+    if any(low >= high for low, high in pairwise([0, *data.buckets])):
+        raise ConfigError(f"data.buckets={list(data.buckets)}: give lengths above 0 in ascending order, each once.")
+    _weights(data)
+    if any(source.weight is not None for source in data.eval_sources):
+        raise ConfigError("data.eval_sources have no weights: every document is evaluated once. Remove weight there.")
+
+
+def _weights(data: DataConfig) -> Optional[tuple[float, ...]]:
+    without = [source.path for source in data.sources if source.weight is None]
+    if len(without) == len(data.sources):
+        return None
+    if without:
+        raise ConfigError(f"data.sources: {', '.join(without)} without a weight while others have one. "
+                          "Give every source a weight, or none.")
+    weights = tuple(float(source.weight) for source in data.sources if source.weight is not None)
+    for source, weight in zip(data.sources, weights, strict=True):
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"data.sources: {source.path} has weight {weight}. Give a number above 0, "
+                              "or remove the source.")
+    return weights

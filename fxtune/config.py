@@ -1,23 +1,39 @@
-"""The root config, the way from YAML and the command line to it, and the vetting of recipes.
+"""The root config, and the way from YAML and the command line to it.
 
-`Config` is the whole vocabulary of a recipe. Hydra composes, `typed()` turns the result into these dataclasses, and past
-this file no DictConfig is seen.
+`Config` is the whole vocabulary of a recipe. `prepare` vets what the command line names and says, Hydra composes, `typed`
+turns the result into these dataclasses, and past this file no DictConfig is seen. What is nearer to the user wins:
+
+    the dataclasses' defaults < the recipe (after what its `defaults:` build on) < groups < keys of the command line
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Optional
 
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fxtune import library
+from fxtune.bounds import out_of_bounds
 from fxtune.checkpoint import CheckpointConfig
 from fxtune.data.loader import LoaderConfig
 from fxtune.data.sources import DataConfig
+from fxtune.errors import ConfigError
 from fxtune.model import ModelConfig
 from fxtune.optimizer import OptimizerConfig
+from fxtune.overrides import COMMAND_LINE, Choice, Shelf, refuse
 from fxtune.pipeline import Pipeline
 from fxtune.schedule import ScheduleConfig
 from fxtune.tracking import TrackingConfig
+from fxtune.vetting import Vetting
 from fxtune.world import Device
 
 
@@ -35,7 +51,7 @@ class RunConfig:
     """The run's folder; null: runs/NAME, and runs/NAME-2 and so on when that one is taken."""
     seed: int = 0
     resume: Resume = Resume.auto
-    """`auto`: go on with an unfinished run of the same config, else start; `never`: always start; `must`: fail if there is none."""
+    """`auto`: go on with an unfinished run of the same config, else start; `never`: start; `must`: fail if there is none."""
     deterministic: bool = False
     """Use only deterministic kernels (torch.use_deterministic_algorithms)."""
     device: Device = Device.auto
@@ -72,3 +88,127 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+ROOT = "train"
+"""Name of the primary config: configs/train.yaml."""
+_PREVIEWED = 20
+"""So many jobs of a multirun are checked before the first one starts; each costs 0.1 s."""
+
+
+def load(overrides: list[str]) -> Config:
+    """The config that a command line asks for: `load(["+recipe=quickstart", "optimizer.lr=1e-4"])`. Raises ConfigError."""
+    return typed(composed([choice.text for choice in prepare(overrides)]))
+
+
+def typed(cfg: DictConfig) -> Config:
+    """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
+    vetting = Vetting(Config, lambda _: "in the config", stranger=False)
+    vetting.value(Config, OmegaConf.to_container(cfg, resolve=False, enum_to_str=True), ())
+    refuse(vetting.problems)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)  # a fresh schema: no key gets by that is not a field
+        missing = sorted(re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(merged))
+        refuse(f"`{key}` is not set (???); give it: {key}=VALUE" for key in missing)
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, RecursionError) as error:  # keys that point at each other never end
+        raise ConfigError(_words(error)) from error
+    assert isinstance(config, Config)
+    refuse(out_of_bounds(config))
+    return config
+
+
+def prepare(overrides: list[str], multirun: bool = False) -> list[Choice]:
+    """Vet `overrides` with every recipe and group that they name, register those with Hydra, return what Hydra is to be told.
+
+    After this `+recipe=` and `recipe=`, `+optimizer=` and `optimizer=`, `+key=` and `key=` mean the same, and recipes come
+    before groups, groups before keys. Raises one ConfigError that lists all that is wrong.
+    """
+    shelf = Shelf(Config)
+    choices: list[Choice] = []
+    problems = []
+    for text in overrides:
+        try:
+            choice = shelf.override(text)
+            if choice.sweeps and not multirun:
+                raise ConfigError(f"{COMMAND_LINE}: `{text}` is more than one value. Add -m for one run each, "
+                                  "or write [a,b] for a list, or quote a text that has commas")
+            for name in choice.names:
+                shelf.recipe(name)
+            choices.append(choice)
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+    if multirun:  # the grid of a recipe, where the command line does not say otherwise
+        set_here = {choice.key for choice in choices}
+        choices += [choice for choice in shelf.grid if choice.key not in set_here]
+    _register(shelf)
+    return sorted(choices, key=lambda choice: choice.kind.value)
+
+
+def _register(shelf: Shelf) -> None:
+    """Give Hydra the schema, the groups and the recipes, by name, so that any working directory serves.
+
+    Hydra reads no file of its own accord: there is no search path, and what it finds here was vetted. A recipe that was not
+    chosen and is broken is left out, it must not stop the others.
+    """
+    store = ConfigStore.instance()
+    for group in ("recipe", *shelf.groups):
+        store.repo.pop(group, None)
+    store.store(name="schema", node=Config)
+    store.store(name=ROOT, node=OmegaConf.load(library.shipped("configs") / f"{ROOT}.yaml"))
+    for group, options in shelf.groups.items():
+        for option in options:
+            data, everywhere = shelf.group(group, option)
+            store.store(group=group, name=option, node=OmegaConf.create(data), package="_global_" if everywhere else None)
+    for name in shelf.paths:
+        try:
+            store.store(group="recipe", name=name, node=shelf.recipe(name), package="_global_")
+        except ConfigError:
+            continue
+
+
+def check_jobs(choices: list[Choice]) -> None:
+    """Compose and check each job of a multirun (the first 20), so that the last one's mistake does not show after hours."""
+    values: dict[str, list[str]] = {}
+    for parsed in OverridesParser.create().parse_overrides([choice.text for choice in choices]):
+        if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
+            continue  # a sweeper plugin draws from it
+        key = parsed.get_key_element()
+        texts = parsed.sweep_string_iterator() if parsed.is_sweep_override() else [parsed.get_value_element_as_str()]
+        values[key] = [f"{key}={text}" for text in texts]
+    for job in itertools.islice(itertools.product(*values.values()), _PREVIEWED):
+        typed(composed(list(job)))
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """What Hydra makes of overrides that `prepare` gave, without its own section. Raises ConfigError."""
+    with initialize(version_base="1.3", config_path=None):
+        try:
+            cfg = compose(ROOT, overrides, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            for text in overrides:
+                _check_index(text, overrides)
+            raise ConfigError(f"{COMMAND_LINE}: {_words(error)}") from error
+    # Vetting lets none of these through. If it ever does, Hydra must not act on them.
+    if cfg.hydra.callbacks or cfg.hydra.searchpath or cfg.hydra.job.env_set or cfg.hydra.job.env_copy:
+        raise ConfigError("the composed config sets hydra.callbacks, searchpath or env: refused")
+    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+
+
+def _check_index(text: str, overrides: list[str]) -> None:
+    """`data.sources.3.path=x`, where the recipe has two sources, deserves better words than OmegaConf's."""
+    key = text.lstrip("+").partition("=")[0]
+    above = re.match(r"(.*?)\.(\d+)(?:\.|$)", key)
+    if above is None:
+        return
+    entries = OmegaConf.select(compose(ROOT, [other for other in overrides if not re.match(r"[\w.]*\.\d+[.=]", other)]), above[1])
+    if int(above[2]) >= len(entries):
+        raise ConfigError(f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} entries here, counted from 0. "
+                          f"Give the whole list: '{above[1]}=[{{path: ...}}]'")
+
+
+def _words(error: BaseException) -> str:
+    """What Hydra or OmegaConf complained of, in one line, with the key."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    line = str(cause).strip().split("\n", 1)[0] or type(cause).__name__
+    return f"`{key}`: {line}" if key else line

@@ -1,0 +1,293 @@
+"""Words in, one call out: `python -m fxtune [WORD] +recipe=NAME key=value ...`, also installed as `fxtune`.
+
+Nothing heavy is imported before it is needed: help and the list of recipes answer at once, and a command line is vetted
+before a model or a dataset is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fxtune import __version__, library
+from fxtune.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True)
+class Word:
+    module: str
+    """Whose `run` is called, with the typed config, or with the words that follow where `plain`."""
+    line: str
+    plain: bool = False
+    reads_data: bool = False
+
+
+WORDS = {
+    "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
+    "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
+    "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit", plain=True),
+}
+
+HELP = """\
+fxtune {version}: fine-tune Hugging Face language models from short recipes
+
+usage: fxtune [WORD] +recipe=NAME [key=value ...]
+
+words
+{words}
+
+examples
+  fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in two minutes
+  fxtune preview +recipe=quickstart                    look at the samples first
+  fxtune +recipe=quickstart optimizer.lr=1e-3          change any key of the recipe
+  fxtune -m +recipe=quickstart optimizer.lr=1e-3,5e-3  one run for each value, each in its own folder
+  fxtune +recipe=quickstart --cfg job                  print the whole config and train nothing
+
+recipes
+  +recipe=NAME is recipes/NAME.yaml of this folder, else the one that ships in
+  {shipped}; +recipe=./mine.yaml is a file of yours.
+  Start your own: fxtune recipes copy quickstart recipes/mine.yaml
+
+options
+  -m, --multirun      one run for each combination of key=a,b
+  -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
+  -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
+  -h, --help          this text
+  -V, --version       versions of fxtune and of what it stands on
+  completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
+
+exit codes: 0 done, 2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 1 a bug of fxtune"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line (by default this process's own) and return the exit code."""
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        show(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nfxtune: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `fxtune recipes | head`: nobody reads on, and that is fine
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _run(argv: list[str]) -> None:
+    name, argv = _word(argv)
+    word = WORDS[name]
+    if word.plain and not {"-h", "--help"} & set(argv):
+        importlib.import_module(word.module).run(argv)
+        return
+    flags, overrides = _parse(argv)
+    if flags.help or not (argv or sys.argv[1:]):
+        words = "\n".join(f"  {name:<9} {word.line}" for name, word in WORDS.items())
+        print(HELP.format(version=__version__, words=words, shipped=library.place(library.shipped("recipes"))))
+    elif flags.version:
+        print(_versions())
+    elif flags.shell_completion:
+        _complete(overrides)
+    else:
+        _hydra(word, flags, overrides)
+
+
+def _word(argv: list[str]) -> tuple[str, list[str]]:
+    if not argv or argv[0].startswith(("-", "+", "~")) or "=" in argv[0]:
+        return "train", argv
+    if argv[0] in WORDS:
+        return argv[0], argv[1:]
+    known = library.recipes()
+    if argv[0] in known or argv[0].endswith(".yaml"):
+        raise ConfigError(f"`{argv[0]}` is a recipe: fxtune +recipe={shlex.join([argv[0]])}")
+    raise ConfigError(f"fxtune has no word `{argv[0]}`{library.did_you_mean(argv[0], WORDS)} `fxtune --help` explains them.")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `fxtune --help` lists the options.")
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Hydra's own flags, less those that would let it read unvetted files (--config-dir and its like)."""
+    what = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    bare = [i for i, text in enumerate(argv) if text in ("-i", "--info") and (argv[i + 1:i + 2] or ["-"])[0] not in what]
+    argv = ["--info=all" if i in bare else text for i, text in enumerate(argv)]
+    parser = _Parser(prog="fxtune", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", "-V", action="store_true")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    modes.add_argument("--info", "-i", choices=what)
+    modes.add_argument("--multirun", "-m", action="store_true")
+    modes.add_argument("--shell-completion", "-sc", action="store_true")
+    flags = parser.parse_intermixed_args(argv)
+    if (flags.resolve or flags.package) and not flags.cfg:
+        raise ConfigError("--resolve and --package say how --cfg prints: add --cfg job")
+    return flags, flags.overrides
+
+
+def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
+    """Vet, compose and check everything, then let Hydra run the jobs (or print what --cfg and --info ask for)."""
+    from fxtune import config
+
+    choices = config.prepare(overrides, multirun=flags.multirun)
+    told = [choice.text for choice in choices]
+    if flags.multirun:
+        config.check_jobs(choices)
+        with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:  # Hydra leaves a multirun.yaml where it sweeps
+            job = _Job(word, True, frozenset(choice.key for choice in choices if choice.sweeps))
+            _call_hydra(job, ["--multirun", *told, f"hydra.sweep.dir='{scratch}'"])
+        if job.failures:
+            raise type(job.failures[0])(f"{len(job.failures)} of {job.number} runs failed, for the reasons above")
+        return
+    cfg = config.composed(told)
+    if flags.cfg or flags.info:
+        wish = [f"--cfg={flags.cfg}"] if flags.cfg else [f"--info={flags.info}"]
+        wish += ["--resolve"] * flags.resolve + ([f"--package={flags.package}"] if flags.package else [])
+        _call_hydra(print, [*wish, *told])
+        return
+    config.typed(cfg)
+    _call_hydra(_Job(word), told)
+
+
+def _call_hydra(task: Callable[[DictConfig], Any], argv: list[str]) -> None:
+    import hydra
+
+    from fxtune.config import ROOT
+
+    def started(cfg: DictConfig) -> None:
+        task(cfg)
+
+    started.__module__ = "__main__"  # so Hydra takes it for a script's; a package it would search for configs nobody vetted
+    with _arguments(argv):
+        try:
+            hydra.main(config_path=None, config_name=ROOT, version_base="1.3")(started)()
+        except _Ended as ended:
+            raise ended.error from ended.error.__cause__  # with its own traceback, which Hydra would cut down
+
+
+class _Ended(BaseException):
+    """Carries an error through Hydra, which would print it its own way and exit with 1."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+
+class _Job:
+    """What Hydra calls for each job: the composed config becomes dataclasses and goes to the word's `run`."""
+
+    def __init__(self, word: Word, multirun: bool = False, swept: frozenset[str] = frozenset()):
+        self.word, self.multirun, self.swept = word, multirun, swept
+        self.number = 0
+        self.failures: list[UserError] = []
+
+    def __call__(self, cfg: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        from fxtune.config import typed
+
+        self.number += 1
+        try:
+            config = typed(cfg)
+            if self.word.reads_data and not config.data.sources:
+                raise ConfigError("data.sources is empty: choose a recipe (+recipe=quickstart), "
+                                  "or give data: 'data.sources=[{path: my.jsonl}]'")
+            if self.multirun:
+                overrides = list(HydraConfig.get().overrides.task)
+                title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
+                config.run.dir = os.path.join(config.run.dir or os.path.join("runs", config.run.name), title)
+                print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
+            importlib.import_module(self.word.module).run(config)
+        except UserError as error:
+            if not self.multirun:
+                raise _Ended(error) from None
+            show(error)  # the other jobs of a sweep go on: one diverging learning rate must not cost the night
+            self.failures.append(error)
+        except Exception as error:  # noqa: BLE001  not handled here: carried through Hydra whole
+            raise _Ended(error) from None
+
+
+def title_of(overrides: list[str], number: int) -> str:
+    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), fit for any file system and not too long."""
+    wanted = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
+    title = re.sub(r"[^\w.=,+-]+", "_", wanted)
+    if title == wanted and len(title) <= 120:
+        return title
+    return f"{title[:100]}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"  # two that were cut alike stay apart
+
+
+def show(error: UserError) -> None:
+    """Print an error to stderr: one block, no traceback. Brackets in it are text, not markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text.assemble(("fxtune: ", "bold red"), str(error))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text)
+
+
+@contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    """hydra.main reads sys.argv and nothing else."""
+    before = sys.argv
+    sys.argv = [before[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _complete(overrides: list[str]) -> None:
+    """Shell completion: Hydra's, which knows recipes, groups and keys, and our words. Bash gives the line in COMP_LINE."""
+    if not any(text.startswith("query=") for text in overrides):
+        _call_hydra(print, ["--shell-completion", *overrides])
+        return
+    program, _, rest = os.environ.get("COMP_LINE", "").partition(" ")
+    first, space, after = rest.lstrip().partition(" ")
+    if space and first in WORDS:
+        if WORDS[first].plain:
+            return
+        rest = after
+    elif not space and first and re.fullmatch(r"\w+", first):
+        print(" ".join(name for name in WORDS if name.startswith(first)))
+        return
+    from fxtune import config
+
+    words = [text for text in rest.split() if "=" in text and not text.startswith("-")]
+    try:
+        config.prepare([text for text in words if not rest.endswith(text)], multirun=True)
+    except ConfigError:
+        config.prepare([])  # a line that is half typed is no error: offer what is there
+    os.environ["COMP_LINE"] = f"{program} {rest}"
+    _call_hydra(print, ["--shell-completion", *overrides])
+
+
+def _versions() -> str:
+    found = []
+    for name in ("torch", "transformers", "peft", "datasets", "hydra-core"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} is missing")
+    return f"fxtune {__version__} (Python {sys.version.split()[0]}, {', '.join(found)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

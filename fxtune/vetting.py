@@ -1,0 +1,364 @@
+"""Reads recipes as what they are, data from a stranger, and tells exactly where one is wrong.
+
+Everything here happens before Hydra sees a value, because Hydra acts on some of what it reads (`hydra.callbacks` runs code)
+and lets other things pass (a key added with `+`). A file is walked beside the dataclasses: each key must be a field, each
+value must have the field's type, text may point at other keys and at nothing else. Nothing that is read is ever executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fxtune.errors import ConfigError
+from fxtune.library import did_you_mean, nearest, place
+
+Keys = tuple[str, ...]
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 24
+
+ELSEWHERE = {  # what other trainers call it
+    "learning_rate": "optimizer.lr", "batch_size": "train.micro_batch_size", "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs", "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size", "steps": "train.max_steps", "max_grad_value": "train.max_grad_norm",
+    "max_seq_length": "data.sequence_length", "max_length": "data.sequence_length", "seq_len": "data.sequence_length",
+    "dataset": "data.sources", "datasets": "data.sources", "train_file": "data.sources", "model_name_or_path": "model.path",
+    "base_model": "model.path", "torch_dtype": "model.dtype", "bf16": "model.dtype", "output_dir": "run.dir",
+    "lora_r": "techniques.lora.r", "rank": "techniques.lora.r", "lora_alpha": "techniques.lora.alpha",
+    "lora_dropout": "techniques.lora.dropout", "gradient_checkpointing": "techniques.checkpointing.enabled",
+    "torch_compile": "techniques.compile.enabled", "lr_scheduler_type": "schedule.name", "save_steps": "checkpoint.every",
+    "eval_steps": "train.eval_every", "logging_steps": "train.log_every", "report_to": "tracking.wandb.mode",
+    "use_wandb": "tracking.wandb.mode", "wandb": "tracking.wandb", "lora": "techniques.lora",
+}
+
+_POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
+
+
+@dataclass
+class Document:
+    """A YAML file that is only data: what it says, and in which line it says it."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: dict[Keys, int]
+    package: str | None
+    """What a `# @package` line says."""
+
+    def where(self, keys: Keys) -> str:
+        """`recipes/mine.yaml:7`, for the deepest of `keys` that the file holds."""
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{place(self.path)}:{self.lines.get(keys, 1)}"
+
+
+def read(path: Path) -> Document:
+    """Read a YAML mapping that uses nothing but plain values. Raises ConfigError with file and line."""
+    name = place(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{name}: {path.stat().st_size} bytes are no recipe (the limit is {MAX_BYTES})")
+        text = path.read_text(encoding="utf-8")
+        _plain_yaml(text, name)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data: Any = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+        raise ConfigError(f"{name}{line}: this is not YAML: {what or error}") from error
+    except OmegaConfBaseException as error:
+        pointers = [n for n, line in enumerate(text.splitlines(), 1) if "${" in _POINTER.sub("", line)]
+        raise ConfigError(f"{name}:{pointers[0] if pointers else 1}: {_first_line(error)}") from error
+    if not isinstance(data, dict) or (node is not None and not isinstance(node, yaml.MappingNode)):
+        raise ConfigError(f"{name}:1: a recipe is `key: value` lines, and this is none")
+    lines: dict[Keys, int] = {}
+    if node is not None:
+        _mark(node, data, (), lines)
+    header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    return Document(path, data, lines, header[1] if header else None)
+
+
+def _plain_yaml(text: str, name: str) -> None:
+    """Refuse what YAML can do beyond data. Reading the events builds nothing, so a bomb cannot go off here."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"{name}:{event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ConfigError(f"{where}: YAML anchors (&{event.anchor}, *{event.anchor}) are not read; "
+                              "write the value out, or point at a key: ${optimizer.lr}")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+            raise ConfigError(f"{where}: YAML merge keys (<<) are not read, write the values out")
+        if getattr(event, "tag", None):
+            raise ConfigError(f"{where}: YAML tags ({event.tag}) are not read, a recipe holds plain values only")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: more than {MAX_DEPTH} levels deep")
+
+
+def _mark(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
+    """Note the line of each key; `data` has what the mapping's keys became (`on:` is True)."""
+    if isinstance(node, yaml.MappingNode):
+        for (key_node, value_node), key in zip(node.value, data, strict=True):
+            lines[(*keys, str(key))] = key_node.start_mark.line + 1
+            _mark(value_node, data[key], (*keys, str(key)), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*keys, str(index))] = item.start_mark.line + 1
+            _mark(item, data[index], (*keys, str(index)), lines)
+
+
+@dataclass
+class Vetting:
+    """Collects what is wrong, so that a user mends all of it at once."""
+
+    schema: type
+    """The root dataclass."""
+    where: Callable[[Keys], str]
+    stranger: bool = True
+    """The values come from a file: somebody else may have written them."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def sections(self) -> list[str]:
+        """The keys at the top."""
+        return list(_hints(self.schema))
+
+    def add(self, keys: Keys, text: str) -> None:
+        self.problems.append(f"{self.where(keys)}: {text}")
+
+    def key(self, keys: Keys) -> Any:
+        """The type of the field that `keys` name, or None, with a problem noted, where there is none."""
+        hint: Any = self.schema
+        for depth, key in enumerate(keys):
+            inner, _ = _strip(hint)
+            if _underscored(key):
+                self.add(keys, f"`{'.'.join(keys)}`: {_NO_CODE}")
+                return None
+            below = _below(inner, key)
+            if below is None:
+                self.add(keys, self._unknown(keys[:depth], inner, key, keys[depth + 1:]))
+                return None
+            hint = below
+        return hint
+
+    def value(self, hint: Any, value: Any, keys: Keys) -> None:
+        """Note what is wrong with `value` at `keys`, whose field has the type `hint`."""
+        name = ".".join(keys)
+        inner, optional = _strip(hint)
+        if isinstance(value, str) and "${" in value:
+            self._pointer(value, keys)
+            return
+        if value == "???":
+            return  # typed() names what is still missing, once everything is merged
+        if value is None:
+            if not optional and inner is not Any:
+                self.add(keys, f"`{name}` cannot be null; it is {_wanted(inner)}")
+        elif inner is Any:
+            self._free(value, keys)
+        elif dataclasses.is_dataclass(inner):
+            self._section(inner, value, keys)
+        elif typing.get_origin(inner) is list:
+            if not isinstance(value, list):
+                self.add(keys, f"`{name}` is a list: [{_shown(value)}], not {_shown(value)}")
+                return
+            for index, item in enumerate(value):
+                self.value(typing.get_args(inner)[0], item, (*keys, str(index)))
+        elif typing.get_origin(inner) is dict:
+            self._section(inner, value, keys)
+        else:
+            self._leaf(inner, value, keys)
+
+    def _section(self, inner: Any, value: Any, keys: Keys) -> None:
+        if not isinstance(value, dict):
+            self.add(keys, f"`{'.'.join(keys)}` has keys of its own: {_wanted(inner)}, and is not {_shown(value)}")
+            return
+        for key, item in value.items():
+            below = (*keys, str(key))
+            hint = None if _underscored(str(key)) else _below(inner, str(key))
+            if _underscored(str(key)):
+                self.add(below, f"`{'.'.join(below)}`: {_NO_CODE}")
+            elif hint is None:
+                self.add(below, self._unknown(keys, inner, str(key), ()))
+            else:
+                self.value(hint, item, below)
+
+    def _leaf(self, inner: Any, value: Any, keys: Keys) -> None:
+        name = ".".join(keys)
+        if isinstance(inner, type) and issubclass(inner, Enum):
+            options = [member.name for member in inner]
+            if value not in options:
+                word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+                reads = f" (YAML reads an unquoted `{word}` as {str(value).lower()})" if isinstance(value, bool) else ""
+                self.add(keys, f"`{name}={word}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}")
+            return
+        wrong = isinstance(value, (list, dict))
+        if inner is str:
+            # 007, 1e5 and `on` would not come out as they were written; on a command line Hydra keeps 007 as text
+            wrong = not isinstance(value, str if self.stranger else (str, int)) or isinstance(value, bool)
+            if wrong and not isinstance(value, (list, dict)):
+                self.add(keys, f"`{name}` is text, and {_shown(value)} is not: put it in quotes")
+                return
+        elif not wrong:
+            try:
+                _NODES[inner](value=value, is_optional=False)
+            except OmegaConfBaseException:
+                wrong = True
+            wrong = wrong or (inner is bool and value not in (0, 1) and not isinstance(value, str))
+        if wrong:
+            self.add(keys, f"`{name}` is {_TYPES[inner]}, and {_shown(value)} is not")
+        if name == "model.trust_remote_code" and self.stranger and value is not False:
+            self.add(keys, "`model.trust_remote_code` runs Python that comes with the model, so a recipe cannot ask for it: "
+                           "say model.trust_remote_code=true on the command line yourself")
+
+    def _free(self, value: Any, keys: Keys) -> None:
+        """Below a field that takes anything: still no code and no secrets."""
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in inner:
+            if isinstance(value, dict) and _underscored(str(key)):
+                self.add((*keys, str(key)), f"`{'.'.join((*keys, str(key)))}`: {_NO_CODE}")
+            else:
+                self.value(Any, item, (*keys, str(key)))
+
+    def _pointer(self, value: str, keys: Keys) -> None:
+        name = ".".join(keys)
+        if name == "model.trust_remote_code" and self.stranger:
+            self.add(keys, "`model.trust_remote_code` can be set on the command line only")
+        if "${" in _POINTER.sub("", value):
+            self.add(keys, f"`{name}={value}` is not read: a config is saved and shared, so it may point at other keys "
+                           "(${optimizer.lr}) and never at the environment, a file or a function")
+            return
+        for dots, target in _POINTER.findall(value):
+            path = tuple(re.sub(r"\[(\d+)\]", r".\1", target).split("."))
+            full = (*keys[:-len(dots)], *path) if dots else path
+            elsewhere = Vetting(self.schema, lambda _: "", self.stranger)
+            if elsewhere.key(full) is None:
+                self.add(keys, f"`{name}={value}` points at nothing: {elsewhere.problems[0].removeprefix(': ')}")
+
+    def _unknown(self, above: Keys, inner: Any, key: str, rest: Keys) -> str:
+        name = ".".join((*above, key, *rest))
+        if not dataclasses.is_dataclass(inner):
+            if typing.get_origin(inner) is list:
+                return f"`{name}`: `{'.'.join(above)}` is a list, its entries are counted from 0 (`{'.'.join(above)}.0`)"
+            return f"unknown key `{name}`: `{'.'.join(above)}` is {_wanted(inner)} and has no keys"
+        siblings = list(_hints(inner))
+        if "." in key and self.stranger:
+            return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
+        better = self._better(above, siblings, key, rest)
+        if better:
+            return f"unknown key `{name}`; did you mean `{better}`?"
+        return f"unknown key `{name}`. `{'.'.join(above) or 'the config'}` has: {', '.join(siblings)}"
+
+    def _better(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
+        last = rest[-1] if rest else key
+        close = nearest(key, siblings, 0.75)
+        if close:
+            return ".".join((*above, close, *rest))
+        if last in ELSEWHERE:
+            return ELSEWHERE[last]
+        everywhere = list(all_keys(self.schema))
+        same = [known for known in everywhere if known.rpartition(".")[2] == last]
+        if same:
+            return nearest(".".join((*above, key, *rest)), same, 0.0) or same[0]
+        close = nearest(key, siblings)
+        if close:
+            return ".".join((*above, close, *rest))
+        return nearest(".".join((*above, key, *rest)), everywhere, 0.8)
+
+
+_NO_CODE = "a config holds values, it cannot name code to run"
+
+
+def all_keys(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Every key there is, as it is typed: `optimizer`, `optimizer.lr`, `data.sources.0.path`, ..."""
+    for name, hint in _hints(schema).items():
+        yield prefix + name
+        inner, _ = _strip(hint)
+        if dataclasses.is_dataclass(inner):
+            yield from all_keys(inner, f"{prefix}{name}.")
+        elif typing.get_origin(inner) is list and dataclasses.is_dataclass(typing.get_args(inner)[0]):
+            yield from all_keys(typing.get_args(inner)[0], f"{prefix}{name}.0.")
+
+
+def is_free(schema: type, keys: Keys) -> bool:
+    """Whether `keys` lie below a field that takes keys of any name (`model.architecture`)."""
+    hint: Any = schema
+    for key in keys:
+        inner, _ = _strip(hint)
+        if inner is Any or typing.get_origin(inner) is dict:
+            return True
+        hint = _below(inner, key)
+    return False
+
+
+def _hints(schema: Any) -> dict[str, Any]:
+    """Each field of a dataclass with its type."""
+    return _resolved(schema)
+
+
+@functools.cache
+def _resolved(schema: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(schema)
+    return {item.name: hints[item.name] for item in dataclasses.fields(schema)}
+
+
+def _strip(hint: Any) -> tuple[Any, bool]:
+    """Optional[X] as (X, True), anything else as (itself, False)."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [part for part in typing.get_args(hint) if part is not type(None)]
+        return inner[0], len(inner) < len(typing.get_args(hint))
+    return hint, False
+
+
+def _below(inner: Any, key: str) -> Any:
+    """The type of what stands under `key`, None where nothing can."""
+    if inner is Any:
+        return Any
+    if dataclasses.is_dataclass(inner):
+        return _hints(inner).get(key)
+    if typing.get_origin(inner) is list:
+        return typing.get_args(inner)[0] if key.isdigit() else None
+    return typing.get_args(inner)[1] if typing.get_origin(inner) is dict else None
+
+
+def _underscored(key: str) -> bool:
+    """Hydra's own words (`_target_`, `_partial_`, ...), which make data into calls."""
+    return len(key) > 2 and key.startswith("_") and key.endswith("_")
+
+
+def _wanted(inner: Any) -> str:
+    if dataclasses.is_dataclass(inner):
+        return ", ".join(_hints(inner))
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return f"one of {', '.join(member.name for member in inner)}"
+    return {list: "a list", dict: "{name: value, ...}"}.get(typing.get_origin(inner), _TYPES.get(inner, str(inner)))
+
+
+def _close(word: str, options: list[str]) -> str:
+    return did_you_mean(word, options) if nearest(word, options) else ""
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -79,11 +79,12 @@ class Encoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | str]:
         """One result a row, in order: its document, or the reason why the row cannot be used."""
-        read: Callable[[Mapping[str, Any]], _Draft | Document] = {
+        readers: dict[RowFormat, Callable[[Mapping[str, Any]], _Draft | Document]] = {
             RowFormat.text: _plain,
             RowFormat.tokens: partial(_tokens, vocabulary=self._vocabulary),
             RowFormat.prompt_completion: self._prompt_completion,
-        }.get(self.format, self._chat)
+        }
+        read = readers.get(self.format, self._chat)
         results: list[_Draft | Document | str] = []
         for row in rows:
             try:
@@ -158,9 +159,7 @@ class Encoder:
         return Document(ids, supervised)
 
 
-def render(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-) -> tuple[str, list[Span]]:
+def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[str, list[Span]]:
     """The text of a conversation and its supervised character spans. For a look at one conversation: it measures the
     template anew at each call, an `Encoder` does so once.
 

@@ -16,10 +16,11 @@ the template writes itself, so the contents are what is left over when that is t
                whatever the template did to the content (thinking stripped, JSON escaped).
 
 A supervised span starts where the generation prompt ends, because from there on the model writes: an empty
-`<think></think>` that the template puts before the content is learned, as it is under marks that enclose it. It ends after
-the end-of-turn token, not after the newline behind that. What the generation prompt, the text between it and the content,
-and the end of a turn are is measured once a template by a probe of two messages (`Frame`). A template that cannot be
-read in these ways makes a row's reason, never a guess.
+`<think></think>` that the template puts before the content is learned, as it is under marks that enclose it; so is the
+header of a turn where a template has no generation prompt to write it. It ends after the end-of-turn token, not after
+the newline behind that. What the generation prompt, the text between it and the content, and the end of a turn are is
+measured once a template by a probe of two messages (`Frame`). A template that cannot be read in these ways makes a row's
+reason, never a guess.
 
 Cost: (a) one render a conversation, (b) two. Templates run in transformers' immutable Jinja sandbox only.
 """
@@ -93,9 +94,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
-                tools=tools,
+                tools=list(tools) if tools is not None else None,
                 chat_template=self.source,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marks,
@@ -109,6 +110,7 @@ class ChatTemplate:
             raise BadRow(f"the chat template refuses this conversation: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template is foreign code: it can raise whatever Python can
             raise BadRow(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+        texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
     def spans(
@@ -165,9 +167,7 @@ class ChatTemplate:
                 return len(lead)
         return None
 
-    def _together(
-        self, text: str, messages: Messages, turns: list[int], tools: list[dict[str, Any]] | None
-    ) -> list[Span] | None:
+    def _together(self, text: str, messages: Messages, turns: list[int], tools: list[dict[str, Any]] | None) -> list[Span] | None:
         """All turns by one more render, or None where that proves nothing."""
         if any("reasoning_content" in messages[index] for index in turns):
             return None
@@ -263,9 +263,7 @@ class ChatTemplate:
                 return self._measure(text, answer, prompted, unprompted, continued, marks)
         return None
 
-    def _measure(
-        self, text: str, answer: str, prompted: str, unprompted: str, continued: str, marks: list[Span]
-    ) -> Frame:
+    def _measure(self, text: str, answer: str, prompted: str, unprompted: str, continued: str, marks: list[Span]) -> Frame:
         before, _, after = text.partition(answer)
         prompt = prompted[len(unprompted) :] if prompted.startswith(unprompted) else ""
         leads = {""} if prompt else set()
@@ -282,9 +280,7 @@ class ChatTemplate:
         content_start, content_end = len(before), len(before) + len(answer)
         if len(marks) == 1 and marks[0][0] <= content_start and content_end <= marks[0][1] <= len(text):
             overrun = marks[0][1] - content_end
-        return Frame(
-            prompt, tuple(sorted(leads, key=len, reverse=True)), tuple(sorted(endings, key=len, reverse=True)), overrun
-        )
+        return Frame(prompt, tuple(sorted(leads, key=len, reverse=True)), tuple(sorted(endings, key=len, reverse=True)), overrun)
 
     def _first_ending(self, tail: str) -> str:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""

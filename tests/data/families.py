@@ -1,0 +1,71 @@
+"""Tiny tokenizers with the special tokens of each model family, and the families' chat templates, for tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+# family: kind of tokenizer, beginning, end, other special tokens
+FAMILIES = {
+    "chatml": ("bytelevel", None, "<|im_end|>", ["<|im_start|>"]),
+    "llama31": ("bytelevel_trimmed", "<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+    "qwen3": ("bytelevel", None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
+    "gemma3": ("metaspace", "<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
+    "mistral": ("metaspace_prefixed", "<s>", "</s>", ["[INST]", "[/INST]"]),
+    "phi3": ("metaspace_prefixed", "<s>", "<|endoftext|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]),
+    "zephyr": ("metaspace_prefixed", "<s>", "</s>", []),
+    "gptoss": ("bytelevel", "<|startoftext|>", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"]),
+}
+
+_TEXT = ["the quick brown fox asks: what is two and two?  it is four.\n\nassistant user system tool [/INST] model"] * 20
+
+
+def template(family: str, marks: bool) -> str:
+    """The family's template; without `marks` as it ships: no {% generation %} in it."""
+    source = (TEMPLATES / f"{family}.jinja").read_text()
+    return source if marks else re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+
+
+@lru_cache
+def tokenizer(family: str, marks: bool = False) -> PreTrainedTokenizerFast:
+    style, bos, eos, others = FAMILIES[family]
+    made = build_tokenizer(style, bos, eos, tuple(others))
+    made.chat_template = template(family, marks)
+    return made
+
+
+def build_tokenizer(style: str, bos: str | None, eos: str | None, others: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    special = [token for token in ("<unk>", bos, eos, *others) if token]
+    core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=style.startswith("metaspace")))
+    alphabet: list[str] = []
+    if style.startswith("bytelevel"):
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        prefix = [normalizers.Prepend("▁")] if style == "metaspace_prefixed" else []
+        core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(special) + 400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(_TEXT, trainer)
+    written = json.loads(core.to_str())  # the byte tokens are ordinary entries of the vocabulary, as in Llama-2's
+    written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
+    core = Tokenizer.from_str(json.dumps(written))
+    steps = [processors.ByteLevel(trim_offsets=True)] if style == "bytelevel_trimmed" else []
+    if bos:
+        steps.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]))
+    if steps:
+        core.post_processor = processors.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=bos, eos_token=eos, unk_token="<unk>", additional_special_tokens=list(others)
+    )

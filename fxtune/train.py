@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fxtune import model as models
+from fxtune import tracking
 from fxtune.checkpoint import Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.data.loader import Step, load
@@ -27,9 +28,9 @@ from fxtune.generation import Exam
 from fxtune.loss import batch_loss
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
+from fxtune.pipeline import make_probe
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
-from fxtune.tracking import Tracker
 from fxtune.world import World
 
 
@@ -37,7 +38,7 @@ def run(config: Config) -> dict[str, Any]:
     """Train as `config` says and return the run's last figures. This is what `python -m fxtune +recipe=...` calls."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))  # enums become their values
     folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
-    screen = display(config.tracking.display)
+    screen = display(config.tracking.display.value)
     try:
         if folder.finished:
             screen.note(f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again.")
@@ -57,51 +58,64 @@ class Trainer:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
             torch.use_deterministic_algorithms(True)
-        hf_config = models.load_config(config.model)
         dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
-        self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
-                                      sequence_length=config.data.sequence_length)
+        self.facts = self.world.facts(model=models.load_config(config.model).to_dict(), dtype=dtype,
+                                      packing=config.data.packing, sequence_length=config.data.sequence_length)
+        if reasons := list(tracking.check(config.tracking, self.facts)):
+            raise ConfigError("\n".join(reasons))
         config.techniques.check(self.facts)
         # The data comes before the weights: a bad row is found in seconds, an 8B model takes a minute to load.
         self.tokenizer = models.load_tokenizer(config.model)
-        self.data = prepare(config.data, self.tokenizer, train=config.train, seed=seed, quarantine=folder.path / "quarantine.jsonl")
+        self.data = prepare(config.data, self.tokenizer, micro_batch_size=config.train.micro_batch_size,
+                            global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps,
+                            epochs=config.train.epochs, seed=seed, quarantine=folder.path / "quarantine.jsonl",
+                            progress=config.tracking.display is not tracking.Display.none)
         self.plan, self.evaluation = self.data.training, self.data.evaluation
-        self.model = config.techniques.build(config.model, hf_config, self.world, seed)
-        config.techniques.prove(self.model, self.plan.probe())
+        self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path)
+        self._say_data()
+        self.model = config.techniques.build(config.model, self.world, self.facts, seed)
+        for seen in config.techniques.prove(self.model, make_probe(self.model, config.data.packing)):
+            screen.note(f"{seen.technique}: {seen.observed}")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)
         self.state = self._load_state()
-        self.tracker = Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id, self.state.step)
+        self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
+                                        self.state.step, note=screen.note)
         self.state.wandb_id = self.tracker.wandb_id
-        self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path)
         self.figures: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
-        config, steps = self.config, self.plan.steps
-        if self.exam and self.state.step == 0:
-            self.exam.ask(self.model, "before")
-        self.screen.start(steps, config.run.name, self.state.step)
+        with self.tracker:
+            if self.exam and self.state.step == 0:
+                self._log({"questions/exact_match": self.exam.ask(self.model, "before")})
+            self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
+            self._loop()
+            return self._finish()
+
+    def _loop(self) -> None:
+        config, state, plan = self.config, self.state, self.plan
         self.model.train()
-        interval = Interval(self.state.skipped_steps)
-        meter = Meter(self.model, self.plan, self.world.device)
-        for step in load(self.plan, config.loader, self.world.device, start_step=self.state.step):
-            lr = learning_rate(config.schedule, config.optimizer.lr, step.index, steps)
+        interval = Interval(state.skipped_steps)
+        meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens)
+        for step in load(plan, config.loader, self.world.device, start_step=state.step):
+            lr = learning_rate(config.schedule, config.optimizer.lr, step.index, plan.steps)
             interval.add(*self.step(step, lr))
-            self.state.step += 1
-            self.state.tokens += self.plan.tokens(step.index)
-            self.state.supervised_tokens += self.plan.supervised(step.index)
             meter.add(step.index, step.waited)
-            last = self.state.step == steps
-            if last or self.state.step % config.train.log_every == 0:
-                self._log({"train/lr": lr, **interval.read(), **meter.read()})
+            state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
+            last = state.step == plan.steps
+            if last or state.step % config.train.log_every == 0:
+                figures = interval.read()
+                state.skipped_steps = interval.skipped
+                self._log({"train/epoch": plan.epoch(state.step), "train/lr": lr, **figures, **meter.read()})
                 self._stop_on_bad_numbers(interval)
-            evaluate = last or (config.train.eval_every and self.state.step % config.train.eval_every == 0)
-            best = bool(evaluate and self.evaluation) and self._evaluate()
-            if last or best or (config.checkpoint.every and self.state.step % config.checkpoint.every == 0):
-                self._save()
-        return self._finish()
+            evaluate, save = (last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every))
+            if evaluate or save:
+                with meter.paused():
+                    best = evaluate and self._evaluate()
+                    if save or best:
+                        self._save()
 
     def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, and
@@ -111,7 +125,7 @@ class Trainer:
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
-            with self.config.techniques.precision.context(self.world.device):
+            with self.config.techniques.precision.autocast_on(self.world.device):
                 part = batch_loss(self.model, batch) / supervised
             part.backward()
             loss += part.detach()
@@ -121,26 +135,33 @@ class Trainer:
         return loss, norm, finite
 
     def _evaluate(self) -> bool:
-        """Log loss and perplexity of the held-out data; returns whether this is the best so far and worth a checkpoint."""
+        """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
+        if self.evaluation is None:
+            return False
         loss = evaluate(self.model, self.evaluation, self.config, self.world)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
-        if self.state.best_loss is not None and loss >= self.state.best_loss:
+        if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False
         self.state.best_loss, self.state.best_step = loss, self.state.step
         return self.config.checkpoint.keep_best
 
     def _log(self, figures: dict[str, Any]) -> None:
-        figures = {"train/step": self.state.step, "train/epoch": self.plan.epoch(self.state.step), **figures}
-        self.figures.update(figures)
+        self.figures.update({"train/step": self.state.step, **figures})
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
 
+    def _say_data(self) -> None:
+        for note in self.plan.notes():
+            self.screen.note(note)
+        seen = self.plan.summary()
+        self.screen.note(f"{seen['steps']} steps of {self.config.train.global_batch_size} rows, {seen['epochs']:.2f} epochs; "
+                         f"{seen['supervised_share']:.1%} of the tokens supervised, {seen['padding_share']:.1%} padding")
+
     def _stop_on_bad_numbers(self, interval: Interval) -> None:
-        self.state.skipped_steps = interval.skipped
         if interval.in_a_row >= self.config.train.max_skipped_steps:
             raise NumbersError(
                 f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {self.state.step}. "
-                f"None of them touched the weights; the last checkpoint is in {self.checkpoints.folder}. "
+                f"None of them touched the weights; checkpoints are in {self.checkpoints.folder}. "
                 "Lower optimizer.lr, use model.dtype=bfloat16 in place of float16, or look at the data of these steps.")
 
     def _load_state(self) -> TrainState:
@@ -161,22 +182,25 @@ class Trainer:
 
     def _save(self) -> None:
         moments, self.state.optimizer = self.optimizer.state()
-        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.checkpoints.save(self.state, weights, moments)
 
     def _finish(self) -> dict[str, Any]:
         """Export what was trained, ask the questions again, say where everything is."""
-        if self.exam:
-            self._log({"questions/exact_match": self.exam.ask(self.model, "after")})
         kind = "adapter" if self.config.techniques.lora.enabled else "model"
         output = self.folder.path / kind
+        if self.exam:
+            self._log({"questions/exact_match": self.exam.ask(self.model, "after")})
         models.save(self.model, self.tokenizer, output, card={
-            "config": self.plain, "data": self.plan.fingerprint, "figures": self.figures, "facts": self.facts})
-        self.tracker.finish(self.figures)
+            "recipe": self.config.run.name, "seed": self.config.run.seed, "metrics": self.figures,
+            "data": self.plan.summary()["sources"], "data fingerprint": self.plan.fingerprint,
+            "versions": self.facts.packages, "config": self.plain})
+        self.tracker.summary(self.figures)
         self.folder.finish(self.figures)
         self.screen.finish()
         if self.exam:
-            self.screen.answers(self.exam.rows())
+            self.screen.answers(self.exam.shown())
+            self.screen.note(self.exam.verdict())
         self.screen.note(f"The {kind} is in {output}")
         return self.figures
 
@@ -214,10 +238,14 @@ def evaluate(model: nn.Module, plan: Plan, config: Config, world: World) -> floa
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for step in load(plan, config.loader, world.device):
         for batch in step.micro_batches:
-            with config.techniques.precision.context(world.device):
+            with config.techniques.precision.autocast_on(world.device):
                 total += batch_loss(model, batch)
     model.train(training)
     return total.item() / sum(plan.supervised(index) for index in range(plan.steps))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _derive(seed: int, step: int) -> int:

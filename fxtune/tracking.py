@@ -159,24 +159,29 @@ class Tracker:
             self._to_tensorboard(step, values)
         self._drain()
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Set the run's final figures: W&B's summary, and RUN/summary.json."""
-        plain = {name: _plain(value) for name, value in values.items()}
-        try:
-            staged = self.run_dir / "summary.json.part"
-            staged.write_text(json.dumps(_finite(plain), indent=2) + "\n", encoding="utf-8")
-            staged.replace(self.run_dir / "summary.json")
-        except OSError as error:
-            self._notes.put(f"summary.json could not be written ({error}); training is not affected")
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Set the figures that stand for the whole run in W&B's table of runs."""
         if self._wandb:
-            self._wandb.put({"summary": plain}, self._step)
+            self._wandb.put({"summary": {name: _plain(value) for name, value in figures.items()}}, self._step)
         self._drain()
 
-    def finish(self, exit_code: int = 0) -> None:
-        """Close everything, waiting for W&B's last upload half a minute at most. Safe to call twice."""
+    def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
+        """Set the summary, close everything; waits for W&B's last upload half a minute at most. Safe to call twice."""
+        if figures:
+            self.summary(figures)
         if self._wandb:
             self._wandb.finish(exit_code)
             self._wandb = None
+        self._close_files()
+        self._drain()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(exit_code=0 if kind is None else 1)
+
+    def _close_files(self) -> None:
         if self._tensorboard:
             try:
                 self._tensorboard.close()
@@ -189,13 +194,6 @@ class Tracker:
             except OSError as error:
                 self._notes.put(f"metrics.jsonl: {error}")
             self._file = None
-        self._drain()
-
-    def __enter__(self) -> Tracker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.finish(0 if kind is None else 1)
 
     def _drain(self) -> None:
         while not self._notes.empty():

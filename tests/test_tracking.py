@@ -77,9 +77,8 @@ def test_one_json_object_a_line_flushed_with_nan_as_null(tmp_path):
     [line] = lines(tmp_path)  # before finish: each line is on disk at once
     assert line.pop("time") == pytest.approx(time.time(), abs=60)
     assert line == {"train/step": 1, "train/loss": 2.5, "train/lr": None, "train/grad_norm": None}
-    tracker.summary({"questions/exact_match": 0.9})
+    tracker.finish({"questions/exact_match": 0.9})
     tracker.finish()
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"questions/exact_match": 0.9}
     assert tracker.wandb_id is None
 
 
@@ -190,8 +189,7 @@ def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         first.log(step, {"train/loss": 1 / step, "eval/loss": 2.0})
     assert time.monotonic() - began < 0.5  # logging does not wait for W&B to start
-    first.summary({"questions/exact_match": 0.5})
-    first.finish()
+    first.finish({"questions/exact_match": 0.5})
     second = start(tmp_path / "two", WandbMode.offline, wandb_id=first.wandb_id, resume_step=3)
     second.log(4, {"train/loss": 0.1})
     second.finish()
@@ -205,6 +203,8 @@ def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
     assert values["model"] == {"path": "m", "hub_token": "[redacted]"}
     rows = history(found)
     assert [(row["train/step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    summary = {item.key: json.loads(item.value_json) for record in found for item in record.summary.update}
+    assert summary["questions/exact_match"] == 0.5
     axes = {metric.glob_name or metric.name: metric.step_metric for metric in
             (record.metric for record in found if record.HasField("metric"))}
     assert axes["*"] == "train/step"

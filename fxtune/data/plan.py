@@ -85,7 +85,11 @@ class Plan:
 
     def tokens(self, step: int) -> int:
         """Tokens of the whole step, padding not counted."""
-        return int(self.stream.segments.length[self._rows(step)[0]].sum())
+        return int(self.lengths(step).sum())
+
+    def lengths(self, step: int) -> np.ndarray:
+        """Tokens of each segment of a step, int64 [segments]."""
+        return self.stream.segments.length[self._rows(step)[0]]
 
     def epoch(self, steps: int) -> float:
         """How many epochs have been seen when `steps` steps are done."""

@@ -1,0 +1,213 @@
+"""Loading against building directly: the same batches, from any step, with any number of workers, and no process left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fxtune.data.loader import Loader, LoaderConfig, load
+from fxtune.data.plan import Plan, plan_training
+from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+
+
+class Table:
+    """A token table as the plan reads it: memory maps in a folder, pickled as the folder."""
+
+    name = "table"
+    fingerprint = "0"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ids = np.load(folder / "ids.npy", mmap_mode="r")
+        self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")
+        self.offsets = np.load(folder / "offsets.npy")
+        self.digests = np.arange(len(self), dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __reduce__(self):
+        return Table, (self.folder,)
+
+
+class Slow(Table):
+    """Reads a document in a tenth of a second."""
+
+    @property
+    def ids(self):
+        time.sleep(0.1)
+        return self._ids
+
+    @ids.setter
+    def ids(self, value) -> None:
+        self._ids = value
+
+
+class Deadly(Table):
+    """Kills the process that builds a batch from it, unless that is the one that planned."""
+
+    def __reduce__(self):
+        return Deadly, (self.folder,)
+
+    @property
+    def ids(self):
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._ids
+
+    @ids.setter
+    def ids(self, value) -> None:
+        self._ids = value
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    draw = np.random.default_rng(0)
+    length = draw.integers(5, 60, 200)
+    np.save(tmp_path / "offsets.npy", np.concatenate([[0], np.cumsum(length)]))
+    np.save(tmp_path / "ids.npy", draw.integers(1, 1000, length.sum()).astype(np.int32))
+    np.save(tmp_path / "supervised.npy", draw.random(length.sum()) < 0.5)
+    return tmp_path
+
+
+def plan(table: Table, **data) -> Plan:
+    config = DataConfig(sources=[SourceConfig(path="table")], sequence_length=64, **data)
+    return plan_training([table], config, micro_batch_size=2, global_batch_size=8, max_steps=7, seed=1)
+
+
+def taken(steps) -> list[tuple[int, list[torch.Tensor]]]:
+    return [(step.index, [torch.stack([b.input_ids, b.targets, b.position_ids]) for b in step.micro_batches]) for step in steps]
+
+
+def check_equal(found, direct: Plan, start: int = 0) -> None:
+    assert [index for index, _ in found] == list(range(start, direct.steps))
+    for index, batches in found:
+        assert len(batches) == direct.micro_batches(index)
+        for micro, batch in enumerate(batches):
+            expected = direct.batch(index, micro)
+            assert (batch == torch.stack([expected.input_ids, expected.targets, expected.position_ids])).all()
+
+
+def children() -> set[int]:
+    """Processes below this one's fork server that do batches' work (its resource tracker stays)."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().decode(errors="replace").replace("\0", " ")
+            parent = (entry.parent / "stat").read_text().rsplit(")", 1)[1].split()[1]
+        except OSError:
+            continue
+        if "forkserver" in line and "main(" in line:
+            found.add((int(entry.parent.name), int(parent)))
+    servers = {pid for pid, parent in found if parent == os.getpid()}
+    return {pid for pid, parent in found if parent in servers}
+
+
+def gone(seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not children()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("start", [0, 4])
+def test_loads_what_the_plan_says_from_any_step(folder, packing, start):
+    made = plan(Table(folder), packing=packing)
+    check_equal(taken(load(made, LoaderConfig(), CPU, start_step=start)), made, start)
+
+
+def test_workers_give_the_same_batches_and_end_with_the_iterator(folder):
+    made = plan(Table(folder))
+    config = LoaderConfig(num_workers=2, prefetch_factor=2)
+    check_equal(taken(load(made, config, CPU, start_step=2)), made, 2)
+    assert gone()
+    steps = load(made, config, CPU)
+    step = next(steps)
+    next(step.micro_batches)
+    assert len(children()) == 2
+    del steps, step
+    assert gone()
+
+
+def test_a_loader_goes_through_its_plan_again_with_the_same_workers(folder):
+    made = plan(Table(folder), packing=False)
+    loader = Loader(made, LoaderConfig(num_workers=1, prefetch_factor=2), CPU)
+    check_equal(taken(loader.steps()), made)
+    workers = children()
+    assert len(workers) == 1
+    for step in loader.steps(3):  # left in the middle
+        next(step.micro_batches)
+        break
+    check_equal(taken(loader.steps(5)), made, 5)
+    assert children() == workers
+    loader.close()
+    assert gone()
+
+    loader = Loader(made, LoaderConfig(num_workers=1, persistent_workers=False), CPU)
+    check_equal(taken(loader.steps(5)), made, 5)
+    assert gone()
+
+
+def test_what_a_step_is_not_asked_for_is_skipped(folder):
+    made = plan(Table(folder))
+    for step in load(made, LoaderConfig(), CPU):
+        first = next(step.micro_batches)
+        assert (first.input_ids == made.batch(step.index, 0).input_ids).all()
+
+
+def test_the_wait_for_data_is_measured(folder):
+    made = plan(Slow(folder), packing=False)
+    steps = load(made, LoaderConfig(), CPU)
+    step = next(steps)
+    assert step.waited == 0
+    next(step.micro_batches)
+    time.sleep(0.2)  # computing is not waiting
+    next(step.micro_batches)
+    assert 0.4 <= step.waited < 0.6
+    steps = load(plan(Table(folder)), LoaderConfig(), CPU)
+    quick = next(steps)
+    list(quick.micro_batches)
+    assert 0 < quick.waited < 0.1
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(folder):
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"A process that builds batches died .*loader\.num_workers=0"):
+        taken(load(plan(Deadly(folder)), LoaderConfig(num_workers=1), CPU))
+    assert time.monotonic() - began < 20
+    assert gone()
+
+
+def test_a_plan_and_its_tables_travel_as_paths(folder):
+    made = plan(Table(folder))
+    assert len(pickle.dumps(made)) < 2000
+    assert len(pickle.dumps(made.tables)) < 500
+    assert len(pickle.dumps(made.pieces(0, 0))) < 2000
+    again = pickle.loads(pickle.dumps(made))
+    assert isinstance(again.tables[0].ids, np.memmap)
+    assert (again.batch(6, 3).input_ids == made.batch(6, 3).input_ids).all()
+
+
+def test_defaults_depend_on_the_device():
+    assert LoaderConfig().resolved(CPU) == LoaderConfig(num_workers=0, pin_memory=False)
+    cuda = LoaderConfig().resolved(torch.device("cuda", 0))
+    assert cuda.pin_memory
+    assert cuda.num_workers in (0, 1, 2)
+    kept = LoaderConfig(num_workers=3, pin_memory=False)
+    assert kept.resolved(torch.device("cuda", 0)) == kept
+    for wrong, said in ((dict(num_workers=-1), "loader.num_workers=-1"), (dict(prefetch_factor=0), "prefetch_factor=0"),
+                        (dict(pin_memory=True), "loader.pin_memory=true")):
+        with pytest.raises(ConfigError, match=said):
+            LoaderConfig(**wrong).resolved(CPU)

@@ -1,0 +1,233 @@
+"""Files that are read from front to back: JSON arrays, CSV, Parquet and text. JSONL, which can be cut, is in rows.py.
+
+Each reader holds one row (or one small batch) at a time, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from fxtune.data.rows import Row, bad, checked
+from fxtune.errors import DataError
+
+
+def json_rows(path: Path, name: str) -> Iterator[Row]:
+    """Rows of a JSON file: an array of objects, or one object that holds such an array beside other values.
+
+    Values are decoded one by one from a window over the text, so that a file of any size needs the memory of one row.
+    """
+    # surrogateescape: bytes that are not UTF-8 become half surrogates, which `checked` reports with their line.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        scan = _Scanner(file)
+        try:
+            start = scan.peek()
+            if start == "[":
+                yield from _elements(scan, name)
+            elif start == "{":
+                yield from _object_with_list(scan, name)
+            else:
+                raise DataError(f"{name} begins with {start!r}. A .json file holds an array of rows; "
+                                "for one row a line name it .jsonl.")
+        except json.JSONDecodeError as problem:
+            raise DataError(f"{name}:{scan.line}: not JSON ({problem.msg}). The file cannot be read past it; "
+                            "only .jsonl, one row a line, can be read around a bad row.") from problem
+
+
+def _object_with_list(scan: _Scanner, name: str) -> Iterator[Row]:
+    found: str | None = None
+    scan.take("{")
+    while scan.peek() != "}":
+        key = scan.value()
+        scan.take(":")
+        if scan.peek() == "[" and scan.opens_objects():
+            if found is not None:
+                raise DataError(f"{name} holds two lists of rows, {found!r} and {key!r}. Keep one of them in the file.")
+            found = key
+            yield from _elements(scan, name)
+        else:
+            scan.value()
+        if scan.peek() == ",":
+            scan.take(",")
+    if found is None:
+        raise DataError(f"{name} is an object without a list of rows in it. Make it an array of rows, "
+                        "or .jsonl with one row a line.")
+
+
+def _elements(scan: _Scanner, name: str) -> Iterator[Row]:
+    scan.take("[")
+    while scan.peek() != "]":
+        where = f"{name}:{scan.line}"
+        value = scan.value()
+        yield checked(where, value, scan.used, suspicious=scan.suspicious)
+        if scan.peek() != "]":
+            scan.take(",")
+    scan.take("]")
+
+
+class _Scanner:
+    """Values of a JSON text in turn. `line` is where the next one begins; `used`, the characters of the last one."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.file, self.buffer, self.at, self.line, self.used, self.ended = file, "", 0, 1, 0, False
+        self.suspicious = False
+        self.decoder = json.JSONDecoder()
+
+    def peek(self) -> str:
+        """The next character that is not blank; it stays."""
+        while True:
+            while self.at < len(self.buffer) and self.buffer[self.at] in " \t\r\n":
+                self.line += self.buffer[self.at] == "\n"
+                self.at += 1
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if not self.more():
+                raise json.JSONDecodeError("the file ends too early", self.buffer, self.at)
+
+    def take(self, expected: str) -> None:
+        if self.peek() != expected:
+            raise json.JSONDecodeError(f"expected {expected!r}, found {self.peek()!r}", self.buffer, self.at)
+        self.at += 1
+
+    def opens_objects(self) -> bool:
+        """Whether the list that comes next begins with an object."""
+        while True:
+            inside = self.buffer[self.at + 1 :].lstrip()
+            if inside or not self.more():
+                return inside.startswith("{")
+
+    def value(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as problem:
+                # Far from the window's end it is a mistake in the file; near it, the value may just go on outside.
+                cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.buffer) - 16
+                if not cut or not self.more():
+                    raise
+                continue
+            except RecursionError as problem:
+                raise json.JSONDecodeError("nested too deeply", self.buffer, self.at) from problem
+            if end == len(self.buffer) and self.more():  # 12 may be the beginning of 1234
+                continue
+            text = self.buffer[self.at : end]
+            self.suspicious = "\\u" in text or not text.isascii()
+            self.line += text.count("\n")
+            self.used, self.at = end - self.at, end
+            return value
+
+    def more(self) -> bool:
+        """Move the window on: what is decoded goes, at least as much as is left comes in."""
+        if not self.ended:
+            left = self.buffer[self.at :]
+            chunk = self.file.read(max(1 << 16, len(left)))
+            self.ended = not chunk
+            self.buffer, self.at = left + chunk, 0
+        return not self.ended
+
+
+def csv_rows(path: Path, name: str) -> Iterator[Row]:
+    """Rows of a CSV or TSV file with a header. All cells are strings: an answer "42" stays text."""
+    csv.field_size_limit(1 << 30)  # process-wide; the default of 128 KB is less than a long document
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        header = file.readline()
+        delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
+        names = next(csv.reader([header], delimiter=delimiter), [])
+        if twice := {column for column in names if names.count(column) > 1}:
+            raise DataError(f"{name}:1: the header names a column twice: {', '.join(sorted(twice))}. Give each its own name.")
+        reader = csv.reader(file, delimiter=delimiter)
+        while True:
+            where = f"{name}:{reader.line_num + 2}"
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as problem:
+                yield bad(where, f"not CSV ({problem})", None)
+                continue
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                yield bad(where, f"{len(cells)} cells under a header of {len(names)} columns", cells)
+                continue
+            size = sum(map(len, cells))
+            yield checked(where, dict(zip(names, cells, strict=True)), size, suspicious=not all(map(str.isascii, cells)))
+
+
+def parquet_rows(path: Path, name: str) -> Iterator[Row]:
+    """Rows of a Parquet file, a few hundred at a time. Columns that `datasets` wrote in an encoding of its own are decoded."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            decode = _datasets_decoder(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=256):
+                size = max(1, batch.nbytes // max(1, len(batch)))
+                for value in decode(batch):
+                    number += 1
+                    yield arrow_row(f"{name} row {number}", value, size)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
+        after = f"after row {number}" if number else "as Parquet"
+        raise DataError(f"{name} cannot be read {after}: {str(problem).splitlines()[0]}. Is the file whole?") from problem
+
+
+def _datasets_decoder(schema: Any) -> Callable[[Any], Iterable[dict[str, Any]]]:
+    if b"huggingface" not in (schema.metadata or {}):
+        return lambda batch: batch.to_pylist()
+    import pyarrow as pa
+    from datasets import Dataset
+
+    def decode(batch: Any) -> Iterator[dict[str, Any]]:
+        return iter(Dataset(pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)])))
+
+    return decode
+
+
+def arrow_row(where: str, value: dict[str, Any], size: int) -> Row:
+    """A row of an Arrow table. Arrow gives every struct all keys, null where a row had none: those are dropped again
+    (`content` stays: chat templates look at it, and a turn that only calls tools has it null)."""
+    return Row(where, {key: _without_nulls(item) for key, item in value.items() if item is not None}, size=size)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    if isinstance(value, list) and value and not isinstance(value[0], (int, str)):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
+    """Rows of a text file: the whole of it (`document`), what stands between blank lines (`paragraph`), or each `line`."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        if unit == "document":
+            text = file.read()
+            yield _text_row(name, text)
+            return
+        held: list[str] = []
+        first = 1
+        for number, line in enumerate(file, 1):
+            if line.strip() and unit == "paragraph":
+                first = first if held else number
+                held.append(line)
+            elif line.strip():
+                yield _text_row(f"{name}:{number}", line.rstrip("\n"))
+            elif held:
+                yield _text_row(f"{name}:{first}", "".join(held).rstrip("\n"))
+                held = []
+        if held:
+            yield _text_row(f"{name}:{first}", "".join(held).rstrip("\n"))
+
+
+def _text_row(where: str, text: str) -> Row:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as problem:
+        return bad(where, f"not UTF-8 (character {problem.start + 1})", text)
+    return Row(where, {"text": text}, size=size)

@@ -1,0 +1,102 @@
+"""A dataset of the Hugging Face hub, as a memory-mapped Arrow table.
+
+`datasets` retries an unreachable hub for half a minute, once a file. So the hub is asked one short question first; where
+no answer comes, what an earlier run left in the cache of `datasets` is used, or one error says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fxtune.data.readers import arrow_row
+from fxtune.data.rows import Row
+from fxtune.errors import DataError
+
+PATIENCE = 4.0
+"""Seconds to wait for the hub's first answer."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def load(path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None) -> Any:
+    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split or revision, or no network."""
+    import datasets
+    from datasets import exceptions
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if offline else None
+    commit = revision
+    if not offline:
+        commit, reason = _ask(path, revision)
+    datasets.config.HF_HUB_OFFLINE = reason is not None  # with it, datasets looks into its cache without any retry
+    place = str(cache_dir) if cache_dir else None
+    try:
+        found = datasets.load_dataset(path, subset, split=split, revision=commit, cache_dir=place)
+    except ConnectionError as problem:
+        raise DataError(_unreachable(path, reason or str(problem))) from problem
+    except exceptions.DatasetNotFoundError as problem:
+        raise DataError(f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN.") from problem
+    except (ValueError, OSError, exceptions.DatasetsError) as problem:  # unknown subset or split, broken files, full disk
+        if reason is not None and "cache" in str(problem).lower():
+            raise DataError(_unreachable(path, f"{reason}; {str(problem).splitlines()[0]}")) from problem
+        raise DataError(f"{path}: {problem}. Check data.sources' subset, split and revision.") from problem
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+    if reason is not None and revision is not None and _COMMIT.fullmatch(revision) and not _is_of(found, revision):
+        raise DataError(_unreachable(path, f"{reason}; the cache holds another revision than {revision}"))
+    return found
+
+
+def load_saved(folder: Path) -> Any:
+    """The dataset that `Dataset.save_to_disk` left in a folder."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as problem:
+        raise DataError(f"{folder} looks like a folder of Dataset.save_to_disk but cannot be loaded ({problem}).") from problem
+
+
+def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
+    """Rows in order, read from the memory map some hundred at a time. Images and audio are left out, not decoded."""
+    media = [key for key, feature in dataset.features.items() if type(feature).__name__ in ("Image", "Audio", "Video", "Pdf")]
+    dataset = dataset.remove_columns(media).with_format(None)
+    count = len(dataset) if limit is None else min(limit, len(dataset))
+    size = max(1, (dataset.data.nbytes if count else 0) // max(1, len(dataset)))
+    for start in range(0, count, 256):
+        columns = dataset[start : min(start + 256, count)]
+        for index, values in enumerate(zip(*columns.values(), strict=True), start + 1):
+            yield arrow_row(f"{name} row {index}", dict(zip(columns, values, strict=True)), size)
+
+
+def files(dataset: Any) -> list[Path]:
+    """The Arrow files behind a dataset: their content is its content, whatever the hub called it."""
+    return [Path(entry["filename"]) for entry in dataset.cache_files]
+
+
+def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
+    """(the commit that `revision` is now, None), or (revision, why the hub cannot be asked)."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return HfApi().dataset_info(path, revision=revision, timeout=PATIENCE).sha, None
+    except errors.RevisionNotFoundError as problem:
+        raise DataError(f"{path} has no revision {revision!r}. See https://huggingface.co/datasets/{path}/commits") from problem
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as problem:
+        raise DataError(f"{path}: there is no file or folder of that name in {Path.cwd()}, and no such dataset on the hub. "
+                        "Check the spelling; a private dataset needs `hf auth login` or HF_TOKEN.") from problem
+    except Exception as problem:  # noqa: BLE001 - huggingface_hub's HTTP library, and so its errors' classes, differ by version
+        return revision, (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
+def _unreachable(path: str, reason: str) -> str:
+    return (f"{path}: there is no file or folder of that name in {Path.cwd()}, the hub cannot be asked for it ({reason}), and "
+            "no earlier run left a copy. Check the path, the network and HF_HUB_OFFLINE; or fetch it elsewhere "
+            f"(`hf download --repo-type dataset {path} --local-dir FOLDER`) and give the folder.")
+
+
+def _is_of(dataset: Any, commit: str) -> bool:
+    """Whether a dataset from the cache was made from this commit (datasets files it under the commit's name)."""
+    return any(commit in place for place in [*map(str, files(dataset)), *(dataset.info.download_checksums or {})])

@@ -105,4 +105,5 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
     except OSError as error:  # no network, a refused port, a proxy, a full disk: the hub's own errors are all OSErrors
         reason = str(error).splitlines()[0]
         raise StorageError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-                           f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give the folder.") from error
+                           f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+                           ) from error

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch import nn
 
+from fxtune.card import write_card
 from fxtune.errors import ConfigError, StorageError
 from fxtune.hub import Origin, fetch, is_commit, locate
 from fxtune.world import World
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 class Init(str, Enum):
@@ -95,11 +97,12 @@ def load_tokenizer(model: ModelConfig) -> Any:
     key, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path or "builtin:tiny")
     own = model.tokenizer is None
     origin = locate(name, model.revision if own and model.path else None, key, code=own and model.trust_remote_code)
-    if not any((origin.folder / file).exists() for file in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
-        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one in model.tokenizer.")
+    if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
+        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name "
+                          f"one in model.tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=own and model.trust_remote_code)
-    except Exception as error:  # noqa: BLE001  the tokenizers library raises bare Exception for a broken tokenizer.json
+    except Exception as error:
         raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {_first_line(error)}. "
                            "Use a complete copy of it, or name another in model.tokenizer.") from error
     if not tokenizer.is_fast:
@@ -108,17 +111,19 @@ def load_tokenizer(model: ModelConfig) -> Any:
     largest, rows = max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
     if largest >= rows:
         raise ConfigError(f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
-                          "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a larger vocab_size.")
+                          "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a "
+                          "larger vocab_size.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
-def build(model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
+def build(model: ModelConfig, hf_config: Any, world: World, seed: int) -> Any:
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
     The weights are made or read in their final dtype and on their final device: an 8B model in bfloat16 costs 16 GB there
-    and nothing elsewhere. `name_or_path` and `base_revision` of what is returned say where it came from.
+    and nothing elsewhere. `name_or_path` and `base_revision` of what is returned say where it came from, `config_edited` whether
+    its config differs from the one found there.
     """
     quiet()
     dtype = resolve_dtype(model, world)
@@ -129,16 +134,18 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Mod
     _fetch_weights(origin)
     built = _pretrained(model, origin, hf_config, dtype, world)
     built.name_or_path, built.base_revision = origin.name, origin.revision
+    built.config_edited = hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
 
 
 def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
     """Write a trained model where plain peft or plain transformers loads it, and return `folder`.
 
-    With adapters: PEFT's own layout (adapter_model.safetensors, adapter_config.json), and beside it config.json, the base's
-    config as it was trained, with any RoPE scaling, which PEFT's layout has no place for. Without: the whole model in
-    safetensors. Tokenizer and model card (`write_card`) lie beside both. The folder is staged and then renamed: it is whole
-    or absent, and one that is there is replaced. Raises StorageError when the disk does not take it.
+    With adapters: PEFT's own layout (adapter_model.safetensors, adapter_config.json). Where the base's config was edited (RoPE
+    scaling), PEFT's layout has no place for that: config.json beside it is the config to build the base with, as the card
+    says. Without adapters: the whole model in safetensors. Tokenizer and model card (see card.py for what `card` may hold)
+    lie beside both. The folder is staged and then renamed: it is whole or absent, and one that is there is replaced.
+    Raises StorageError when the disk does not take it.
     """
     folder = Path(folder)
     staging, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
@@ -146,73 +153,24 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
         for leftover in (staging, old):
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
-        if hasattr(model, "peft_config"):
+        if type(model).__module__.startswith("peft."):
             # Left to itself peft asks the hub whether the base's vocabulary was resized. Ours never is.
             model.save_pretrained(staging, save_embedding_layers=False)
-            model.config.save_pretrained(staging)
+            if model.config_edited:
+                model.config.save_pretrained(staging)
         else:
             model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        write_card(staging, {"base": model.name_or_path, **(card or {})})
+        write_card(staging, {"title": folder.name, "base": model.name_or_path, "revision": model.base_revision, **(card or {})})
         if folder.exists():
             folder.rename(old)
         staging.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions.") from error
+        raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its "
+                           f"permissions.") from error
     return folder
-
-
-def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the model card README.md, over the empty form that peft leaves.
-
-    `facts`, all optional: base, revision, recipe, seed, versions, metrics, data (a dict or a list of dicts), config (text or
-    a dict). Dicts become tables; any other key becomes a line of the first table.
-    """
-    import yaml
-
-    folder = Path(folder)
-    adapter = (folder / "adapter_config.json").exists()
-    base = str(facts.get("base") or "")
-    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",
-                             "tags": ["fxtune", *(["lora"] if adapter else [])]}
-    if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
-        front["base_model"] = base
-    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---", f"# {facts.get('recipe') or folder.name}",
-             "Trained with [fxtune](https://pypi.org/project/fxtune/)."]
-    tables = {name: facts[name] for name in ("metrics", "data", "versions") if facts.get(name)}
-    parts.append(_table({name: value for name, value in facts.items() if name not in (*tables, "config") and value not in (None, "", [], {})}))
-    parts.append("## How to load it\n\n```python\n" + (_LOAD_ADAPTER if adapter else _LOAD_MODEL).format(base=base or "BASE") + "```")
-    for name, value in tables.items():
-        rows = value if isinstance(value, list) else [value]
-        parts.append(f"## {name.capitalize()}\n\n" + "\n\n".join(_table(row) for row in rows))
-    if config := facts.get("config"):
-        text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        parts.append(f"## Config\n\n```yaml\n{text.rstrip()}\n```")
-    (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
-
-
-_LOAD_ADAPTER = """\
-from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # where this file lies; its config.json carries the RoPE scaling that it was trained with
-base = AutoModelForCausalLM.from_pretrained("{base}", config=AutoConfig.from_pretrained(folder))
-model = PeftModel.from_pretrained(base, folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-"""
-_LOAD_MODEL = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
-"""
-
-
-def _table(rows: dict[str, Any]) -> str:
-    cells = [(name, f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " "))
-             for name, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]) if cells else ""
 
 
 def quiet() -> None:
@@ -234,15 +192,18 @@ def _vet(model: ModelConfig) -> None:
                           "(model_type and its sizes) with model.init=random.")
     local = model.path is None or model.path.startswith("builtin:") or Path(model.path).expanduser().exists()
     if model.trust_remote_code and (local or not is_commit(model.revision)):
-        raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a hub "
-                          f"id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here {model.revision}).")
+        raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
+                          "needs a hub "
+                          f"id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here "
+                          f"{model.revision}).")
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if (origin.folder / "adapter_config.json").exists():
-        raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in model.adapter.")
+        raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in "
+                          f"model.adapter.")
     if not (origin.folder / "config.json").exists():
         raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
     try:
@@ -252,7 +213,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
                           "A model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in AutoModelForCausalLM._model_mapping.keys() and not remote:
+    if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise ConfigError(f"model.path={model.path} is a {config.model_type} model, which is no causal language model.")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model.path={model.path} is quantised already. Give the model that it was made from.")
@@ -263,8 +224,8 @@ def _standalone(architecture: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = architecture["model_type"]
-    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping.keys():
-        known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in AutoModelForCausalLM._model_mapping.keys()]
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
+        known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in AutoModelForCausalLM._model_mapping]
         near = difflib.get_close_matches(str(kind), known, n=1)
         raise ConfigError(f"model.architecture.model_type={kind} is no causal language model that this transformers knows."
                           + (f" Did you mean {near[0]}?" if near else ""))
@@ -296,7 +257,7 @@ def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
 
 
-def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World, seed: int) -> nn.Module:
+def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     cards = [world.device] if world.device.type == "cuda" else []
@@ -307,36 +268,42 @@ def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World
         except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: {_first_line(error)}") from error
-    built.name_or_path, built.base_revision = "", None
+            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: "
+                              f"{_first_line(error)}") from error
+    built.name_or_path, built.base_revision, built.config_edited = "", None, True
     return built
 
 
-def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch.dtype, world: World) -> nn.Module:
+def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch.dtype, world: World) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves out output_loading_info
     placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     try:
-        built, seen = AutoModelForCausalLM.from_pretrained(
+        built, seen = loader(
             origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=model.trust_remote_code, **placed)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded: {_first_line(error)}") from error
-    shapes = [f"{name} is {tuple(stored)} in the file and {tuple(wanted)} in the config" for name, stored, wanted in seen["mismatched_keys"]]
+        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded: "
+                           f"{_first_line(error)}") from error
+    shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
+              for name, stored, wanted in seen["mismatched_keys"]]
     troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
         (seen["missing_keys"], "weights of the architecture are not in the files"),
         (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
         (shapes, "weights have another shape"),
         (list(seen["error_msgs"]), "errors")) if names]
     if troubles:
-        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} do not fit its config.json ({hf_config.model_type}): "
-                           + "; ".join(troubles) + ". Training would go on with random weights, so it stops here: use a complete copy.")
+        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} do not fit its config.json "
+                           f"({hf_config.model_type}): "
+                           + "; ".join(troubles) + ". Training would go on with random weights, so it stops here: use a "
+                                                   "complete copy.")
     return built
 
 
 def _fetch_weights(origin: Origin) -> None:
-    """Make the safetensors files that hold the model local (by its index where there is one) and open each, to find broken ones."""
+    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones."""
     from safetensors import SafetensorError, safe_open
 
     files = ["model.safetensors"]
@@ -345,10 +312,12 @@ def _fetch_weights(origin: Origin) -> None:
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise StorageError(f"{index} is not a safetensors index: {_first_line(error)}. Use a complete copy of the model.") from error
+            raise StorageError(f"{index} is not a safetensors index: {_first_line(error)}. Use a complete copy of the "
+                               f"model.") from error
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
     if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
-        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are read. fxtune reads "
+        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
+                          f"read. fxtune reads "
                           "safetensors only: convert them (save_pretrained of transformers writes safetensors).")
     fetch(origin, files)
     for file in files:
@@ -356,7 +325,8 @@ def _fetch_weights(origin: Origin) -> None:
             with safe_open(origin.folder / file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
-            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch or copy it again.") from error
+            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch "
+                               f"or copy it again.") from error
 
 
 def _first_line(error: BaseException) -> str:

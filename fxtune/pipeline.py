@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,24 +50,30 @@ class Pipeline:
     def _without(self, facts: Facts) -> Iterator[str]:
         """What goes wrong when a technique is off."""
         if facts.packing and not self.attention.enabled:
-            yield "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each other. Set it to true."
+            yield ("techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see "
+                   "each other. Set it to true.")
         if facts.dtype == "float16" and not self.lora.enabled:
-            yield ("techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their updates underflow). "
+            yield ("techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their "
+                   "updates underflow). "
                    "Set it to true, or model.dtype to bfloat16 or float32.")
         positions = (facts.model.get("text_config") or facts.model).get("max_position_embeddings")
         if positions and facts.sequence_length > positions and not self.rope.enabled:
-            yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the {positions} positions that the "
+            yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
+                   f"{positions} positions that the "
                    "model was trained on. Shorten the rows, or scale its RoPE.")
 
-    def build(self, model: ModelConfig, world: World, facts: Facts, seed: int) -> nn.Module:
-        """Check, configure, build the model and apply the techniques, in order. Adapters are drawn from `seed`."""
+    def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
+        """Configure, build the model and apply the techniques, in order; check() comes first. Adapters are drawn from `seed`.
+
+        `hf_config` is what load_config() gave; it stays as it is.
+        """
         if model.adapter and not self.lora.enabled:
-            raise ConfigError(f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the adapter.")
-        self.check(facts)
-        hf_config = models.load_config(model)
+            raise ConfigError(f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove "
+                              f"the adapter.")
+        hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)
-        built = models.build(model, hf_config, world, seed)
+        built: nn.Module = models.build(model, hf_config, world, seed)
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for _, technique in self.enabled():
@@ -76,7 +83,9 @@ class Pipeline:
         return built
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
-        """What can be observed of every enabled technique on the built model."""
+        """What can be observed of every enabled technique on the built model. `probe`: see Technique.verify, on any device."""
+        device = next(model.parameters()).device
+        probe = {name: probe[name].to(device) for name in ("input_ids", "position_ids")}
         return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:

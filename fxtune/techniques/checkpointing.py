@@ -48,7 +48,7 @@ class Checkpointing(Technique):
         def count(index: int, *_: Any) -> None:
             calls[index] += 1
 
-        leaves = [next(module for module in layer.modules() if module is not layer and not list(module.children())) for layer in layers]
+        leaves = [next(module for module in layer.modules() if not list(module.children())) for layer in layers]
         hooks = [leaf.register_forward_pre_hook(partial(count, index)) for index, leaf in enumerate(leaves)]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         try:
@@ -64,7 +64,8 @@ class Checkpointing(Technique):
         first = 0 if any(id(parameter) not in owned for parameter in trained[:1]) else inside.index(True)
         wanted = [1 + (index % self.every == 0 and index >= first) for index in range(len(layers))]
         yield Evidence("checkpointing", f"{len(layers[:: self.every])} of {len(layers)} layers recomputed",
-                       f"{sum(seen > 1 for seen in calls)} of {len(layers)} layers ran twice in one forward and backward", calls == wanted)
+                       f"{sum(seen > 1 for seen in calls)} of {len(layers)} layers ran twice in one forward and backward",
+                       calls == wanted)
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -43,16 +43,18 @@ class Compile(Technique):
     """Fail on a graph break, in place of going on slowly."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if not facts.rows:
+        if not facts.rows and not facts.packing:
             yield "enabled: rows of any length would each compile anew. Set data.packing=true, or data.buckets."
-        elif len(facts.rows) > MOST_LENGTHS:
+        if len(facts.rows) > MOST_LENGTHS:
             yield f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}."
         compiler = os.environ.get("CXX", "g++")
         if not shutil.which(compiler) and not shutil.which("clang++"):
-            yield f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt install g++), or set it to false."
+            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: "
+                   f"apt install g++), or set it to false.")
         header = Path(sysconfig.get_paths()["include"]) / "Python.h"
         if facts.device == "cpu" and not header.exists():
-            yield f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set it to false."
+            yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or "
+                   f"set it to false.")
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -68,12 +70,13 @@ class Compile(Technique):
         with observed(model), torch.enable_grad():
             model(**probe, use_cache=False)
             compiled_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.autograd.profiler.profile(use_kineto=False) as profile:
                 model(**probe, use_cache=False)
         anew = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled_before
-        regions = sum("Torch-Compiled Region" in event.name for event in profile.events() or ())
+        regions = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         yield Evidence("compile", f"{layers} layers run compiled code, without compiling again",
-                       f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew", regions >= layers and anew == 0)
+                       f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew",
+                       regions >= layers and anew == 0)
 
 
 def _dispatched(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

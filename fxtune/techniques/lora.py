@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.hub import fetch, locate
+from fxtune.hub import Origin, fetch, locate
 from fxtune.technique import Evidence, Technique, observed
 from fxtune.world import Facts, World
 
 ALL_LINEAR = "all-linear"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class AdapterInit(str, Enum):
@@ -64,11 +65,13 @@ class Lora(Technique):
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             yield f"target_modules: {ALL_LINEAR} stands for all of them. Use it alone, or names alone."
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
-            yield f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. Use default with dora."
+            yield (f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
+                   f"Use default with dora.")
         config = facts.model.get("text_config") or facts.model
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
         if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
-            yield (f"modules_to_save: this model's head and embedding are one tensor, and adapting {' and '.join(sorted(tied))} would part "
+            yield (f"modules_to_save: this model's head and embedding are one tensor, and adapting "
+                   f"{' and '.join(sorted(tied))} would part "
                    "them. Take it out of modules_to_save and target_modules.")
         if self.modules_to_save or ALL_LINEAR not in self.target_modules:
             yield from self._unmatched(_skeleton(facts.model))
@@ -94,51 +97,37 @@ class Lora(Technique):
             r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,  # type: ignore[arg-type]  # peft takes any number
             target_modules=ALL_LINEAR if ALL_LINEAR in self.target_modules else list(self.target_modules),
             modules_to_save=list(self.modules_to_save) or None, use_rslora=self.rslora, use_dora=self.dora,
-            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,  # type: ignore[arg-type]
+            init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
             task_type="CAUSAL_LM")
         before = _sketch(model)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                adapted: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=True, revision=getattr(model, "base_revision", None))
+                adapted: Any = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:  # modules_to_save, which peft leaves in the base's dtype
-                parameter.data = parameter.data.float()
-        adapted.name_or_path = model.name_or_path
+        _train_in_float32(adapted)
         adapted.base_logits = before
         return adapted
 
-    def start_from(self, model: nn.Module, adapter: str) -> None:
+    def start_from(self, model: Any, adapter: str) -> None:
         """Load the weights of the adapter `adapter` (a folder or a hub id) into `model`, which apply() made.
 
         Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
         """
-        from peft import set_peft_model_state_dict
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         origin = locate(adapter, key="model.adapter")
-        fetch(origin, ["adapter_config.json", "adapter_model.safetensors"], key="model.adapter")
+        fetch(origin, ADAPTER_FILES, key="model.adapter")
         try:
             theirs = json.loads((origin.folder / "adapter_config.json").read_text())
-            weights = load_file(origin.folder / "adapter_model.safetensors")
-        except (ValueError, SafetensorError, OSError) as error:
-            raise StorageError(f"model.adapter={adapter} is broken: {error}. Use a complete copy of it.") from error
+        except ValueError as error:
+            raise StorageError(f"model.adapter={adapter}: its adapter_config.json is broken: {error}. Use a complete copy "
+                               f"of it.") from error
         self._agree(theirs, model, adapter)
-        expected = set(weights_of(model))
-        if troubles := [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
-                (expected - set(weights), "weights are missing"), (set(weights) - expected, "weights have no place in this model")) if names]:
-            raise StorageError(f"model.adapter={adapter} does not fit this model: {'; '.join(troubles)}. Is model.path the base it was trained on?")
-        try:
-            set_peft_model_state_dict(model, weights)
-        except RuntimeError as error:
-            raise StorageError(f"model.adapter={adapter} does not fit this model: {error}. Is model.path the base it was trained on?") from error
-        model.adapter_start = adapter  # type: ignore[assignment]
+        load_weights(model, origin, adapter, key="model.adapter")
+        model.adapter_start = adapter
 
     def _agree(self, theirs: dict[str, Any], model: Any, adapter: str) -> None:
-        """Every option that shapes the adapter must be what the recipe says: a recipe does not say one thing and train another."""
+        """Every option that shapes the adapter must be what the recipe says: it must not say one thing and train another."""
         ours = model.peft_config["default"]
         pairs = {"r": (self.r, theirs.get("r")), "alpha": (self.alpha, theirs.get("lora_alpha")),
                  "rslora": (self.rslora, bool(theirs.get("use_rslora"))), "dora": (self.dora, bool(theirs.get("use_dora"))),
@@ -146,11 +135,16 @@ class Lora(Technique):
                           theirs["init_lora_weights"] if theirs.get("init_lora_weights") in ("pissa", "olora") else "default"),
                  "target_modules": (_sorted(ours.target_modules), _sorted(theirs.get("target_modules"))),
                  "modules_to_save": (_sorted(self.modules_to_save), _sorted(theirs.get("modules_to_save")))}
-        unlike = [f"  techniques.lora.{name}: {mine} in the recipe, {other} in the adapter" for name, (mine, other) in pairs.items() if mine != other]
+        unlike = [f"  techniques.lora.{name}: {mine} in the recipe, {other} in the adapter"
+                  for name, (mine, other) in pairs.items() if mine != other]
         if theirs.get("peft_type") != "LORA" or theirs.get("rank_pattern") or theirs.get("alpha_pattern"):
             unlike.append(f"  it is a {theirs.get('peft_type')} adapter with patterns of rank or alpha that fxtune does not make")
         if unlike:
-            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike) + "\nSet these in the recipe as they are in the adapter.")
+            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike) + "\nSet these "
+                                                                                                              "in the "
+                                                                                                              "recipe as "
+                                                                                                              "they are in "
+                                                                                                              "the adapter.")
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
@@ -163,7 +157,8 @@ class Lora(Technique):
         yield Evidence("lora", f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
                        f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
                        f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
-        halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
+        # Of an embedding's adapter peft starts the other half at zero.
+        halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
         nonzero = sum(bool(half.any()) for half in halves)
         if start := getattr(model, "adapter_start", None):
             yield Evidence("lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0)
@@ -171,11 +166,53 @@ class Lora(Technique):
         now = _sketch(model)
         shift = ((now - model.base_logits).abs().max() / model.base_logits.abs().max()).item()
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        # Two matmuls in place of one round differently; with B zero nothing is added, but DoRA divides by a norm it multiplies with.
+        # Two matmuls round differently from one, and DoRA divides by a norm that it multiplies with; B = 0 adds exactly nothing.
         allowed = {torch.float32: 1e-4}.get(next(model.parameters()).dtype, 5e-2) if factored or self.dora else 1e-6
         yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
-                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} of their size",
+                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} "
+                       f"of their size",
                        shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
+
+
+def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
+    """Put the adapter weights in `origin` into `model`, which has adapters of that shape. Raises StorageError unless all fit.
+
+    peft itself only warns of weights that are missing and ignores those that have no place.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        stored = load_file(origin.folder / "adapter_model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise StorageError(f"{key}={name}: adapter_model.safetensors is broken: {error}. Use a complete copy of it.") from error
+    wanted = weights_of(model)
+    shapes = {one for one in stored.keys() & wanted.keys() if stored[one].shape != wanted[one].shape}
+    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
+        (wanted.keys() - stored.keys(), "weights are missing"), (stored.keys() - wanted.keys(), "weights have no place in "
+                                                                                                "the model"),
+        (shapes, "weights have another shape")) if names]
+    if troubles:
+        raise StorageError(f"{key}={name} does not fit this model: {'; '.join(troubles)}. Is this the base that it was "
+                           f"trained on?")
+    set_peft_model_state_dict(model, stored)
+
+
+def _train_in_float32(adapted: Any) -> None:
+    """Give what modules_to_save trains float32 weights as well, between two casts: peft leaves them in the base's dtype."""
+    from peft.utils import ModulesToSaveWrapper
+
+    dtype = next(adapted.parameters()).dtype
+
+    def cast(value: Any, to: torch.dtype) -> Any:
+        return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    wrappers = [module for module in adapted.modules() if isinstance(module, ModulesToSaveWrapper)]
+    for wrapper in wrappers if dtype is not torch.float32 else []:
+        trained = wrapper.modules_to_save["default"].float()
+        trained.register_forward_pre_hook(lambda _, inputs: tuple(cast(value, torch.float32) for value in inputs))
+        trained.register_forward_hook(lambda _, inputs, output: cast(output, dtype))
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -62,7 +62,8 @@ class Rope(Technique):
             yield f"enabled: {kind} has no rotary position embeddings to scale. Set it to false."
             return
         if kind == "phi3":
-            yield ("enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so the result "
+            yield ("enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so "
+                   "the result "
                    "could not be loaded. Set it to false.")
         current = _flat(config["rope_parameters"])
         if current is None:
@@ -74,12 +75,14 @@ class Rope(Technique):
             yield f"factor: {self.factor} lengthens nothing. Set it to the new context over the original one, above 1."
         before = current.get("rope_type", "default")
         if before != "default" and self.original_max_position_embeddings is None:
-            yield (f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To replace "
+            yield (f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
+                   f"replace "
                    "that, say which context the factor is a multiple of.")
         elif (original := self._original(config)) is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
         elif facts.sequence_length > self.factor * original > 0:
-            yield (f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than data.sequence_length="
+            yield (f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
+                   f"data.sequence_length="
                    f"{facts.sequence_length}. Set it to at least {math.ceil(facts.sequence_length / original * 100) / 100}.")
         if self.type is RopeType.dynamic and current is not config["rope_parameters"]:
             yield f"type: dynamic is not defined for rotary embeddings by layer type ({kind}). Use yarn or linear."
@@ -96,10 +99,11 @@ class Rope(Technique):
         if self.attention_factor is not None and not self.attention_factor > 0:
             yield f"attention_factor: {self.attention_factor} must be above 0."
         if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor > 0:
-            yield f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and that above 0."
+            yield (f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and "
+                   f"that above 0.")
 
     def configure(self, hf_config: Any) -> None:
-        """Write all of rope_parameters at once: rope_theta and the partial factor kept, the original length beside the raised one."""
+        """Write all of rope_parameters at once: rope_theta kept, and the original length beside the raised one."""
         config = hf_config.get_text_config()
         original = self._original(config.to_dict())
         assert original is not None, "check() refuses this"
@@ -156,7 +160,8 @@ class Rope(Technique):
                 yield Evidence("rope", asked, f"inv_freq of {len(seen)} pairs in place of {len(inv_freq)}", False)
                 continue
             error = ((seen - inv_freq).abs() / inv_freq).max().item()
-            yield Evidence("rope", asked, f"inv_freq of the built model within {error:.1e} of the formula, attention factor {scale:.4f}",
+            yield Evidence("rope", asked, f"inv_freq of the built model within {error:.1e} of the formula, attention factor "
+                                          f"{scale:.4f}",
                            error < 1e-5 and abs(scale - attention) < 1e-6)
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
@@ -196,7 +201,8 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _scaling(parameters: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in parameters.items() if key in ("factor", "original_max_position_embeddings"))
+    shown = ("factor", "original_max_position_embeddings")
+    return ", ".join(f"{key}={value}" for key, value in parameters.items() if key in shown)
 
 
 def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -207,6 +213,6 @@ def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
             and getattr(getattr(module, "config", None), "model_type", kind) == kind]
 
 
-def _forget(rotary: nn.Module, arguments: Any) -> None:
+def _forget(rotary: Any, arguments: Any) -> None:
     rotary.max_seq_len_cached = rotary.original_max_seq_len
-    rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)  # type: ignore[union-attr, operator, arg-type]
+    rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)

@@ -1,0 +1,103 @@
+"""Fold an adapter into its base: one safetensors model that plain transformers loads, with no peft.
+
+    fxtune merge runs/NAME/adapter FOLDER        fxtune merge +recipe=NAME
+
+A weight W becomes W + alpha/r * B A. The sum is formed in float32 and rounded once to the dtype that the base is stored in,
+a layer at a time, so a bfloat16 model costs no more memory than itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxtune import model as models
+from fxtune.config import Config
+from fxtune.errors import ConfigError, StorageError
+from fxtune.hub import Origin, fetch, locate
+from fxtune.model import DType, ModelConfig
+from fxtune.techniques.lora import ADAPTER_FILES, load_weights
+from fxtune.world import World
+
+
+def run(config: Config) -> Path:
+    """Merge the adapter of this recipe's newest run into the folder merged beside it. Raises ConfigError where there is none."""
+    root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
+    folders = [root] if config.run.dir else [path for path in root.parent.glob(f"{root.name}*") if _is_run(path.name, root.name)]
+    trained = [path for path in folders if (path / "adapter").is_dir()]
+    if not trained:
+        raise ConfigError(f"No adapter lies in {root}: train the recipe first, or name one: fxtune merge ADAPTER FOLDER.")
+    newest = max(trained, key=lambda path: (path / "adapter").stat().st_mtime)
+    return merge(newest / "adapter", newest / "merged", config.model.trust_remote_code)
+
+
+def merge(adapter: Path | str, out: Path | str, trust_remote_code: bool = False) -> Path:
+    """Write an adapter (a folder or a hub id) and the base that it names as one model into `out`, and return that.
+
+    Raises ConfigError for what is no adapter or names no base, StorageError where `out` exists or weights do not fit.
+    """
+    out = Path(out)
+    if out.exists():
+        raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
+    origin = locate(str(adapter), key="adapter")
+    if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
+        raise ConfigError(f"{adapter} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as "
+                          f"runs/NAME/adapter.")
+    fetch(origin, ADAPTER_FILES, key="adapter")
+    description = _describe(origin)
+    if not description.base_model_name_or_path:
+        raise ConfigError(f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge "
+                          f"it into.")
+    model = ModelConfig(path=description.base_model_name_or_path, revision=description.revision,
+                        trust_remote_code=trust_remote_code)
+    hf_config = models.load_config(model)
+    stored = hf_config.dtype or torch.float32
+    model.dtype = DType(str(stored).removeprefix("torch."))
+    if (origin.folder / "config.json").exists():  # the base's config was edited before training: its RoPE was scaled
+        hf_config = type(hf_config).from_pretrained(origin.folder)
+    base = models.build(model, hf_config, World(torch.device("cpu")), seed=0)
+    name, revision = base.name_or_path, base.base_revision
+    merged = _fold(base, description, origin, str(adapter)).to(getattr(torch, model.dtype.value))
+    merged.name_or_path, merged.base_revision = name, revision
+    tokens = ModelConfig(path=model.path, revision=model.revision, trust_remote_code=trust_remote_code,
+                         tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None)
+    return models.save(merged, models.load_tokenizer(tokens), out)
+
+
+def _describe(origin: Origin) -> Any:
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        description = PeftConfig.from_pretrained(str(origin.folder))
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{origin.folder / 'adapter_config.json'} cannot be read: {error}. Use a complete copy of the "
+                           f"adapter.") from error
+    if not isinstance(description, LoraConfig):
+        raise ConfigError(f"{origin.name} is a {description.peft_type} adapter; fxtune merges LoRA, rsLoRA and DoRA.")
+    return description
+
+
+def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted: Any = peft.get_peft_model(base, description)
+    load_weights(adapted, origin, name, key="adapter")
+    for layer in [module for module in adapted.modules() if isinstance(module, LoraLayer)]:
+        weight: Any = layer.get_base_layer().weight
+        dtype = weight.dtype
+        weight.data = weight.data.float()
+        layer.merge(safe_merge=True)
+        weight = layer.get_base_layer().weight
+        weight.data = weight.data.to(dtype)
+    return adapted.unload()
+
+
+def _is_run(name: str, root: str) -> bool:
+    rest = name.removeprefix(root)
+    return not rest or (rest.startswith("-") and rest[1:].isdigit())

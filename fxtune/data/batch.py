@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from fxtune.data.tokens import TokenTable
+    from fxtune.data.table import TokenTable
 
 IGNORED = -100
 """The target where there is none: `torch.nn.functional.cross_entropy`'s ignore_index, and Hugging Face's."""

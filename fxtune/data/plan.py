@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -21,10 +21,8 @@ from fxtune.data.batch import Batch, Pieces, assemble
 from fxtune.data.segments import Cut, Side
 from fxtune.data.sources import DataConfig
 from fxtune.data.stream import Epoch, Stream, StreamSettings
+from fxtune.data.tokens import TokenTable, tokenize
 from fxtune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fxtune.data.tokens import TokenTable
 
 
 @dataclass(frozen=True)
@@ -277,8 +275,6 @@ def prepare(data: DataConfig, tokenizer: Any, *, micro_batch_size: int, global_b
             max_steps: Optional[int] = None, epochs: Optional[float] = None, seed: int = 0,
             quarantine: Optional[Path] = None, progress: bool = True) -> Prepared:
     """Tokenise (or take from the cache) every source and plan the run. Errors as in `tokenize` and `plan_training`."""
-    from fxtune.data.tokens import tokenize
-
     check(data)
     if not data.sources:
         raise ConfigError("data.sources is empty: name at least one file, folder, glob or hub id to train on, "

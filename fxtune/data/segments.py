@@ -22,7 +22,7 @@ from fxtune.data.sources import OnLong
 from fxtune.errors import DataError
 
 if TYPE_CHECKING:
-    from fxtune.data.tokens import TokenTable
+    from fxtune.data.table import TokenTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HOLD_OUT = np.uint64(0x66787475_6E652031)

@@ -26,7 +26,7 @@ from fxtune.data.sources import OnLong
 from fxtune.errors import DataError
 
 if TYPE_CHECKING:
-    from fxtune.data.tokens import TokenTable
+    from fxtune.data.table import TokenTable
 
 _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings would give other rows."""

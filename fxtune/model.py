@@ -199,7 +199,9 @@ def _vet(model: ModelConfig) -> None:
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if (origin.folder / "adapter_config.json").exists():
         raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in "
@@ -208,12 +210,12 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. "
                           "A model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise ConfigError(f"model.path={model.path} is a {config.model_type} model, which is no causal language model.")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model.path={model.path} is quantised already. Give the model that it was made from.")
@@ -221,12 +223,12 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
 
 
 def _standalone(architecture: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = architecture["model_type"]
-    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
-        known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in AutoModelForCausalLM._model_mapping]
-        near = difflib.get_close_matches(str(kind), known, n=1)
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
         raise ConfigError(f"model.architecture.model_type={kind} is no causal language model that this transformers knows."
                           + (f" Did you mean {near[0]}?" if near else ""))
     values = {name: value for name, value in architecture.items() if name != "model_type"}
@@ -245,6 +247,8 @@ def _overlaid(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     known = [*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"]
     for name in named:
         if name not in known:
@@ -253,7 +257,7 @@ def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any
                               + (f" Did you mean {near[0]}?" if near else ""))
     try:
         return kind(**values)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
 
 

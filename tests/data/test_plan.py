@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import pickle
 from collections import Counter
 
@@ -13,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxtune.data.batch import IGNORED
-from fxtune.data.plan import Plan, check, plan_evaluation, plan_training, row_lengths
+from fxtune.data.plan import Plan, check, plan_evaluation, plan_training, prepare, row_lengths
 from fxtune.data.sources import DataConfig, OnLong, SourceConfig
 from fxtune.errors import ConfigError, DataError
+from fxtune.model import ModelConfig, load_tokenizer
 
 PAD = 0
 
@@ -378,3 +380,31 @@ def test_batches_are_what_they_were_when_this_was_written():
     seen = [training(data, sequence_length=64, seed=3, packing=packing, weights=weights, epochs=2).documents(3, 1)
             for packing, weights in ((True, None), (False, None), (True, [1.0, 2.0]))]
     assert hashlib.sha256(str(seen).encode()).hexdigest()[:16] == "45321ea2646574c7"
+
+
+def test_prepare_goes_from_files_to_plans(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig())
+    for name, count in (("train", 20), ("eval", 7)):
+        rows = [{"text": f"{name} {i}: a document of its own."} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(sources=[SourceConfig(path=str(tmp_path / "train.jsonl"))], sequence_length=64,
+                        cache_dir=str(tmp_path / "cache"))
+    sizes = dict(micro_batch_size=2, global_batch_size=4, progress=False)
+    assert prepare(config, tokenizer, **sizes).evaluation is None
+    config.eval_sources = [SourceConfig(path=str(tmp_path / "eval.jsonl"))]
+    made = prepare(config, tokenizer, **sizes)
+    assert made.training.summary()["documents"] == 20
+    assert made.evaluation.summary()["documents"] == 7
+    batch = made.training.batch(0, 0)
+    used = sum(piece.length for piece in made.training.contents(0, 0)[0])
+    assert (batch.input_ids[0, used:] == tokenizer.pad_token_id).all()
+    [first] = made.evaluation.contents(0, 0)[0][:1]
+    table = made.evaluation.tables[0]
+    text = tokenizer.decode(table.ids[table.offsets[first.document]:table.offsets[first.document + 1]].tolist())
+    assert text.startswith("eval ")
+    sources, config.sources = config.sources, []
+    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
+        prepare(config, tokenizer, **sizes)
+    config.sources, config.eval_sources, config.eval_fraction = sources, [], 0.4
+    made = prepare(config, tokenizer, **sizes)
+    assert made.training.summary()["documents"] + made.evaluation.summary()["documents"] == 20

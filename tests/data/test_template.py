@@ -229,7 +229,7 @@ def test_an_end_of_turn_in_plain_letters() -> None:
 
 
 def test_content_made_of_the_sentinels_own_characters() -> None:
-    chat = [{"role": "user", "content": "\U000f8000\U000f80010"}, {"role": "assistant", "content": "\U000f80000\U000f8001"}]
+    chat = [{"role": "user", "content": "\U000f80000\U000f8001"}, {"role": "assistant", "content": "\U000f80000\U000f8001"}]
     assert found(PLAIN, chat, LEARN[:2]) == ["\U000f80000\U000f8001</s>"]
 
 
@@ -259,6 +259,29 @@ def test_content_that_a_template_escapes_is_still_placed() -> None:
     assert found(source, chat, LEARN[:2]) == ['"say \\"a\\"\\n"</s>']
 
 
+def test_turns_out_of_order_are_a_reason() -> None:
+    source = PLAIN.replace("in messages", "in messages[::-1]")
+    assert found(source) == ["a</s>"]
+    with pytest.raises(BadRow, match=r"writes messages\[3\] inside an earlier turn"):
+        found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True])
+
+
+def test_marks_serve_where_the_content_is_written_twice() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}({{ m.content }}){% generation %}{{ m.content }}</s>"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert found(source) == ["a</s>"]
+
+
+def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
+    source = PLAIN.replace("{{ m.content }}</s>", "{{ '-' + m.content + '-' if m.content else '-' }}")
+    source = source.replace("%}<|assistant|>", "%}<|assistant|>-")
+    assert found(source) == ["a-"]
+    with pytest.raises(BadRow, match=r"messages\[1\] changes what the chat template writes"):
+        found(source, [CHAT[0], {"role": "assistant", "content": ""}], LEARN[:2])
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -277,10 +300,19 @@ def test_what_cannot_be_placed_is_a_reason_not_a_guess(source: str, reason: str)
 
 def test_a_template_that_is_silent_until_the_assistant_spoke_supervises_no_user() -> None:
     source = (
-        "{% if messages[-1].role == 'assistant' and messages|length > 1 %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
-        "{% endfor %}{% endif %}"
+        "<s>{% if messages[-1].role == 'assistant' and messages|length > 1 %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% endif %}"
     )
-    assert all("u" not in span for span in found(source, CHAT[:2], LEARN[:2]))
+    assert found(source, CHAT[:2], LEARN[:2]) == ["a"]
+
+
+def test_reasoning_under_a_head_that_changes_with_every_turn() -> None:
+    """No prompt is a prefix of the whole here, so what is certain is supervised: from the reasoning on."""
+    source = "{{ messages|length }}" + PLAIN.replace(
+        "{{ m.content }}", "{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content }}"
+    )
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "r", "thinking": "r"}
+    assert found(source, [CHAT[0], answer, CHAT[2]]) == ["r</think>a</s>"]
 
 
 @pytest.mark.parametrize(
@@ -304,10 +336,12 @@ def test_a_template_with_a_syntax_error_names_the_line() -> None:
     assert not isinstance(raised.value, BadRow)
 
 
-def test_the_cost_of_a_conversation_without_marks_is_two_renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate(PLAIN, {}, SPECIAL)
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_the_cost_of_a_conversation_without_marks_is_two_renders(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(families.tokenizer(family), RowFormat.messages)
     renders: list[int] = []
     draw = ChatTemplate.draw
     monkeypatch.setattr(ChatTemplate, "draw", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys))
-    template.spans([CHAT[0], CHAT[1]] * 20, [False, True] * 20)
+    (document,) = encoder.encode([{"messages": [CHAT[0], {"role": "assistant", "content": " a\u00e9 "}] * 20}])
+    assert isinstance(document, Document)
     assert len(renders) == 2

@@ -268,8 +268,8 @@ def test_turns_out_of_order_are_a_reason() -> None:
 
 def test_marks_serve_where_the_content_is_written_twice() -> None:
     source = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}({{ m.content }}){% generation %}{{ m.content }}</s>"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}({{ m.content }})"
+        "{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     assert found(source) == ["a</s>"]
 

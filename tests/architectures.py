@@ -9,6 +9,7 @@ import torch
 
 from fxtune.model import Init, ModelConfig, load_config
 from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.lora import AdapterInit
 from fxtune.world import Facts, World
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,6 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"model_type": "phi", **SIZES},
     "phi3": {"model_type": "phi3", **SIZES},
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "gaussian": {"init": AdapterInit.gaussian},
+    "pissa": {"init": AdapterInit.pissa}, "olora": {"init": AdapterInit.olora}, "dropout": {"dropout": 0.1},
+    "head": {"modules_to_save": ["lm_head"]}, "norm": {"modules_to_save": ["norm"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]}}
 CPU = World(torch.device("cpu"))
 
 

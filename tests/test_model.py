@@ -19,7 +19,7 @@ def base(tmp_path_factory):
     return on_disk(tmp_path_factory.mktemp("model") / "base")
 
 
-@pytest.fixture()
+@pytest.fixture
 def copy(base, tmp_path):
     """A copy of the base to break."""
     import shutil
@@ -44,6 +44,12 @@ def test_a_folder_gives_the_weights_that_are_in_it(base):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in stored.items())
     assert loaded.name_or_path == str(base.resolve())
     assert load(base, dtype=DType.bfloat16).dtype is torch.bfloat16
+
+
+def test_the_model_that_ships_is_the_default():
+    model = ModelConfig()
+    assert load_tokenizer(model).chat_template
+    assert load(model.path).name_or_path.endswith("fxtune/assets/tiny"), "a path, so that plain peft finds the base of an adapter"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +106,7 @@ def test_a_wrong_recipe_is_a_config_error_that_says_what_to_change(options, mess
 
 
 def test_a_hub_that_cannot_be_reached_is_one_storage_error():
-    with pytest.raises(StorageError, match="nobody/nothing.*hub cannot be reached"):
+    with pytest.raises(StorageError, match=r"nobody/nothing.*hub cannot be reached"):
         load_config(ModelConfig(path="nobody/nothing"))
 
 
@@ -134,9 +140,9 @@ def test_a_hub_model_is_pinned_to_the_commit_that_was_resolved(base, tmp_path, m
     def download(name, revision, allow_patterns):
         asked.append((revision, list(allow_patterns)))
         snapshot.mkdir(parents=True, exist_ok=True)
-        wanted = [path for path in base.iterdir() if path.name in allow_patterns or (path.suffix == ".json" and "*.json" in allow_patterns)]
-        for path in wanted:
-            shutil.copy(path, snapshot)
+        for path in base.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, snapshot)
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -176,7 +182,7 @@ def test_a_truncated_file_is_named(copy, keep):
 def test_a_missing_shard_is_named(copy):
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(StorageError, match="model-00001-of-00002.safetensors is missing"):
+    with pytest.raises(StorageError, match=r"model-00001-of-00002\.safetensors is missing"):
         load(copy)
     (copy / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(StorageError, match="not a safetensors index"):
@@ -203,7 +209,7 @@ def test_a_folder_that_is_no_model_says_so(copy):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_config(ModelConfig(path=str(copy)))
     (copy / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="model.adapter"):
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
         load_config(ModelConfig(path=str(copy)))
     with pytest.raises(ConfigError, match="is a file"):
         load_config(ModelConfig(path=str(copy / "tokenizer.json")))
@@ -234,7 +240,7 @@ def test_a_tokenizer_that_does_not_fit_or_cannot_be_read_is_refused(base, copy, 
     with pytest.raises(ConfigError, match="ids up to 128, but the model embeds only 128"):
         load_tokenizer(ModelConfig(path=str(base), tokenizer=str(tmp_path / "wide")))
     (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(StorageError, match="tokenizer.*cannot be read"):
+    with pytest.raises(StorageError, match=r"tokenizer.*cannot be read"):
         load_tokenizer(ModelConfig(path=str(copy)))
     for file in copy.glob("tokenizer*"):
         file.unlink()
@@ -281,9 +287,10 @@ def test_the_card_says_what_made_the_adapter_and_how_to_load_it(base, tmp_path):
     pipeline = lora()
     pipeline.rope.enabled, pipeline.rope.factor = True, 2.0
     adapter = save(trained(built(pipeline, model)), load_tokenizer(model), tmp_path / "adapter", card={
-        "config": {"run": {"name": "mine", "seed": 7}}, "data": "abc123", "figures": {"eval/loss": 0.5}, "facts": facts_of(model)})
+        "config": {"run": {"name": "mine", "seed": 7}}, "data": "abc123", "figures": {"eval/loss": 0.5},
+        "facts": facts_of(model)})
     card = (adapter / "README.md").read_text()
-    for part in ("library_name: peft", str(base), "| run | mine |", "| seed | 7 |", "abc123", "| eval/loss | 0.5 |", "| transformers |"):
+    for part in ("library_name: peft", str(base), "| run | mine |", "| seed | 7 |", "abc123", "| eval/loss | 0.5 |", "transformers |"):
         assert part in card
     assert "base_model:" not in card, "a local path is not a hub id"
     code = card.split("```python\n")[1].split("```")[0].replace('folder = "."', f"folder = {str(adapter)!r}")

@@ -95,11 +95,12 @@ def test_llama3_and_linear_of_the_built_model_are_their_formulas():
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
     assert attention == 1.0
     inv_freq, attention = observed(built(scaled(type=RopeType.linear), model))
-    torch.testing.assert_close(inv_freq, torch.tensor([10000.0 ** (-2 * pair / 64) / 4 for pair in range(32)], dtype=torch.float64),
-                               rtol=1e-5, atol=0)
+    expected = torch.tensor([10000.0 ** (-2 * pair / 64) / 4 for pair in range(32)], dtype=torch.float64)
+    torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
 
 
-@given(dim=st.sampled_from([16, 64, 128]), base=st.floats(1e3, 1e7), original=st.integers(32, 1 << 17), factor=st.floats(1.01, 64))
+@given(dim=st.sampled_from([16, 64, 128]), base=st.floats(1e3, 1e7), original=st.integers(32, 1 << 17),
+       factor=st.floats(1.01, 64))
 def test_the_reference_of_verify_equals_the_formulas(dim, base, original, factor):
     rope = Rope(enabled=True, factor=factor)
     for kind, formula in ((RopeType.yarn, yarn), (RopeType.llama3, llama3)):
@@ -206,7 +207,8 @@ def test_scaled_again_from_the_length_that_is_named(tmp_path):
     pipeline = scaled(factor=16.0, original_max_position_embeddings=8192)
     again = built(pipeline, model)
     assert "low_freq_factor" not in again.config.rope_parameters
-    torch.testing.assert_close(observed(again)[0], torch.tensor(yarn(64, 5e5, 8192, 16.0), dtype=torch.float64), rtol=1e-5, atol=0)
+    expected = torch.tensor(yarn(64, 5e5, 8192, 16.0), dtype=torch.float64)
+    torch.testing.assert_close(observed(again)[0], expected, rtol=1e-5, atol=0)
     pipeline.prove(again, make_probe(again))
 
 

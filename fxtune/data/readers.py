@@ -32,6 +32,7 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             else:
                 raise DataError(f"{name} begins with {start!r}. A .json file holds an array of rows; "
                                 "for one row a line name it .jsonl.")
+            scan.require_end()
         except json.JSONDecodeError as problem:
             raise DataError(f"{name}:{scan.line}: not JSON ({problem.msg}). The file cannot be read past it; "
                             "only .jsonl, one row a line, can be read around a bad row.") from problem
@@ -52,6 +53,7 @@ def _object_with_list(scan: _Scanner, name: str) -> Iterator[Row]:
             scan.value()
         if scan.peek() == ",":
             scan.take(",")
+    scan.take("}")
     if found is None:
         raise DataError(f"{name} is an object without a list of rows in it. Make it an array of rows, "
                         "or .jsonl with one row a line.")
@@ -91,6 +93,13 @@ class _Scanner:
         if self.peek() != expected:
             raise json.JSONDecodeError(f"expected {expected!r}, found {self.peek()!r}", self.buffer, self.at)
         self.at += 1
+
+    def require_end(self) -> None:
+        """Nothing may follow: a second array behind the first would be rows that nobody sees."""
+        while not self.buffer[self.at :].strip():
+            if not self.more():
+                return
+        raise json.JSONDecodeError(f"{self.peek()!r} after the end of the data", self.buffer, self.at)
 
     def opens_objects(self) -> bool:
         """Whether the list that comes next begins with an object."""

@@ -41,11 +41,11 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     except (ValueError, OSError, exceptions.DatasetsError) as problem:  # unknown subset or split, broken files, full disk
         if reason is not None and "cache" in str(problem).lower():
             raise DataError(_unreachable(path, f"{reason}; {str(problem).splitlines()[0]}")) from problem
-        raise DataError(f"{path}: {problem}. Check data.sources' subset, split and revision.") from problem
+        raise DataError(f"{path}: {str(problem).rstrip('.')}. Check data.sources' subset, split and revision.") from problem
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
-    if reason is not None and revision is not None and _COMMIT.fullmatch(revision) and not _is_of(found, revision):
-        raise DataError(_unreachable(path, f"{reason}; the cache holds another revision than {revision}"))
+    if reason is not None and revision not in (None, "main") and not _is_of(found, str(revision)):
+        raise DataError(_unreachable(path, f"{reason}; what the cache holds cannot be told to be revision {revision}"))
     return found
 
 
@@ -99,4 +99,6 @@ def _unreachable(path: str, reason: str) -> str:
 
 def _is_of(dataset: Any, commit: str) -> bool:
     """Whether a dataset from the cache was made from this commit (datasets files it under the commit's name)."""
+    if not _COMMIT.fullmatch(commit):
+        return False  # a branch or a tag: only the hub knows what it is
     return any(commit in place for place in [*map(str, files(dataset)), *(dataset.info.download_checksums or {})])

@@ -4,7 +4,9 @@ import csv
 import gzip
 import json
 import random
+import shutil
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -133,6 +135,10 @@ def test_a_broken_json_array_names_the_line(tmp_path):
     path.write_text('[\n {"text": "a"},\n "b",\n {"text": "\\ud800"},\n {"text": "c"}\n]')
     assert [(row.where[-2:], row.error is None) for row in open_source(SourceConfig(path=str(path))).rows()] == \
         [(":2", True), (":3", False), (":4", False), (":5", True)]
+    for more in ("[]", "x", " " * 70_000 + '{"text": "b"}'):
+        path.write_text('[{"text": "a"}]\n' + more)
+        with pytest.raises(DataError, match=r"a\.json:2: not JSON \(.* after the end"):
+            values(path)
     path.write_text('[{"text": "a"}')
     with pytest.raises(DataError, match="ends too early"):
         values(path)
@@ -242,6 +248,38 @@ def test_a_hub_that_cannot_be_reached_is_one_error_within_seconds(monkeypatch):
         assert time.perf_counter() - started < 8
         assert "HF_HUB_OFFLINE" in str(caught.value)
         assert datasets.config.HF_HUB_OFFLINE is offline
+
+
+def test_without_a_network_the_cache_of_datasets_serves_the_revision_asked_for(tmp_path, monkeypatch):
+    """The cache is laid out as datasets leaves it after a download."""
+    import datasets
+
+    made = datasets.load_dataset("json", data_files=str(lines(tmp_path / "a.jsonl", CHATS)), cache_dir=str(tmp_path / "made"),
+                                 split="train")
+    commit = "ab" * 20
+    folder = tmp_path / "cache" / "nobody___thing" / "default" / "0.0.0" / commit
+    shutil.copytree(Path(made.cache_files[0]["filename"]).parent, folder)
+    (folder / "json-train.arrow").rename(folder / "thing-train.arrow")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info |= {"builder_name": "parquet", "dataset_name": "thing", "config_name": "default"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def load(**config):
+        return open_source(SourceConfig(path="nobody/thing", **config), tmp_path / "cache")
+
+    for revision in (None, "main", commit):
+        source = load(revision=revision, limit=3)
+        assert [row.value for row in source.rows()] == CHATS[:3]
+    assert next(source.rows()).where == "nobody/thing row 1"
+    assert source.format() is RowFormat.messages
+    for revision in ("cd" * 20, "v1"):
+        with pytest.raises(DataError, match=f"HF_HUB_OFFLINE is set; .* revision {revision}"):
+            load(revision=revision)
+    with pytest.raises(DataError, match=r"Unknown split .*train"):
+        load(split="test")
+    with pytest.raises(DataError, match="config 'odd'"):
+        load(subset="odd")
 
 
 def test_a_saved_dataset_is_read_memory_mapped(tmp_path):

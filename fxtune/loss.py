@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.data.loader import Batch
-
-IGNORED = -100
-"""Target of a position that is not supervised."""
+from fxtune.data.batch import IGNORED, Batch
 
 
 def batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -20,8 +20,8 @@ from fxtune import model as models
 from fxtune import tracking
 from fxtune.checkpoint import Checkpoints, TrainState
 from fxtune.config import Config
-from fxtune.data.loader import Step, load
-from fxtune.data.plan import Plan, prepare
+from fxtune.data.loader import Loader, Step, load
+from fxtune.data.plan import prepare
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.generation import Exam
@@ -31,6 +31,7 @@ from fxtune.optimizer import Optimizer
 from fxtune.pipeline import make_probe
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
+from fxtune.techniques.precision import Precision
 from fxtune.world import World
 
 
@@ -59,8 +60,9 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
             torch.use_deterministic_algorithms(True)
         dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
-        self.facts = self.world.facts(model=models.load_config(config.model).to_dict(), dtype=dtype,
-                                      packing=config.data.packing, sequence_length=config.data.sequence_length)
+        hf_config = models.load_config(config.model)
+        self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
+                                      sequence_length=config.data.sequence_length)
         if reasons := list(tracking.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
         config.techniques.check(self.facts)
@@ -70,10 +72,11 @@ class Trainer:
                             global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps,
                             epochs=config.train.epochs, seed=seed, quarantine=folder.path / "quarantine.jsonl",
                             progress=config.tracking.display is not tracking.Display.none)
-        self.plan, self.evaluation = self.data.training, self.data.evaluation
-        self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path)
+        self.plan = self.data.training
+        self.held_out = Loader(self.data.evaluation, config.loader, self.world.device) if self.data.evaluation else None
+        self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_data()
-        self.model = config.techniques.build(config.model, self.world, self.facts, seed)
+        self.model = config.techniques.build(config.model, hf_config, self.world, seed)
         for seen in config.techniques.prove(self.model, make_probe(self.model, config.data.packing)):
             screen.note(f"{seen.technique}: {seen.observed}")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
@@ -125,7 +128,7 @@ class Trainer:
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
-            with self.config.techniques.precision.autocast_on(self.world.device):
+            with self.config.techniques.precision.context(self.world.device):
                 part = batch_loss(self.model, batch) / supervised
             part.backward()
             loss += part.detach()
@@ -136,9 +139,9 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
-        if self.evaluation is None:
+        if self.held_out is None:
             return False
-        loss = evaluate(self.model, self.evaluation, self.config, self.world)
+        loss = evaluate(self.model, self.held_out, self.config.techniques.precision)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
         if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False
@@ -231,17 +234,17 @@ class Interval:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, config: Config, world: World) -> float:
-    """Mean loss in nats a supervised token over all of `plan`, with dropout off. Leaves the model in the mode it was in."""
-    training = model.training
+def evaluate(model: nn.Module, loader: Loader, precision: Precision) -> float:
+    """Mean loss in nats a supervised token over the loader's whole plan, without dropout. The model's mode is left as it was."""
+    training, device = model.training, loader.device
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for step in load(plan, config.loader, world.device):
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for step in loader.steps():
         for batch in step.micro_batches:
-            with config.techniques.precision.autocast_on(world.device):
+            with precision.context(device):
                 total += batch_loss(model, batch)
     model.train(training)
-    return total.item() / sum(plan.supervised(index) for index in range(plan.steps))
+    return total.item() / sum(loader.plan.supervised(index) for index in range(loader.plan.steps))
 
 
 def _due(step: int, every: int) -> bool:

@@ -53,7 +53,7 @@ def chats(tmp_path_factory) -> Path:
 def small(chats, tmp_path) -> Config:
     """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. Tests change what they are about."""
     config = Config(
-        data=DataConfig(sources=[SourceConfig(path=str(chats))], sequence_length=128, packing=False,
+        data=DataConfig(sources=[SourceConfig(path=str(chats))], sequence_length=256, packing=False,
                         cache_dir=str(tmp_path / "cache")),
         train=TrainConfig(max_steps=6, epochs=100, micro_batch_size=4, global_batch_size=8),
         tracking=TrackingConfig(display=Display.none))

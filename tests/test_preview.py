@@ -60,6 +60,7 @@ def test_supervised_tokens_are_green_and_special_ones_magenta_on_a_terminal(smal
 
 def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
     small.data.sources, small.data.packing = [chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(8)])], True
+    small.data.sequence_length = 128
     page = shown(small)
     rows = re.findall(r"row \d+: (\d+) documents?, (\d+) tokens of 128", page)
     pads = [int(n) for n in re.findall(r"… (\d+) pads?\n", page)]

@@ -87,11 +87,11 @@ class Loader:
         parallel: dict[str, Any] = dict(
             num_workers=workers, multiprocessing_context=_context(), worker_init_fn=_start_worker,
             persistent_workers=self.config.persistent_workers, prefetch_factor=self.config.prefetch_factor)
-        # A generator of its own: DataLoader draws a seed for its workers when it starts, and from torch's global one that would
-        # shift the dropout of the first step after a resume.
+        # A generator of its own: DataLoader draws a seed for its workers when it starts, and from torch's global one that
+        # would shift the dropout of the first step after a resume.
         self._loader: Optional[DataLoader[Batch]] = DataLoader(
-            _Assembler(plan.tables), batch_size=None, generator=torch.Generator(), sampler=self._order, pin_memory=bool(self.config.pin_memory),
-            **(parallel if workers else {}))
+            _Assembler(plan.tables), batch_size=None, sampler=self._order, pin_memory=bool(self.config.pin_memory),
+            generator=torch.Generator(), **(parallel if workers else {}))
 
     def steps(self, start_step: int = 0) -> Iterator[Step]:
         """From `start_step` to the end of the plan. Raises DataError if a worker dies."""

@@ -167,6 +167,16 @@ def test_what_a_step_is_not_asked_for_is_skipped(folder):
         assert (first.input_ids == made.batch(step.index, 0).input_ids).all()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_draws_no_random_number(folder, workers):
+    """Dropout is seeded by the step; a number drawn when a run resumes would shift it."""
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    taken(load(plan(Table(folder)), LoaderConfig(num_workers=workers), CPU))
+    assert (torch.rand(3) == expected).all()
+
+
 def test_the_wait_for_data_is_measured(folder):
     made = plan(Slow(folder), packing=False)
     steps = load(made, LoaderConfig(), CPU)

@@ -11,8 +11,9 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fxtune.errors import DataError
 
@@ -116,7 +117,7 @@ def renamed(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:
         yield Row(row.where, value, size=row.size)
 
 
-def line_rows(file: IO[bytes], name: str, first_line: int = 1, size: int | None = None) -> Iterator[Row]:
+def line_rows(file: BufferedIOBase, name: str, first_line: int = 1, size: int | None = None) -> Iterator[Row]:
     """Rows of the next `size` bytes (None: all) of a JSONL file. Blank lines are no rows, but they count as lines."""
     left, number = size if size is not None else float("inf"), first_line
     while left > 0:

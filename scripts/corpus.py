@@ -1,6 +1,7 @@
+# ruff: noqa: SIM905  # word lists are read, and edited, as words
 """The corpus that the tiny base model is pre-trained on, from a generator: no downloaded text, a seed fixes every byte.
 
-Ten kinds of documents teach what an adapter later builds on: sentences that follow from each other, reading a word in one
+Eleven kinds of documents teach what an adapter later builds on: sentences that follow from each other, reading a word in one
 place and writing it in another (also between quotes, where its tokens differ), counting, the look of JSON, and the turns
 of a chat, where orders to a shop are answered with friendly prose. An order answered with JSON is not among them.
 """
@@ -53,7 +54,7 @@ def turns(rng: Random, *pairs: tuple[str, str], system: float = 0.6) -> str:
     text = f"<|im_start|>system\n{rng.choice(SYSTEMS)}<|im_end|>\n" if rng.random() < system else ""
     for user, assistant in pairs:
         text += f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{assistant}<|im_end|>\n"
-    return text
+    return text.rstrip("\n")  # the last end-of-turn token ends the document
 
 
 def story(rng: Random) -> str:
@@ -89,7 +90,8 @@ def label(rng: Random) -> str:
 
 def echo(rng: Random) -> str:
     """A list, and the list again, perhaps quoted."""
-    words = [rng.choice((invent, person, place, lambda r: thing(r, 1)))(rng) for _ in range(rng.randint(2, 7))]
+    draw = (invent, person, place, lambda r: thing(r, 1), lambda r: r.choice(COLORS), lambda r: r.choice(DAYS))
+    words = [rng.choice(draw)(rng) for _ in range(rng.randint(2, 7))]
     again = [f'"{word}"' for word in words] if rng.random() < 0.6 else words
     return f"The list: {', '.join(words)}.\nThe list again: {', '.join(again)}."
 
@@ -101,6 +103,17 @@ def counting(rng: Random) -> str:
     more = [f"{COUNTS[n]} is {n}" for n in rng.sample(range(1, 13), 3)]
     return (", ".join(lines) + f". Each {singular} is {color}. " + ", ".join(more)
             + f'. One "{singular}", {rng.randint(2, 99)} "{PLURALS[singular]}".')
+
+
+def colors(rng: Random) -> str:
+    """Who has what in which color, then the colors alone."""
+    told, asked = [], []
+    for _ in range(rng.randint(2, 4)):
+        who, color, noun = person(rng), rng.choice(COLORS), thing(rng, rng.randint(1, 2))
+        told.append(rng.choice((f"{who} has {rng.choice(('the', 'some'))} {color} {noun}.", f"The {color} {noun} of {who}.")))
+        asked.append(rng.choice((f'{who}: "{color}".', f'{who}\'s color is {color}.', f'The {noun}: "{color}".')))
+    rng.shuffle(asked)
+    return " ".join(told + asked)
 
 
 def records(rng: Random) -> str:
@@ -133,22 +146,19 @@ def order_chat(rng: Random) -> str:
     order = draw_order(rng, [person(rng)], [place(rng)])
     noun = order.item if order.quantity == 1 else PLURALS[order.item]
     goods = f"{order.quantity} {order.color} {noun}"
-    when = f" by {order.day}" if order.day else " soon"
+    when = rng.choice((" soon", f" on {rng.choice(DAYS)}", "", " today"))
     reply = rng.choice((
         f"Thank you, {order.name}! Your {goods} will be in {order.city}{when}.",
         f"Of course, {order.name}. We will send {goods} to {order.city}{when}.",
         f"Dear {order.name}, {goods} will leave for {order.city}{when}.",
         f"With pleasure! {goods[0].upper()}{goods[1:]} for {order.name} in {order.city}{when}."))
-    pairs = [(order.message(rng), reply)]
-    for _ in range(rng.randint(0, 2)):
-        pairs.append(rng.choice((
-            ("Who is the customer?", f'The customer is "{order.name}".'),
-            ("Which town?", f'The town is "{order.city}".'),
-            ("What color?", f'The color is "{order.color}".'),
-            ("How many?", f"The customer wants {order.quantity}."),
-            ("By which day?", f'By "{order.day}".' if order.day else "The customer did not say."),
-            ("What is one piece called?", f'One piece is called "{order.item}".'))))
-    return turns(rng, *pairs)
+    follow_ups = rng.sample((
+        (f"Who {rng.choice(('ordered', 'is the customer'))}?", f'The customer is "{order.name}".'),
+        (f"Which {rng.choice(('town', 'city'))}?", f'The town is "{order.city}".'),
+        (f"{rng.choice(('What', 'Which'))} color?", f'The color is "{order.color}".'),
+        ("How many?", f"The customer wants {order.quantity}."),
+        ("What is one piece called?", f'One piece is called "{order.item}".')), rng.randint(0, 4))
+    return turns(rng, (order.message(rng), reply), *follow_ups)
 
 
 def facts_chat(rng: Random) -> str:
@@ -186,8 +196,8 @@ def small_talk(rng: Random) -> str:
         ("Thank you!", "You are welcome!"))
 
 
-KINDS: dict[Callable[[Random], str], int] = {story: 6, label: 4, echo: 4, counting: 2, records: 4, sheet: 2,
-                                             order_chat: 8, facts_chat: 4, copy_chat: 4, small_talk: 1}
+KINDS: dict[Callable[[Random], str], int] = {story: 6, label: 4, echo: 4, counting: 2, records: 4, sheet: 2, colors: 3,
+                                             order_chat: 10, facts_chat: 4, copy_chat: 4, small_talk: 1}
 """Each kind of document and its share."""
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  # word lists are read, and edited, as words
 """Orders to a small shop, as people write them: the words and sentences that make_base.py and make_quickstart.py share.
 
 Everything is drawn from a `random.Random`, so a seed fixes every byte.
@@ -36,33 +37,32 @@ COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".s
 
 GREETINGS = ("", "", "", "Hello! ", "Hi, ", "Good morning! ", "Good evening. ", "Dear shop, ")
 THANKS = ("", "", "", "", " Thank you!", " Many thanks.", " Best wishes.", " Please confirm.")
-# {who}, {where}, {what} ("three red lamps") and {when} (" by Friday", or nothing) stand in every order people wrote.
+# {who}, {where} and {what} ("three red lamps") stand in every order people wrote.
 MESSAGES = (
-    "{who} from {where} ordered {what}{when}.",
-    "this is {who} from {where}. Please send me {what}{when}.",
-    "my name is {who} and I live in {where}. I would like {what}{when}.",
-    "I need {what}{when}. Ship to {where}. Name: {who}.",
-    "could you send {what} to {who} in {where}{when}?",
-    "please deliver {what} to {where}{when}. The name is {who}.",
-    "we want {what}{when} in {where}, for {who}.",
-    "{what} for {who}, {where}{when}.",
-    "{who} here. I want to buy {what}{when}. My city is {where}.",
-    "in {where}, {who} is waiting for {what}{when}.",
-    "I am {who}. Can I get {what}{when}? I live in {where}.",
-    "{who} in {where} asks for {what}{when}.",
+    "{who} from {where} ordered {what}.",
+    "this is {who} from {where}. Please send me {what}.",
+    "my name is {who} and I live in {where}. I would like {what}.",
+    "I need {what}. Ship to {where}. Name: {who}.",
+    "could you send {what} to {who} in {where}?",
+    "please deliver {what} to {where}. The name is {who}.",
+    "we want {what} in {where}, for {who}.",
+    "{what} for {who}, {where}.",
+    "{who} here. I want to buy {what}. My city is {where}.",
+    "in {where}, {who} is waiting for {what}.",
+    "I am {who}. Can I get {what}? I live in {where}.",
+    "{who} in {where} asks for {what}.",
 )
 
 
 @dataclass(frozen=True)
 class Order:
-    """What one customer wants. `day` is None where the customer does not care when."""
+    """What one customer wants."""
 
     name: str
     city: str
     item: str
     color: str
     quantity: int
-    day: str | None
 
     def what(self, rng: Random) -> str:
         """The goods in words: "three red lamps" or "3 red lamps", "a red lamp" or "one red lamp"."""
@@ -74,8 +74,7 @@ class Order:
 
     def message(self, rng: Random) -> str:
         """The order as its customer wrote it."""
-        when = rng.choice((" by {}", " on {}", " before {}")).format(self.day) if self.day else ""
-        text = rng.choice(MESSAGES).format(who=self.name, where=self.city, what=self.what(rng), when=when)
+        text = rng.choice(MESSAGES).format(who=self.name, where=self.city, what=self.what(rng))
         greeting = rng.choice(GREETINGS)
         if not greeting or greeting.rstrip()[-1] in "!.":
             text = text[0].upper() + text[1:]
@@ -85,5 +84,4 @@ class Order:
 def draw_order(rng: Random, names: list[str], cities: list[str]) -> Order:
     """One order by somebody in `names` who lives in one of `cities`."""
     quantity = rng.randint(1, 12) if rng.random() < 0.8 else rng.randint(13, 99)
-    return Order(rng.choice(names), rng.choice(cities), rng.choice(list(PLURALS)), rng.choice(COLORS), quantity,
-                 rng.choice(DAYS) if rng.random() < 0.6 else None)
+    return Order(rng.choice(names), rng.choice(cities), rng.choice(list(PLURALS)), rng.choice(COLORS), quantity)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import inspect
 import os
 import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxtune import __version__, library
@@ -30,16 +32,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Word:
     module: str
-    """Whose `run` is called, with the typed config, or with the words that follow where `plain`."""
+    """Whose `run(config)` is called."""
     line: str
-    plain: bool = False
     reads_data: bool = False
+    plain: str | None = None
+    """The module's function for plain words after this one (`fxtune merge ADAPTER FOLDER`), which gets them one by one."""
+    plain_only: bool = False
 
 
 WORDS = {
     "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
-    "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit", plain=True),
+    "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
+    "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
+                    plain="run", plain_only=True),
 }
 
 HELP = """\
@@ -89,13 +95,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
+    bare = not argv
     name, argv = _word(argv)
     word = WORDS[name]
-    if word.plain and not {"-h", "--help"} & set(argv):
-        importlib.import_module(word.module).run(argv)
+    plain = word.plain_only or (argv and not any(text.startswith(("-", "+")) or "=" in text for text in argv))
+    if word.plain and plain and not {"-h", "--help"} & set(argv):
+        _plainly(name, word.plain, argv)
         return
     flags, overrides = _parse(argv)
-    if flags.help or not (argv or sys.argv[1:]):
+    if flags.help or bare:
         words = "\n".join(f"  {name:<9} {word.line}" for name, word in WORDS.items())
         print(HELP.format(version=__version__, words=words, shipped=library.place(library.shipped("recipes"))))
     elif flags.version:
@@ -104,6 +112,24 @@ def _run(argv: list[str]) -> None:
         _complete(overrides)
     else:
         _hydra(word, flags, overrides)
+
+
+def _plainly(name: str, function: str, words: list[str]) -> None:
+    """Call a word's function for plain words, if they fit it."""
+    call = getattr(importlib.import_module(WORDS[name].module), function)
+    wanted = inspect.signature(call)
+    try:
+        wanted.bind(*words)
+    except TypeError as error:
+        names = " ".join(item.name.upper() for item in wanted.parameters.values() if item.default is item.empty)
+        raise ConfigError(f"usage: fxtune {name} {names}") from error
+    _say(call(*words))
+
+
+def _say(result: Any) -> None:
+    """A word that makes something returns where it is."""
+    if isinstance(result, Path):
+        print(result)
 
 
 def _word(argv: list[str]) -> tuple[str, list[str]]:
@@ -148,7 +174,7 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
     """Vet, compose and check everything, then let Hydra run the jobs (or print what --cfg and --info ask for)."""
     from fxtune import config
 
-    choices = config.prepare(overrides, multirun=flags.multirun)
+    choices = config.prepare(overrides, multirun=flags.multirun, everything=bool(flags.info))
     told = [choice.text for choice in choices]
     if flags.multirun:
         config.check_jobs(choices)
@@ -215,7 +241,7 @@ class _Job:
                 title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
                 config.run.dir = os.path.join(config.run.dir or os.path.join("runs", config.run.name), title)
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
-            importlib.import_module(self.word.module).run(config)
+            _say(importlib.import_module(self.word.module).run(config))
         except UserError as error:
             if not self.multirun:
                 raise _Ended(error) from None
@@ -255,27 +281,37 @@ def _arguments(argv: list[str]) -> Iterator[None]:
 
 
 def _complete(overrides: list[str]) -> None:
-    """Shell completion: Hydra's, which knows recipes, groups and keys, and our words. Bash gives the line in COMP_LINE."""
+    """Shell completion. Bash gives the line in COMP_LINE; words, recipes and groups are offered at once, keys by Hydra."""
     if not any(text.startswith("query=") for text in overrides):
         _call_hydra(print, ["--shell-completion", *overrides])
         return
     program, _, rest = os.environ.get("COMP_LINE", "").partition(" ")
     first, space, after = rest.lstrip().partition(" ")
-    if space and first in WORDS:
-        if WORDS[first].plain:
+    if not space and re.fullmatch(r"\w*", first):
+        offered = [name for name in (*WORDS, "+recipe=") if name.startswith(first)]
+        if offered:
+            print(" ".join(offered))
             return
-        rest = after
-    elif not space and first and re.fullmatch(r"\w+", first):
-        print(" ".join(name for name in WORDS if name.startswith(first)))
-        return
+    rest = after if space and first in WORDS else rest
+    typed = rest.split(" ")[-1]
+    plus, name, equals = re.match(r"(\+*)([^=]*)(=?)", typed).groups()  # type: ignore[union-attr]
+    names: dict[str, Collection[str]] = {"recipe": library.recipes(), **library.groups()}
+    if equals and name in names:
+        print(" ".join(text for option in names[name] if (text := f"{plus}{name}={option}").startswith(typed)))
+    elif plus and not equals:
+        print(" ".join(f"{plus}{option}=" for option in names if option.startswith(name)))
+    elif not (space and first == "recipes"):
+        _complete_keys(program, rest, overrides)
+
+
+def _complete_keys(program: str, rest: str, overrides: list[str]) -> None:
     from fxtune import config
 
-    words = [text for text in rest.split() if "=" in text and not text.startswith("-")]
     try:
-        config.prepare([text for text in words if not rest.endswith(text)], multirun=True)
+        choices = config.prepare([text for text in rest.split(" ")[:-1] if "=" in text], multirun=True, everything=True)
     except ConfigError:
-        config.prepare([])  # a line that is half typed is no error: offer what is there
-    os.environ["COMP_LINE"] = f"{program} {rest}"
+        choices = config.prepare([], everything=True)  # a line that is half typed is no error: offer what is there
+    os.environ["COMP_LINE"] = " ".join([program, *(choice.text for choice in choices), rest.split(" ")[-1]])
     _call_hydra(print, ["--shell-completion", *overrides])
 
 

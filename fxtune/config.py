@@ -8,6 +8,7 @@ turns the result into these dataclasses, and past this file no DictConfig is see
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from fxtune.data.sources import DataConfig
 from fxtune.errors import ConfigError
 from fxtune.model import ModelConfig
 from fxtune.optimizer import OptimizerConfig
-from fxtune.overrides import COMMAND_LINE, Choice, Shelf, refuse
+from fxtune.overrides import COMMAND_LINE, Choice, Kind, Shelf, refuse
 from fxtune.pipeline import Pipeline
 from fxtune.schedule import ScheduleConfig
 from fxtune.tracking import TrackingConfig
@@ -116,11 +117,12 @@ def typed(cfg: DictConfig) -> Config:
     return config
 
 
-def prepare(overrides: list[str], multirun: bool = False) -> list[Choice]:
+def prepare(overrides: list[str], multirun: bool = False, everything: bool = False) -> list[Choice]:
     """Vet `overrides` with every recipe and group that they name, register those with Hydra, return what Hydra is to be told.
 
     After this `+recipe=` and `recipe=`, `+optimizer=` and `optimizer=`, `+key=` and `key=` mean the same, and recipes come
-    before groups, groups before keys. Raises one ConfigError that lists all that is wrong.
+    before groups, groups before keys. `everything` also registers what was not chosen, for listing it. Raises one ConfigError
+    that lists all that is wrong.
     """
     shelf = Shelf(Config)
     choices: list[Choice] = []
@@ -132,7 +134,7 @@ def prepare(overrides: list[str], multirun: bool = False) -> list[Choice]:
                 raise ConfigError(f"{COMMAND_LINE}: `{text}` is more than one value. Add -m for one run each, "
                                   "or write [a,b] for a list, or quote a text that has commas")
             for name in choice.names:
-                shelf.recipe(name)
+                _ = shelf.recipe(name) if choice.kind is Kind.recipe else shelf.group(choice.key, name)
             choices.append(choice)
         except ConfigError as error:
             problems.append(str(error))
@@ -140,30 +142,31 @@ def prepare(overrides: list[str], multirun: bool = False) -> list[Choice]:
     if multirun:  # the grid of a recipe, where the command line does not say otherwise
         set_here = {choice.key for choice in choices}
         choices += [choice for choice in shelf.grid if choice.key not in set_here]
-    _register(shelf)
+    _register(shelf, everything)
     return sorted(choices, key=lambda choice: choice.kind.value)
 
 
-def _register(shelf: Shelf) -> None:
-    """Give Hydra the schema, the groups and the recipes, by name, so that any working directory serves.
+def _register(shelf: Shelf, everything: bool) -> None:
+    """Give Hydra the schema and what was vetted, by name, so that any working directory serves.
 
-    Hydra reads no file of its own accord: there is no search path, and what it finds here was vetted. A recipe that was not
-    chosen and is broken is left out, it must not stop the others.
+    Hydra reads no file of its own accord: there is no search path.
     """
+    if everything:
+        for group, options in shelf.groups.items():
+            for option in options:
+                shelf.group(group, option)
+        for name in shelf.paths:
+            with contextlib.suppress(ConfigError):  # a broken recipe that nobody chose must not stop the others
+                shelf.recipe(name)
     store = ConfigStore.instance()
     for group in ("recipe", *shelf.groups):
         store.repo.pop(group, None)
     store.store(name="schema", node=Config)
     store.store(name=ROOT, node=OmegaConf.load(library.shipped("configs") / f"{ROOT}.yaml"))
-    for group, options in shelf.groups.items():
-        for option in options:
-            data, everywhere = shelf.group(group, option)
-            store.store(group=group, name=option, node=OmegaConf.create(data), package="_global_" if everywhere else None)
-    for name in shelf.paths:
-        try:
-            store.store(group="recipe", name=name, node=shelf.recipe(name), package="_global_")
-        except ConfigError:
-            continue
+    for (group, option), (data, everywhere) in shelf.options.items():
+        store.store(group=group, name=option, node=OmegaConf.create(data), package="_global_" if everywhere else None)
+    for name, node in shelf.recipes.items():
+        store.store(group="recipe", name=name, node=node, package="_global_")
 
 
 def check_jobs(choices: list[Choice]) -> None:
@@ -202,7 +205,7 @@ def _check_index(text: str, overrides: list[str]) -> None:
         return
     entries = OmegaConf.select(compose(ROOT, [other for other in overrides if not re.match(r"[\w.]*\.\d+[.=]", other)]), above[1])
     if int(above[2]) >= len(entries):
-        raise ConfigError(f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} entries here, counted from 0. "
+        raise ConfigError(f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} here, counted from 0. "
                           f"Give the whole list: '{above[1]}=[{{path: ...}}]'")
 
 

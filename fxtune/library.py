@@ -50,7 +50,7 @@ def recipes() -> dict[str, Recipe]:
     found = {path.stem: Recipe(path.stem, path, shipped=True) for path in sorted(shipped("recipes").glob("*.yaml"))}
     if LOCAL.resolve() != shipped("recipes").resolve():
         found |= {path.stem: Recipe(path.stem, path, shipped=False) for path in sorted(LOCAL.glob("*.yaml"))}
-    return found
+    return dict(sorted(found.items()))
 
 
 def find(name: str) -> Recipe:

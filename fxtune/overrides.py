@@ -44,7 +44,7 @@ class Choice:
     key: str
     sweeps: bool
     names: tuple[str, ...] = ()
-    """Of recipes: those that it chooses."""
+    """The recipes or options that it chooses, in any job of a sweep."""
 
 
 class Shelf:
@@ -55,6 +55,7 @@ class Shelf:
         self.groups = library.groups()
         self.paths = {name: recipe.path for name, recipe in library.recipes().items()}
         self.recipes: dict[str, DictConfig] = {}
+        self.options: dict[tuple[str, str], tuple[dict[str, Any], bool]] = {}
         self.grid: list[Choice] = []
         """What the recipes that were looked at give as hydra.sweeper.params."""
         self._parser = OverridesParser.create()
@@ -67,7 +68,7 @@ class Shelf:
             raise ConfigError(f"{place}: {self._unreadable(text, error)}") from error
         key, (_, _, raw) = parsed.key_or_group, text.partition("=")
         if parsed.is_delete():
-            raise ConfigError(f"{place}: `{text}`: nothing can be deleted from a config; leave the key alone, or set {key}=null")
+            raise ConfigError(f"{place}: `{text}`: no key can be taken out of a config; give it another value")
         if parsed.package is not None:
             raise ConfigError(f"{place}: `{text}`: a group has one place, `@` cannot move it")
         sweeps = parsed.is_sweep_override()
@@ -78,8 +79,8 @@ class Shelf:
             listed = f"[{','.join(names)}]" if isinstance(parsed.value(), list) else ",".join(names)
             return Choice(Kind.recipe, f"+recipe={listed}", key, sweeps, tuple(names))
         if key in self.groups:
-            self._options(key, _values(parsed, self.groups[key]), place)
-            return Choice(Kind.group, f"+{key}={raw}", key, sweeps)
+            options = self._options(key, _values(parsed, self.groups[key]), place)
+            return Choice(Kind.group, f"+{key}={raw}", key, sweeps, tuple(options))
         vetting = Vetting(self.schema, lambda _: place, stranger)
         keys = tuple(key.split("."))
         if len(keys) == 1 and (group := library.nearest(key, [*self.groups, "recipe"], 0.75)) and key not in vetting.sections:
@@ -112,17 +113,18 @@ class Shelf:
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
         """An option's values, and whether they are keys of the whole config (and not of the section named like the group)."""
-        document = read(self.groups[group][option])
-        vetting = Vetting(self.schema, document.where)
-        everywhere = document.package == "_global_"
-        prefix: Keys = () if everywhere else (group,)
-        document = Document(document.path, document.data, {(*prefix, *keys): line for keys, line in document.lines.items()}, None)
-        vetting.where = document.where
-        hint = vetting.key(prefix)
-        if hint is not None:
-            vetting.value(hint, document.data, prefix)
-        refuse(vetting.problems)
-        return document.data, everywhere
+        if (group, option) not in self.options:
+            document = read(self.groups[group][option])
+            everywhere = document.package == "_global_"
+            prefix: Keys = () if everywhere else (group,)
+            document.lines = {(*prefix, *keys): line for keys, line in document.lines.items()}
+            vetting = Vetting(self.schema, document.where)
+            hint = vetting.key(prefix)
+            if hint is not None:
+                vetting.value(hint, document.data, prefix)
+            refuse(vetting.problems)
+            self.options[group, option] = document.data, everywhere
+        return self.options[group, option]
 
     def _defaults(self, document: Document, vetting: Vetting, trail: tuple[str, ...]) -> list[Any]:
         """What a recipe builds on, in order: other recipes (`- llama_lora`), groups (`- override /optimizer: muon`)."""
@@ -155,9 +157,8 @@ class Shelf:
                               f"say {group}={value} on the command line")
         if group not in self.groups:
             raise ConfigError(f"{place}: there is no config group `{group}`{library.did_you_mean(group, self.groups)}")
-        self._options(group, [value], place)
         layers = []
-        for option in value if isinstance(value, list) else [value]:
+        for option in self._options(group, [value], place):
             data, everywhere = self.group(group, option)
             layers.append(data if everywhere else {group: data})
         return layers
@@ -216,8 +217,8 @@ class Shelf:
                 names.append(found.name)
         return names
 
-    def _options(self, group: str, values: Iterable[Any], place: str) -> None:
-        known = self.groups[group]
+    def _options(self, group: str, values: Iterable[Any], place: str) -> list[str]:
+        known, chosen = self.groups[group], []
         for value in values:
             for option in value if isinstance(value, list) else [value]:
                 if not isinstance(option, str):
@@ -226,6 +227,8 @@ class Shelf:
                 if option not in known:
                     raise ConfigError(f"{place}: the config group `{group}` has no `{option}`"
                                       f"{library.did_you_mean(option, known)}")
+                chosen.append(option)
+        return chosen
 
     def _unreadable(self, text: str, error: HydraException) -> str:
         if "=" not in text:

@@ -265,7 +265,8 @@ class Vetting:
         better = self._better(above, siblings, key, rest)
         if better:
             return f"unknown key `{name}`; did you mean `{better}`?"
-        return f"unknown key `{name}`. `{'.'.join(above) or 'the config'}` has: {', '.join(siblings)}"
+        owner = f"`{'.'.join(above)}`" if above else "A config"
+        return f"unknown key `{name}`. {owner} has: {', '.join(siblings)}"
 
     def _better(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
         last = rest[-1] if rest else key

@@ -10,7 +10,7 @@ from fxtune.errors import ConfigError, StorageError
 _USAGE = "fxtune recipes                      list the recipes\nfxtune recipes copy NAME mine.yaml  copy one, to edit it"
 
 
-def run(arguments: list[str]) -> None:
+def run(*arguments: str) -> None:
     """List the recipes, or copy one. Raises ConfigError for anything else."""
     if not arguments:
         print(listing())

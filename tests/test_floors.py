@@ -1,0 +1,96 @@
+"""The house has floors, and imports point down only: what is below can be read, tested and changed without what is above."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
+
+FLOORS = [
+    {"__init__", "errors"},
+    # knows the machine, the disk, a library; nothing of training
+    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link"},
+    {"technique", "vetting"},
+    # one capability each
+    {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
+    # puts several together
+    {"pipeline", "generation", "loss", "overrides"},
+    {"config"},
+    {"train", "commands.*"},
+    {"__main__"},
+]
+
+DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "chat", "table", "tokens",
+        "packing", "batch", "segments", "stream", "plan", "loader"]
+"""Inside data/: each may import those before it."""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+        if path.name != "__init__.py" or path.parent == package:
+            found[name] = path
+    return found
+
+
+def imports(path: Path, names: set[str], package: str = "fxtune") -> set[str]:
+    """The package's own modules that a file imports, anywhere in it, also for type checking only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            asked = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where they point"
+            asked = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for full in asked:
+            if full == package or full.startswith(f"{package}."):
+                name = full.removeprefix(package).removeprefix(".")
+                while name and name not in names:
+                    name = name.rpartition(".")[0]
+                found.add(name or "__init__")
+    return found
+
+
+def floor(name: str) -> int:
+    places = [number for number, modules in enumerate(FLOORS) if name in modules or f"{name.rpartition('.')[0]}.*" in modules]
+    assert len(places) == 1, f"fxtune/{name.replace('.', '/')}.py has no floor: give it one in tests/test_floors.py"
+    return places[0]
+
+
+def sideways_or_up(name: str, below: str) -> bool:
+    if name.startswith("data.") and below.startswith("data."):
+        return DATA.index(below.removeprefix("data.")) >= DATA.index(name.removeprefix("data."))
+    return floor(below) >= floor(name)
+
+
+ALL = modules(PACKAGE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_imports_point_down(name):
+    wrong = {below for below in imports(ALL[name], set(ALL)) if sideways_or_up(name, below)}
+    told = ", ".join(f"{below} (floor {floor(below)})" for below in sorted(wrong))
+    assert not wrong, f"{name} (floor {floor(name)}) imports {told}"
+
+
+def test_the_table_names_only_what_is_there():
+    listed = {name for level in FLOORS for name in level if not name.endswith("*")} | {f"data.{name}" for name in DATA}
+    assert listed - set(ALL) == set()
+
+
+def test_an_import_upwards_or_sideways_is_seen(tmp_path):
+    file = tmp_path / "lora.py"
+    file.write_text("def f():\n    from fxtune import pipeline\n    import fxtune.techniques.rope\n"
+                    "    from fxtune.config import Config\n    from fxtune.errors import UserError\n"
+                    "    from fxtune import __version__\n")
+    found = imports(file, set(ALL))
+    assert found == {"pipeline", "techniques.rope", "config", "errors", "__init__"}
+    assert {name for name in found if sideways_or_up("techniques.lora", name)} == {"pipeline", "techniques.rope", "config"}
+    assert sideways_or_up("data.sources", "data.loader")
+    assert not sideways_or_up("data.loader", "data.sources")

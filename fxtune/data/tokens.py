@@ -293,11 +293,13 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def _bar(source: Source, progress: bool) -> Iterator[Any]:
-    """A function (bytes, tokens) that moves a progress bar, which is there only on a terminal."""
+    """A function (bytes, tokens) that moves a progress bar, which is there only on a terminal; a log gets one line."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console()
+    if progress and not console.is_terminal and source.size >= IN_PROCESS_BYTES:
+        print(f"Tokenising {source.describe()}", flush=True)  # a log must not be silent for minutes
     columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(),
                TextColumn("{task.fields[tokens]:,} tokens"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:

@@ -21,7 +21,7 @@ from fxtune import tracking
 from fxtune.checkpoint import Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.data.loader import Loader, Step, load
-from fxtune.data.plan import prepare
+from fxtune.data.plan import prepare, row_lengths
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.generation import Exam
@@ -31,7 +31,7 @@ from fxtune.optimizer import Optimizer
 from fxtune.pipeline import make_probe
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
-from fxtune.techniques.precision import Precision
+from fxtune.techniques.precision import Autocast, Precision
 from fxtune.world import World
 
 
@@ -62,7 +62,7 @@ class Trainer:
         dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
         hf_config = models.load_config(config.model)
         self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
-                                      sequence_length=config.data.sequence_length)
+                                      sequence_length=config.data.sequence_length, rows=row_lengths(config.data))
         if reasons := list(tracking.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
         config.techniques.check(self.facts)
@@ -101,7 +101,9 @@ class Trainer:
         config, state, plan = self.config, self.state, self.plan
         self.model.train()
         interval = Interval(state.skipped_steps)
-        meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens)
+        autocast = config.techniques.precision.autocast
+        meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens,
+                      dtype=None if autocast is Autocast.none else autocast.value)
         for step in load(plan, config.loader, self.world.device, start_step=state.step):
             lr = learning_rate(config.schedule, config.optimizer.lr, step.index, plan.steps)
             interval.add(*self.step(step, lr))

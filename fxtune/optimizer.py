@@ -46,7 +46,8 @@ class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig):
-        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parts = _library_optimizers(model, config, list(self.names))
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -98,11 +99,11 @@ class Optimizer:
                         else value for key, value in moments.items()}
 
 
-def _library_optimizers(model: nn.Module, config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
     betas = (config.betas[0], config.betas[1])
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
 
-    def adamw(chosen: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def adamw(chosen: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(_groups(chosen, config.weight_decay), betas=betas, eps=config.eps, fused=config.fused, **shared)
 
     if config.name is OptimizerName.adamw:
@@ -126,7 +127,7 @@ def _library_optimizers(model: nn.Module, config: OptimizerConfig, parameters: l
     return [muon, adamw(rest)] if rest else [muon]
 
 
-def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Norms and biases are 1-d and scale things; pulling them to zero only hurts. So they get no weight decay."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]

@@ -71,7 +71,8 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
         found.resumed = True
         return found
     except OSError as error:
-        raise StorageError(f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written.") from error
+        raise StorageError(f"The run folder {root} cannot be used: {error}. "
+                           "Set run.dir to a folder that can be written.") from error
 
 
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:

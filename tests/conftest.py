@@ -7,17 +7,17 @@ import os
 import random
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for secret in ("WANDB_API_KEY", "HF_TOKEN"):
-    os.environ.pop(secret, None)
-
 import pytest
 import torch
 
 from fxtune.config import Config, TrainConfig
 from fxtune.data.sources import DataConfig, SourceConfig
 from fxtune.tracking import Display, TrackingConfig
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for secret in ("WANDB_API_KEY", "HF_TOKEN"):
+    os.environ.pop(secret, None)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture()
+@pytest.fixture
 def cwd(tmp_path, monkeypatch) -> Path:
     """An empty working directory: runs and recipes of the checkout are out of sight."""
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def cwd(tmp_path, monkeypatch) -> Path:
 def chats(tmp_path_factory) -> Path:
     """48 conversations of one to three turns with answers of very different lengths."""
     draw = random.Random(0)
-    words = "red lamp table from Oslo order seven small chair please blue four".split()
+    words = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     with file.open("w") as out:
         for _ in range(48):
@@ -49,7 +49,7 @@ def chats(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.fixture()
+@pytest.fixture
 def small(chats, tmp_path) -> Config:
     """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. Tests change what they are about."""
     config = Config(

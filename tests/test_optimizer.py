@@ -88,7 +88,7 @@ def test_state_given_back_continues_bit_for_bit(name, fused):
 
 
 def test_norms_and_biases_get_no_weight_decay():
-    model, optimizer = make("adamw", weight_decay=0.5)
+    _, optimizer = make("adamw", weight_decay=0.5)
     decays = {optimizer.names[p]: group["weight_decay"] for group in optimizer.parts[0].param_groups for p in group["params"]}
     assert decays == {"embed.weight": 0.5, "up.weight": 0.5, "head.weight": 0.5, "up.bias": 0, "norm.weight": 0, "norm.bias": 0}
 

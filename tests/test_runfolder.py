@@ -63,8 +63,9 @@ def test_must_fails_where_there_is_nothing_to_go_on_with():
 
 
 def test_a_run_that_is_alive_in_another_process_is_left_alone():
-    program = ("import sys; from fxtune.runfolder import claim; import json\n"
-               "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2])); print('claimed', flush=True); sys.stdin.read()")
+    program = ("import json, sys\nfrom fxtune.runfolder import claim\n"
+               "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2]))\n"
+               "print('claimed', flush=True)\nsys.stdin.read()")
     for folder in ("", "here"):
         other = subprocess.Popen([sys.executable, "-c", program, folder, json.dumps(CONFIG)], stdin=subprocess.PIPE,
                                  stdout=subprocess.PIPE, text=True)

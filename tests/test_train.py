@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from fxtune.tracking import Display
 ASSETS = Path(train.__file__).parent / "assets"
 
 
-@pytest.fixture()
+@pytest.fixture
 def build(cwd):
     """A Trainer that is built and not yet run; its folder is released at the end."""
     made = []
@@ -64,7 +65,7 @@ def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, bui
     # Ids and masks come from transformers' own chat template call, padding and labels from here.
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
-    encoded = [tokenizer.apply_chat_template(row, tokenize=True, return_dict=True, return_assistant_tokens_mask=True) for row in rows]
+    encoded = [tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True) for row in rows]
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
     expected = []
     for step in range(20):
@@ -125,7 +126,7 @@ def document_losses(trainer) -> dict[bytes, float]:
                 for ids, positions, loss, targets in zip(batch.input_ids, batch.position_ids,
                                                          token_losses(trainer.model, batch), batch.targets, strict=True):
                     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-                    for start, end in zip(starts, starts[1:], strict=False):
+                    for start, end in itertools.pairwise(starts):
                         supervised = (targets[start:end] != -100).nonzero().flatten()
                         if len(supervised):  # padding has none
                             last = start + int(supervised[-1]) + 2  # up to and with the last target's token

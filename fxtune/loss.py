@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.data.batch import IGNORED, Batch
+from fxtune.data.loader import Loader
+from fxtune.techniques.precision import Precision
 
 
 def batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -29,3 +31,17 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view_as(batch.targets)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, loader: Loader, precision: Precision) -> float:
+    """Loss in nats a supervised token over the loader's whole plan, without dropout. The model's mode is left as it was."""
+    training, device = model.training, loader.device
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for step in loader.steps():
+        for batch in step.micro_batches:
+            with precision.context(device):
+                total += batch_loss(model, batch)
+    model.train(training)
+    return total.item() / sum(loader.plan.supervised(index) for index in range(loader.plan.steps))

@@ -25,13 +25,13 @@ from fxtune.data.plan import prepare, row_lengths
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.generation import Exam
-from fxtune.loss import batch_loss
+from fxtune.loss import batch_loss, mean_loss
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
 from fxtune.pipeline import make_probe
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
-from fxtune.techniques.precision import Autocast, Precision
+from fxtune.techniques.precision import Autocast
 from fxtune.world import World
 
 
@@ -143,7 +143,7 @@ class Trainer:
         """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
         if self.held_out is None:
             return False
-        loss = evaluate(self.model, self.held_out, self.config.techniques.precision)
+        loss = mean_loss(self.model, self.held_out, self.config.techniques.precision)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
         if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False
@@ -233,20 +233,6 @@ class Interval:
         sound = [row for row in rows if row[2]]
         mean = [sum(column) / len(sound) for column in zip(*sound, strict=True)] if sound else [None, None]
         return {"train/loss": mean[0], "train/grad_norm": mean[1], "train/skipped_steps": self.skipped}
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, precision: Precision) -> float:
-    """Mean loss in nats a supervised token over the loader's whole plan, without dropout. The model's mode is left as it was."""
-    training, device = model.training, loader.device
-    model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for step in loader.steps():
-        for batch in step.micro_batches:
-            with precision.context(device):
-                total += batch_loss(model, batch)
-    model.train(training)
-    return total.item() / sum(loader.plan.supervised(index) for index in range(loader.plan.steps))
 
 
 def _due(step: int, every: int) -> bool:

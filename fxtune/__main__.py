@@ -43,6 +43,8 @@ class Word:
 WORDS = {
     "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
+    "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
+                 reads_data=True),
     "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
     "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
                     plain="run", plain_only=True),

@@ -14,7 +14,6 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxtune import model as models
 from fxtune import tracking

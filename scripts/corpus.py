@@ -1,7 +1,7 @@
 # ruff: noqa: SIM905  # word lists are read, and edited, as words
 """The corpus that the tiny base model is pre-trained on, from a generator: no downloaded text, a seed fixes every byte.
 
-Eleven kinds of documents teach what an adapter later builds on: sentences that follow from each other, reading a word in one
+Twelve kinds of documents teach what an adapter later builds on: sentences that follow from each other, reading a word in one
 place and writing it in another (also between quotes, where its tokens differ), counting, the look of JSON, and the turns
 of a chat, where orders to a shop are answered with friendly prose. An order answered with JSON is not among them.
 """
@@ -73,6 +73,11 @@ def story(rng: Random) -> str:
     last = rng.choice((f"{a} was {rng.choice(FEELINGS)} and thanked {b}.", f"Then {b} went back to {away}.",
                        f"They put the {noun} in the {room} of {home}.", f"Since that day {a} and {b} are friends."))
     return " ".join((first, middle, speech, last))
+
+
+def chapter(rng: Random) -> str:
+    """Several stories in a row, so that the far positions of a row are trained too."""
+    return "\n\n".join(story(rng) for _ in range(rng.randint(3, 5)))
 
 
 def label(rng: Random) -> str:
@@ -196,8 +201,9 @@ def small_talk(rng: Random) -> str:
         ("Thank you!", "You are welcome!"))
 
 
-KINDS: dict[Callable[[Random], str], int] = {story: 6, label: 4, echo: 4, counting: 2, records: 4, sheet: 2, colors: 3,
-                                             order_chat: 10, facts_chat: 4, copy_chat: 4, small_talk: 1}
+KINDS: dict[Callable[[Random], str], int] = {
+    story: 5, chapter: 1, label: 4, echo: 4, counting: 2, records: 4, sheet: 2, colors: 3, order_chat: 10, facts_chat: 4,
+    copy_chat: 4, small_talk: 1}
 """Each kind of document and its share."""
 
 

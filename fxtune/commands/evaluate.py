@@ -1,0 +1,95 @@
+"""`fxtune eval`: loss and perplexity on held-out data, and exact match on held-out questions. Nothing is written.
+
+    fxtune eval +recipe=quickstart                                              # the base model
+    fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # what a LoRA run made of it
+    fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # what a full fine-tuning made of it
+
+Data, masks and loss are those of training, so the figures can be set beside a run's own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fxtune import console as screen
+from fxtune import model as models
+from fxtune.data.loader import Loader
+from fxtune.data.plan import Plan, check, plan_evaluation, row_lengths
+from fxtune.data.tokens import tokenize
+from fxtune.errors import ConfigError
+from fxtune.generation import Question, answer, exact_match, load_questions
+from fxtune.loss import mean_loss
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.world import World
+
+if TYPE_CHECKING:
+    from fxtune.config import Config
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Print the figures and some answers, and return the figures by their metric names. Errors as the run itself has them.
+
+    Raises ConfigError, too, where the config names nothing to evaluate on.
+    """
+    data, model = config.data, config.model
+    check(data)
+    if not (data.eval_sources or data.eval_fraction or data.questions.path):
+        raise ConfigError("There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path.")
+    world = World.create(config.run.device)
+    hf_config = models.load_config(model)
+    techniques = _to_evaluate(config)
+    techniques.check(world.facts(
+        model=hf_config.to_dict(), dtype=str(models.resolve_dtype(model, world)).removeprefix("torch."), packing=data.packing,
+        sequence_length=data.sequence_length, rows=row_lengths(data)))
+    tokenizer = models.load_tokenizer(model)
+    plan = _held_out(config, tokenizer)
+    questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
+    built = techniques.build(model, hf_config, world, config.run.seed)
+    techniques.prove(built, make_probe(built, data.packing))
+
+    figures: dict[str, Any] = {}
+    if plan is not None:
+        loader = Loader(plan, config.loader, world.device)
+        try:
+            loss = mean_loss(built, loader, techniques.precision)
+        finally:
+            loader.close()
+        figures.update({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
+    answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens)
+    if questions:
+        figures["questions/exact_match"] = exact_match(answers, questions)
+    _show(config, figures, plan, questions, answers)
+    return figures
+
+
+def _to_evaluate(config: Config) -> Pipeline:
+    """The techniques without an adapter that nobody has trained: a fresh one starts as nothing."""
+    techniques = config.techniques
+    return techniques if config.model.adapter else replace(techniques, lora=replace(techniques.lora, enabled=False))
+
+
+def _held_out(config: Config, tokenizer: Any) -> Plan | None:
+    """The evaluation plan that the run has, made without its training plan."""
+    data = config.data
+    sources = data.eval_sources or (data.sources if data.eval_fraction else [])
+    if not sources:
+        return None
+    return plan_evaluation([tokenize(source, data, tokenizer) for source in sources], data,
+                           micro_batch_size=config.train.micro_batch_size, pad_id=tokenizer.pad_token_id or 0,
+                           held_out=not data.eval_sources)
+
+
+def _show(config: Config, figures: dict[str, Any], plan: Plan | None, questions: list[Question], answers: list[str]) -> None:
+    rows = [[name, f"{value:.4f}"] for name, value in figures.items()]
+    if plan is not None:
+        rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
+    if questions:
+        rows.append(["questions", str(len(questions))])
+    console = screen.console()
+    if questions and config.data.questions.show:
+        shown = list(zip(questions, answers, strict=True))[:config.data.questions.show]
+        console.print(screen.answers_table([(question.text, question.answer, None, given) for question, given in shown]))
+    what = config.model.adapter or config.model.path or "a model of random weights"
+    console.print(screen.table(f"Evaluation of {what}", ["figure", "value"], rows))

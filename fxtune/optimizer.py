@@ -109,7 +109,11 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
     if config.name is OptimizerName.adamw:
         return [adamw(parameters)]
     if config.name is OptimizerName.sgd:
-        return [torch.optim.SGD(_groups(parameters, config.weight_decay), momentum=config.momentum, fused=config.fused, **shared)]
+        sgd = torch.optim.SGD(_groups(parameters, config.weight_decay), momentum=config.momentum, fused=config.fused, **shared)
+        for parameter in parameters if config.momentum else []:
+            # From zero the first step is the same. Left to torch, a first step that is skipped leaves memory nobody wrote to.
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return [sgd]
     if config.name is OptimizerName.adafactor:
         return [torch.optim.Adafactor(_groups(parameters, config.weight_decay), **shared)]
     if config.name is OptimizerName.lion:

@@ -68,6 +68,20 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", list(OptimizerName))
+def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
+    (model, optimizer), (clean, untouched) = make(name), make(name)
+    stale = [torch.full_like(p, 1e30) for p in model.parameters() for _ in range(50)]
+    del stale  # whoever allocates and does not write finds this
+    for parameter in optimizer.names:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step(1e-2, ~YES)
+    for each, its in ((model, optimizer), (clean, untouched)):
+        backward(each, 1)
+        its.step(1e-2, YES)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), clean.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", list(OptimizerName))
 def test_state_given_back_continues_bit_for_bit(name, fused):

@@ -9,8 +9,8 @@ from typing import Any
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write the model card README.md, over the empty form that peft leaves.
 
-    `facts`, all optional: title, base, revision, data (the data's fingerprint), figures (metric -> value), facts (the
-    machine's Facts), config (the run's config as plain data, with nothing secret in it).
+    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's fingerprint), figures
+    (metric -> value), facts (the machine's Facts), config (the run's config as plain data, with nothing secret in it).
     """
     import yaml
 
@@ -21,11 +21,10 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
         front["base_model"] = base
     run = config.get("run", {})
-    summary = {"base": base, "revision": facts.get("revision"), "run": run.get("name"), "seed": run.get("seed"),
-               "data": facts.get("data")}
-    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---", f"# {facts.get('title') or folder.name}", "Trained with "
-                                                                                                            "fxtune.",
-             _table(summary), f"## How to load it\n\n```python\n{_loading(folder, base)}```"]
+    summary = {"base": base, "revision": facts.get("revision"), "merged from": facts.get("adapter"), "run": run.get("name"),
+               "seed": run.get("seed"), "data": facts.get("data")}
+    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---", f"# {facts.get('title') or folder.name}",
+             "Trained with fxtune.", _table(summary), f"## How to load it\n\n```python\n{_loading(folder, base)}```"]
     if facts.get("figures"):
         parts += ["## Figures", _table(facts["figures"])]
     if machine:
@@ -36,18 +35,22 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _loading(folder: Path, base: str) -> str:
+    """The Python lines that load what lies in `folder`."""
     if not (folder / "adapter_config.json").exists():
-        return ("from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-                "folder = \".\"  # where this file lies\n"
-                "model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)\n")
-    edited = (folder / "config.json").exists()
-    scaled = ", config=AutoConfig.from_pretrained(folder))  # the RoPE scaling it was trained with" if edited else ")"
-    return ("from peft import PeftModel\n"
-            f"from transformers import {'AutoConfig, ' if edited else ''}AutoModelForCausalLM, AutoTokenizer\n\n"
-            "folder = \".\"  # where this file lies\n"
-            f"base = AutoModelForCausalLM.from_pretrained(\"{base or 'BASE'}\"{scaled}\n"
-            "model = PeftModel.from_pretrained(base, folder)\n"
-            "tokenizer = AutoTokenizer.from_pretrained(folder)\n")
+        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", 'folder = "."  # where this file lies',
+                 "model = AutoModelForCausalLM.from_pretrained(folder)"]
+    elif (folder / "config.json").exists():
+        lines = ["from peft import PeftModel", "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer", "",
+                 'folder = "."  # where this file lies',
+                 "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling that it was trained with",
+                 f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}", config=config)',
+                 "model = PeftModel.from_pretrained(base, folder)"]
+    else:
+        lines = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+                 'folder = "."  # where this file lies',
+                 f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}")',
+                 "model = PeftModel.from_pretrained(base, folder)"]
+    return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -51,11 +51,11 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
             raise ConfigError(f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision.")
         return Origin(folder, str(folder.resolve()))
     if folder.exists():
-        raise ConfigError(f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files "
-                          f"(perhaps {folder.parent}).")
+        raise ConfigError(f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
+                          f"{folder.parent}).")
     if _looks_local(name):
-        raise ConfigError(f"{key}={name}: there is no such folder (looked for {folder.absolute()}). "
-                          "Give a folder that exists, or a hub id such as Qwen/Qwen3-0.6B.")
+        raise ConfigError(f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
+                          "or a hub id such as Qwen/Qwen3-0.6B.")
     patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
     found = _snapshot(name, revision, patterns, key)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
@@ -95,13 +95,13 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
-        raise ConfigError(f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` "
-                          "(or set HF_TOKEN).") from error
+        raise ConfigError(f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
+                          "HF_TOKEN).") from error
     except errors.RevisionNotFoundError as error:
         raise ConfigError(f"{key}={name} has no revision {revision!r}. Its branches, tags and commits: {page}/commits") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ConfigError(f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; "
-                          "a private model needs `hf auth login`.") from error
+        raise ConfigError(f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
+                          "private model needs `hf auth login`.") from error
     except OSError as error:  # no network, a refused port, a proxy, a full disk: the hub's own errors are all OSErrors
         reason = str(error).splitlines()[0]
         raise StorageError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "

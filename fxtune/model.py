@@ -98,13 +98,13 @@ def load_tokenizer(model: ModelConfig) -> Any:
     own = model.tokenizer is None
     origin = locate(name, model.revision if own and model.path else None, key, code=own and model.trust_remote_code)
     if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
-        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name "
-                          f"one in model.tokenizer.")
+        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one "
+                          "in model.tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=own and model.trust_remote_code)
-    except Exception as error:
-        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {_first_line(error)}. "
-                           "Use a complete copy of it, or name another in model.tokenizer.") from error
+    except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
+        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {_first_line(error)}. Use a "
+                           "complete copy of it, or name another in model.tokenizer.") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
                           "Convert it, or name another in model.tokenizer.")
@@ -162,6 +162,8 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
             model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         write_card(staging, {"title": folder.name, "base": model.name_or_path, "revision": model.base_revision, **(card or {})})
+        for file in staging.iterdir():  # safetensors makes its files readable by their owner alone; a model is to be shared
+            file.chmod((staging / "README.md").stat().st_mode)
         if folder.exists():
             folder.rename(old)
         staging.rename(folder)
@@ -169,7 +171,7 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its "
-                           f"permissions.") from error
+                           "permissions.") from error
     return folder
 
 
@@ -188,14 +190,13 @@ def _vet(model: ModelConfig) -> None:
     if model.architecture and model.init is not Init.random:
         raise ConfigError("model.architecture is read only with model.init=random. Set that, or remove the architecture.")
     if model.path is None and "model_type" not in model.architecture:
-        raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an architecture "
-                          "(model_type and its sizes) with model.init=random.")
+        raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an "
+                          "architecture (model_type and its sizes) with model.init=random.")
     local = model.path is None or model.path.startswith("builtin:") or Path(model.path).expanduser().exists()
     if model.trust_remote_code and (local or not is_commit(model.revision)):
         raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
-                          "needs a hub "
-                          f"id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here "
-                          f"{model.revision}).")
+                          f"needs a hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision "
+                          f"(here {model.revision}).")
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
@@ -205,14 +206,14 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
 
     if (origin.folder / "adapter_config.json").exists():
         raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in "
-                          f"model.adapter.")
+                          "model.adapter.")
     if not (origin.folder / "config.json").exists():
         raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. "
-                          "A model newer than this transformers needs a newer one; one with code of its own needs "
+        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. A "
+                          "model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
@@ -301,8 +302,7 @@ def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch
     if troubles:
         raise StorageError(f"model.path={model.path}: the weights in {origin.folder} do not fit its config.json "
                            f"({hf_config.model_type}): "
-                           + "; ".join(troubles) + ". Training would go on with random weights, so it stops here: use a "
-                                                   "complete copy.")
+                           + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
     return built
 
 
@@ -317,20 +317,20 @@ def _fetch_weights(origin: Origin) -> None:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise StorageError(f"{index} is not a safetensors index: {_first_line(error)}. Use a complete copy of the "
-                               f"model.") from error
+                               "model.") from error
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
     if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
         raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
-                          f"read. fxtune reads "
-                          "safetensors only: convert them (save_pretrained of transformers writes safetensors).")
+                          "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
+                          "safetensors).")
     fetch(origin, files)
     for file in files:
         try:
             with safe_open(origin.folder / file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
-            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch "
-                               f"or copy it again.") from error
+            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch or "
+                               "copy it again.") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,17 +50,15 @@ class Pipeline:
     def _without(self, facts: Facts) -> Iterator[str]:
         """What goes wrong when a technique is off."""
         if facts.packing and not self.attention.enabled:
-            yield ("techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see "
-                   "each other. Set it to true.")
+            yield ("techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each "
+                   "other. Set it to true.")
         if facts.dtype == "float16" and not self.lora.enabled:
             yield ("techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their "
-                   "updates underflow). "
-                   "Set it to true, or model.dtype to bfloat16 or float32.")
+                   "updates underflow). Set it to true, or model.dtype to bfloat16 or float32.")
         positions = (facts.model.get("text_config") or facts.model).get("max_position_embeddings")
         if positions and facts.sequence_length > positions and not self.rope.enabled:
             yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
-                   f"{positions} positions that the "
-                   "model was trained on. Shorten the rows, or scale its RoPE.")
+                   f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE.")
 
     def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
         """Configure, build the model and apply the techniques, in order; check() comes first. Adapters are drawn from `seed`.
@@ -69,7 +67,7 @@ class Pipeline:
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove "
-                              f"the adapter.")
+                              "the adapter.")
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)

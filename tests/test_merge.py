@@ -63,7 +63,10 @@ def test_scaled_rope_and_the_tokenizer_come_along(base, tmp_path):
     assert merged.config.rope_parameters["rope_type"] == "yarn"
     torch.testing.assert_close(logits(merged), logits(mine), rtol=0, atol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "t1"
-    assert "peft" not in (tmp_path / "merged" / "README.md").read_text()
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert f"| merged from | {adapter} |" in card
+    assert "peft" not in card
+    assert len({file.stat().st_mode for file in (tmp_path / "merged").iterdir()}) == 1, "readable by all or by none"
 
 
 def test_tied_weights_stay_tied(tmp_path):

@@ -290,7 +290,8 @@ def test_the_card_says_what_made_the_adapter_and_how_to_load_it(base, tmp_path):
         "config": {"run": {"name": "mine", "seed": 7}}, "data": "abc123", "figures": {"eval/loss": 0.5},
         "facts": facts_of(model)})
     card = (adapter / "README.md").read_text()
-    for part in ("library_name: peft", str(base), "| run | mine |", "| seed | 7 |", "abc123", "| eval/loss | 0.5 |", "transformers |"):
+    for part in ("library_name: peft", str(base), "| run | mine |", "| seed | 7 |", "abc123", "| eval/loss | 0.5 |",
+                 "| transformers |"):
         assert part in card
     assert "base_model:" not in card, "a local path is not a hub id"
     code = card.split("```python\n")[1].split("```")[0].replace('folder = "."', f"folder = {str(adapter)!r}")

@@ -31,10 +31,10 @@ def run(config: Config) -> Path:
     if not trained:
         raise ConfigError(f"No adapter lies in {root}: train the recipe first, or name one: fxtune merge ADAPTER FOLDER.")
     newest = max(trained, key=lambda path: (path / "adapter").stat().st_mtime)
-    return merge(newest / "adapter", newest / "merged", config.model.trust_remote_code)
+    return merge(newest / "adapter", newest / "merged", trust_remote_code=config.model.trust_remote_code)
 
 
-def merge(adapter: Path | str, out: Path | str, trust_remote_code: bool = False) -> Path:
+def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = False) -> Path:
     """Write an adapter (a folder or a hub id) and the base that it names as one model into `out`, and return that.
 
     Raises ConfigError for what is no adapter or names no base, StorageError where `out` exists or weights do not fit.
@@ -45,12 +45,12 @@ def merge(adapter: Path | str, out: Path | str, trust_remote_code: bool = False)
     origin = locate(str(adapter), key="adapter")
     if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
         raise ConfigError(f"{adapter} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as "
-                          f"runs/NAME/adapter.")
+                          "runs/NAME/adapter.")
     fetch(origin, ADAPTER_FILES, key="adapter")
     description = _describe(origin)
     if not description.base_model_name_or_path:
-        raise ConfigError(f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge "
-                          f"it into.")
+        raise ConfigError(f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge it "
+                          "into.")
     model = ModelConfig(path=description.base_model_name_or_path, revision=description.revision,
                         trust_remote_code=trust_remote_code)
     hf_config = models.load_config(model)
@@ -64,7 +64,7 @@ def merge(adapter: Path | str, out: Path | str, trust_remote_code: bool = False)
     merged.name_or_path, merged.base_revision = name, revision
     tokens = ModelConfig(path=model.path, revision=model.revision, trust_remote_code=trust_remote_code,
                          tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None)
-    return models.save(merged, models.load_tokenizer(tokens), out)
+    return models.save(merged, models.load_tokenizer(tokens), out, card={"adapter": origin.name})
 
 
 def _describe(origin: Origin) -> Any:
@@ -74,7 +74,7 @@ def _describe(origin: Origin) -> Any:
         description = PeftConfig.from_pretrained(str(origin.folder))
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{origin.folder / 'adapter_config.json'} cannot be read: {error}. Use a complete copy of the "
-                           f"adapter.") from error
+                           "adapter.") from error
     if not isinstance(description, LoraConfig):
         raise ConfigError(f"{origin.name} is a {description.peft_type} adapter; fxtune merges LoRA, rsLoRA and DoRA.")
     return description

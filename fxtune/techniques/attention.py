@@ -49,8 +49,7 @@ class Attention(Technique):
         others = set(config.get("layer_types") or ()) - ISOLATING_LAYERS
         if facts.packing and (others or kind in RECURRENT):
             yield (f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one packed "
-                   f"document into "
-                   "the next, with any backend. Set data.packing=false.")
+                   "document into the next, with any backend. Set data.packing=false.")
 
     def configure(self, hf_config: Any) -> None:
         hf_config._attn_implementation = self._choose(hf_config)[0]
@@ -63,8 +62,8 @@ class Attention(Technique):
             with _Count() as count, torch.compiler.set_stance("force_eager"):
                 model(**probe, use_cache=False)
             seen = "sdpa" if count.calls >= layers else "eager" if count.calls == 0 else "mixed"
-            yield Evidence("attention", asked, f"{seen}: {count.calls} calls of scaled_dot_product_attention in {layers} "
-                                               f"layers", seen == wanted)
+            yield Evidence("attention", asked,
+                           f"{seen}: {count.calls} calls of scaled_dot_product_attention in {layers} layers", seen == wanted)
             if (probe["position_ids"] == 0).sum() > 1:
                 yield self._isolation(model, probe)
 
@@ -84,8 +83,8 @@ class Attention(Technique):
             leaked = max(leaked, shift[~inside].max().item())
             moved = min(moved, shift[inside].max().item())
         return Evidence("attention", "packed documents do not see each other",
-                        f"changing each of {min(count, MOST_DOCUMENTS)} documents of {count} moved its own logits by at "
-                        f"least {moved:.2g}, the others' by at most {leaked:.2g}",
+                        f"changing each of {min(count, MOST_DOCUMENTS)} documents of {count} moved its own logits by at least "
+                        f"{moved:.2g}, the others' by at most {leaked:.2g}",
                         moved > 0 and leaked <= 1e-3 * moved)
 
     def _choose(self, hf_config: Any) -> tuple[str, str]:

@@ -49,12 +49,12 @@ class Compile(Technique):
             yield f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}."
         compiler = os.environ.get("CXX", "g++")
         if not shutil.which(compiler) and not shutil.which("clang++"):
-            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: "
-                   f"apt install g++), or set it to false.")
+            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt "
+                   "install g++), or set it to false.")
         header = Path(sysconfig.get_paths()["include"]) / "Python.h"
         if facts.device == "cpu" and not header.exists():
-            yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or "
-                   f"set it to false.")
+            yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set "
+                   "it to false.")
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)

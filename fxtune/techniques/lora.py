@@ -66,13 +66,12 @@ class Lora(Technique):
             yield f"target_modules: {ALL_LINEAR} stands for all of them. Use it alone, or names alone."
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
             yield (f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
-                   f"Use default with dora.")
+                   "Use default with dora.")
         config = facts.model.get("text_config") or facts.model
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
         if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
-            yield (f"modules_to_save: this model's head and embedding are one tensor, and adapting "
-                   f"{' and '.join(sorted(tied))} would part "
-                   "them. Take it out of modules_to_save and target_modules.")
+            yield ("modules_to_save: this model's head and embedding are one tensor, and adapting "
+                   f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules.")
         if self.modules_to_save or ALL_LINEAR not in self.target_modules:
             yield from self._unmatched(_skeleton(facts.model))
 
@@ -120,8 +119,8 @@ class Lora(Technique):
         try:
             theirs = json.loads((origin.folder / "adapter_config.json").read_text())
         except ValueError as error:
-            raise StorageError(f"model.adapter={adapter}: its adapter_config.json is broken: {error}. Use a complete copy "
-                               f"of it.") from error
+            raise StorageError(f"model.adapter={adapter}: its adapter_config.json is broken: {error}. Use a complete copy of "
+                               "it.") from error
         self._agree(theirs, model, adapter)
         load_weights(model, origin, adapter, key="model.adapter")
         model.adapter_start = adapter
@@ -140,11 +139,8 @@ class Lora(Technique):
         if theirs.get("peft_type") != "LORA" or theirs.get("rank_pattern") or theirs.get("alpha_pattern"):
             unlike.append(f"  it is a {theirs.get('peft_type')} adapter with patterns of rank or alpha that fxtune does not make")
         if unlike:
-            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike) + "\nSet these "
-                                                                                                              "in the "
-                                                                                                              "recipe as "
-                                                                                                              "they are in "
-                                                                                                              "the adapter.")
+            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike)
+                              + "\nSet these in the recipe as they are in the adapter.")
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
@@ -169,8 +165,8 @@ class Lora(Technique):
         # Two matmuls round differently from one, and DoRA divides by a norm that it multiplies with; B = 0 adds exactly nothing.
         allowed = {torch.float32: 1e-4}.get(next(model.parameters()).dtype, 5e-2) if factored or self.dora else 1e-6
         yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
-                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} "
-                       f"of their size",
+                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} of "
+                       "their size",
                        shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
 
 
@@ -190,12 +186,12 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
     wanted = weights_of(model)
     shapes = {one for one in stored.keys() & wanted.keys() if stored[one].shape != wanted[one].shape}
     troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
-        (wanted.keys() - stored.keys(), "weights are missing"), (stored.keys() - wanted.keys(), "weights have no place in "
-                                                                                                "the model"),
+        (wanted.keys() - stored.keys(), "weights are missing"),
+        (stored.keys() - wanted.keys(), "weights have no place in the model"),
         (shapes, "weights have another shape")) if names]
     if troubles:
-        raise StorageError(f"{key}={name} does not fit this model: {'; '.join(troubles)}. Is this the base that it was "
-                           f"trained on?")
+        raise StorageError(f"{key}={name} does not fit this model: {'; '.join(troubles)}. Is this the base that it was trained "
+                           "on?")
     set_peft_model_state_dict(model, stored)
 
 

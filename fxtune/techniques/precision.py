@@ -44,8 +44,8 @@ class Precision(Technique):
             if facts.dtype == "bfloat16":
                 yield f"autocast: {card} has no bfloat16 units for the weights either. Set model.dtype=float32."
         if self.autocast is Autocast.bfloat16 and facts.dtype == "float16":
-            yield ("autocast: bfloat16 over float16 weights loses the range of one and the precision of the other. Use "
-                   "none, or another model.dtype.")
+            yield ("autocast: bfloat16 over float16 weights loses the range of one and the precision of the other. Use none, "
+                   "or another model.dtype.")
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context that a forward pass (not its backward) runs in."""
@@ -65,9 +65,8 @@ class Precision(Technique):
             ones = torch.ones(16, 16, device=device)
             seen = (ones @ ones).dtype
         wanted = torch.float32 if self.autocast is Autocast.none else torch.bfloat16
-        yield Evidence("precision", f"autocast {self.autocast.value}", f"a matmul of float32 inputs gives "
-                                                                       f"{str(seen).removeprefix('torch.')}",
-                       seen is wanted)
+        yield Evidence("precision", f"autocast {self.autocast.value}",
+                       f"a matmul of float32 inputs gives {str(seen).removeprefix('torch.')}", seen is wanted)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE:
             setting = torch.get_float32_matmul_precision()
             yield Evidence("precision", f"TF32 {'on' if self.tf32 else 'off'}", f"float32 matmul precision is {setting!r}",

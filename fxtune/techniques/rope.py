@@ -63,8 +63,7 @@ class Rope(Technique):
             return
         if kind == "phi3":
             yield ("enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so "
-                   "the result "
-                   "could not be loaded. Set it to false.")
+                   "the result could not be loaded. Set it to false.")
         current = _flat(config["rope_parameters"])
         if current is None:
             yield f"enabled: {kind} has rotary embeddings by layer type and none for {FULL}. Set it to false."
@@ -76,14 +75,13 @@ class Rope(Technique):
         before = current.get("rope_type", "default")
         if before != "default" and self.original_max_position_embeddings is None:
             yield (f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
-                   f"replace "
-                   "that, say which context the factor is a multiple of.")
+                   "replace that, say which context the factor is a multiple of.")
         elif (original := self._original(config)) is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
         elif facts.sequence_length > self.factor * original > 0:
             yield (f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
-                   f"data.sequence_length="
-                   f"{facts.sequence_length}. Set it to at least {math.ceil(facts.sequence_length / original * 100) / 100}.")
+                   f"data.sequence_length={facts.sequence_length}. Set it to at least "
+                   f"{math.ceil(facts.sequence_length / original * 100) / 100}.")
         if self.type is RopeType.dynamic and current is not config["rope_parameters"]:
             yield f"type: dynamic is not defined for rotary embeddings by layer type ({kind}). Use yarn or linear."
         yield from self._options()
@@ -99,8 +97,8 @@ class Rope(Technique):
         if self.attention_factor is not None and not self.attention_factor > 0:
             yield f"attention_factor: {self.attention_factor} must be above 0."
         if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor > 0:
-            yield (f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and "
-                   f"that above 0.")
+            yield (f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and that "
+                   "above 0.")
 
     def configure(self, hf_config: Any) -> None:
         """Write all of rope_parameters at once: rope_theta kept, and the original length beside the raised one."""

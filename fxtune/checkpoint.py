@@ -90,11 +90,11 @@ class Checkpoints:
                 shutil.rmtree(final)
             os.replace(staging, final)
             sync(self.folder)
+            self._prune(state)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise StorageError(f"The checkpoint of step {state.step} could not be written to {self.folder}: {error}. "
                                "Earlier checkpoints are intact. Free space there, or set run.dir to another disk.") from error
-        self._prune(state)
         return final
 
     def newest(self) -> Checkpoint | None:
@@ -113,9 +113,12 @@ class Checkpoints:
 
     def _prune(self, state: TrainState) -> None:
         paths = sorted(self.folder.glob("step-*"))
-        best = f"step-{state.best_step:08d}" if self.config.keep_best and state.best_step is not None else ""
-        for path in paths[: -self.config.keep]:
-            if path.name != best:
+        # Those beyond this step are damaged, else the run would have gone on from there.
+        kept = [path.name for path in paths if path.name <= f"step-{state.step:08d}"][-self.config.keep:]
+        if self.config.keep_best and state.best_step is not None:
+            kept.append(f"step-{state.best_step:08d}")
+        for path in paths:
+            if path.name not in kept:
                 shutil.rmtree(path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,25 +77,23 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
 
 
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:
-    taken = 0
-    while root.with_name(_numbered(root.name, taken + 1)).exists():
-        taken += 1
+    ours = re.compile(re.escape(root.name) + r"(?:-([1-9]\d*))?")
+    numbers = {path: int(match[1] or 1) for path in root.parent.glob("*") if (match := ours.fullmatch(path.name))}
+    taken = max(numbers.values(), default=0)  # folders before it may have been deleted
     unlike: list[str] = []
     if resume != "never":
-        for number in range(taken, 0, -1):
-            path = root.with_name(_numbered(root.name, number))
+        for path in sorted(numbers, key=lambda path: numbers[path], reverse=True):
             before = _recorded(path)
             if before is None or (path / "result.json").exists():
                 continue
-            unlike = [f"{path}:", *differences(before, config)]
-            if len(unlike) == 1 and (found := _open(path)):
+            changed = differences(before, config)
+            if not changed and (found := _open(path)):
                 found.resumed = True
                 return found
-            if resume == "auto":
-                break  # the newest unfinished run is another one: this is a new run
+            unlike = unlike or ([f"{path}:", *changed] if changed else [])
     if resume == "must":
         raise ConfigError(f"run.resume=must, but no unfinished run of this config lies in {root}*."
-                          + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if len(unlike) > 1 else ""))
+                          + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else ""))
     while True:  # another process may take the same number at the same moment: mkdir tells who was first
         taken += 1
         path = root.with_name(_numbered(root.name, taken))

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 
@@ -48,6 +50,19 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, 
         victim.unlink()
     assert damaged(path)
     assert checkpoints.newest().state.step == 1
+
+
+def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    save(checkpoints, 8)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "step-00000008", kept)
+    (save(checkpoints, 10) / "weights.safetensors").unlink()
+    kept.rename(tmp_path / "step-00000008")
+    assert checkpoints.newest().state.step == 8
+    save(checkpoints, 9)
+    assert checkpoints.newest().state.step == 9
+    assert names(tmp_path) == ["step-00000009"]
 
 
 def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_path):

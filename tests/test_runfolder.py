@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,22 @@ def test_another_config_a_finished_run_and_never_get_a_folder_of_their_own():
     assert start(config=OTHER).path == Path("runs/a-2")  # its own unfinished run
     assert start().path == Path("runs/a-3")
     assert start(resume="never").path == Path("runs/a-4")
+
+
+def test_two_unfinished_runs_are_each_gone_on_with_whichever_is_newer():
+    assert [start().path, start(config=OTHER).path] == [Path("runs/a"), Path("runs/a-2")]
+    for _ in range(2):
+        again, other = start(), start(config=OTHER)
+        assert (again.path, again.resumed, other.path, other.resumed) == (Path("runs/a"), True, Path("runs/a-2"), True)
+
+
+def test_a_run_is_found_where_older_folders_were_deleted():
+    start().finish({})
+    assert start().path == Path("runs/a-2")
+    shutil.rmtree("runs/a")
+    assert (start().path, start().resumed) == (Path("runs/a-2"), True)
+    Path("runs/a-2b").mkdir()  # another run's
+    assert start(config=OTHER).path == Path("runs/a-3")
 
 
 def test_a_given_folder_is_used_as_it_is_or_refused_with_the_differences():

@@ -13,10 +13,13 @@ has started threads can hang; spawn 4.7 s, each time; fork server 2.8 s the firs
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -190,3 +193,8 @@ def _context() -> Any:
 def _start_worker(worker: int) -> None:
     """torch gives each worker one thread; Ctrl-C, which reaches all processes, is the main process's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main = multiprocessing.parent_process()
+    assert main is not None
+    # torch's own watch looks for another parent, but a worker's is the fork server, which lives as long as its workers do:
+    # of a main process that was killed both would be left, for ever.
+    threading.Thread(target=lambda: (wait([main.sentinel]), os._exit(1)), daemon=True).start()

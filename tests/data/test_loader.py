@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -198,6 +200,25 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(folder):
         taken(load(plan(Deadly(folder)), LoaderConfig(num_workers=1), CPU))
     assert time.monotonic() - began < 20
     assert gone()
+
+
+def test_workers_do_not_outlive_a_main_process_that_is_killed(folder):
+    program = ("import sys, time; from pathlib import Path; import test_loader as t\n"
+               "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), t.LoaderConfig(num_workers=1), t.CPU)\n"
+               "next(next(steps).micro_batches); print(*t.children(), flush=True); time.sleep(60)")
+    main = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True,
+                            cwd=Path(__file__).parent)
+    workers = [Path("/proc", pid) for pid in main.stdout.readline().split()]
+    assert workers
+    main.kill()
+    main.wait()
+    deadline = time.monotonic() + 15
+    while any(map(Path.exists, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [worker for worker in workers if worker.exists()]
+    for worker in left:
+        os.kill(int(worker.name), signal.SIGKILL)
+    assert not left
 
 
 def test_a_plan_and_its_tables_travel_as_paths(folder):

@@ -300,14 +300,18 @@ def all_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def is_free(schema: type, keys: Keys) -> bool:
-    """Whether `keys` lie below a field that takes keys of any name (`model.architecture`)."""
+    """Whether `keys` lead to, or below, a field that takes keys of any name (`model.architecture`)."""
     hint: Any = schema
     for key in keys:
-        inner, _ = _strip(hint)
-        if inner is Any or typing.get_origin(inner) is dict:
+        if _takes_any_key(hint):
             return True
-        hint = _below(inner, key)
-    return False
+        hint = _below(_strip(hint)[0], key)
+    return _takes_any_key(hint)
+
+
+def _takes_any_key(hint: Any) -> bool:
+    inner, _ = _strip(hint)
+    return inner is Any or typing.get_origin(inner) is dict
 
 
 def _hints(schema: Any) -> dict[str, Any]:

@@ -99,6 +99,11 @@ def test_a_plus_more_or_less_means_the_same(cwd, trained, spelling):
     assert config.model.architecture == {"hidden_size": 64}
 
 
+def test_a_field_of_any_keys_can_be_given_whole(cwd, trained):
+    assert command.main([QUICK, "model.architecture={model_type:llama,hidden_size:64}"]) == 0
+    assert trained[0].model.architecture == {"model_type": "llama", "hidden_size": 64}
+
+
 def test_a_recipe_in_the_working_directory_hides_the_shipped_one_and_may_build_on_others(cwd, trained):
     recipe("# mine\ntrain: {max_steps: 5}\ndata: {sources: [{path: x.jsonl}]}\n", "quickstart")
     recipe("defaults:\n  - quickstart\n  - override /optimizer: lion\ntrain: {epochs: 2}\noptimizer: {lr: 1e-5}\n", "mine")

@@ -50,6 +50,8 @@ class TrainState:
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The last value of each metric."""
     wandb_id: Optional[str] = None
     data_fingerprint: str = ""
     """Of the data plan; a resumed run must have the same."""

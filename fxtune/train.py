@@ -84,8 +84,7 @@ class Trainer:
         self.state = self._load_state()
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
                                         self.state.step, note=screen.note)
-        self.state.wandb_id = self.tracker.wandb_id
-        self.figures: dict[str, Any] = {}
+        self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
 
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
@@ -127,13 +126,16 @@ class Trainer:
         """
         torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
+        # Through float16 the gradient of a mean over many tokens underflows. That of about their sum does not; a power of
+        # two is taken out again without rounding.
+        scale = 2.0 ** round(math.log2(supervised)) if self.facts.dtype == "float16" else 1.0
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
             with self.config.techniques.precision.context(self.world.device):
                 part = batch_loss(self.model, batch) / supervised
-            part.backward()
+            (part * scale).backward()
             loss += part.detach()
-        norm = self.optimizer.clip(self.config.train.max_grad_norm)
+        norm = self.optimizer.clip(self.config.train.max_grad_norm, scale)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.step(lr, finite)
         return loss, norm, finite
@@ -150,7 +152,7 @@ class Trainer:
         return self.config.checkpoint.keep_best
 
     def _log(self, figures: dict[str, Any]) -> None:
-        self.figures.update({"train/step": self.state.step, **figures})
+        self.state.figures.update({"train/step": self.state.step, **figures})
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
 
@@ -196,17 +198,15 @@ class Trainer:
         if self.exam:
             self._log({"questions/exact_match": self.exam.ask(self.model, "after")})
         models.save(self.model, self.tokenizer, output, card={
-            "recipe": self.config.run.name, "seed": self.config.run.seed, "metrics": self.figures,
-            "data": self.plan.summary()["sources"], "data fingerprint": self.plan.fingerprint,
-            "versions": self.facts.packages, "config": self.plain})
-        self.tracker.summary(self.figures)
-        self.folder.finish(self.figures)
+            "data": self.plan.fingerprint, "figures": self.state.figures, "facts": self.facts, "config": self.plain})
+        self.tracker.summary(self.state.figures)
+        self.folder.finish(self.state.figures)
         self.screen.finish()
         if self.exam:
             self.screen.answers(self.exam.shown())
             self.screen.note(self.exam.verdict())
         self.screen.note(f"The {kind} is in {output}")
-        return self.figures
+        return self.state.figures
 
 
 class Interval:

@@ -24,6 +24,7 @@ from fxtune.data.sources import SourceConfig
 from fxtune.display import display
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.loss import token_losses
+from fxtune.model import DType
 from fxtune.runfolder import claim
 from fxtune.tracking import Display
 
@@ -98,9 +99,9 @@ def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypa
     figures, gradients = {}, {}
     clip = train.Optimizer.clip
 
-    def watched(self, max_norm):
+    def watched(self, *arguments):
         gradients.setdefault(micro, torch.cat([parameter.grad.flatten() for parameter in self.names]))
-        return clip(self, max_norm)
+        return clip(self, *arguments)
 
     monkeypatch.setattr(train.Optimizer, "clip", watched)
     for micro in (8, 1, 4):
@@ -234,6 +235,39 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(small, cwd, monkeyp
     small.run.dir, small.train.max_skipped_steps, small.train.max_steps = "stops", 3, 10
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 3"):
         train.run(small)
+
+
+def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeypatch):
+    """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
+    small.train.max_steps, gradients = 1, {}
+    monkeypatch.setattr(train.Optimizer, "step", lambda self, *_: gradients.setdefault(
+        small.model.dtype, torch.cat([parameter.grad.flatten() for parameter in self.names])))
+    for dtype in (DType.float32, DType.float16):
+        small.model.dtype, small.run.name = dtype, dtype.value
+        trainer = build(small)
+        monkeypatch.setattr(trainer.plan, "supervised", lambda step: 10**6)
+        trainer.run()
+    exact, seen = gradients.values()
+    assert (seen - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, monkeypatch):
+    small.run.dir = "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.models, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(small)
+    result = train.run(small)
+    assert result == json.loads(Path("run/result.json").read_text())
+    assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]
+
+
+def test_the_card_says_what_the_run_knows(small, build):
+    trainer = build(small)
+    result = trainer.run()
+    card = (trainer.folder.path / "adapter" / "README.md").read_text()
+    for part in (trainer.plan.fingerprint, f"{result['train/loss']:.6g}", f"| torch | {torch.__version__}", "| seed | 0 |"):
+        assert part in card
 
 
 def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(small, cwd, chats):

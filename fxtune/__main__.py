@@ -184,7 +184,7 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
             job = _Job(word, True, frozenset(choice.key for choice in choices if choice.sweeps))
             _call_hydra(job, ["--multirun", *told, f"hydra.sweep.dir='{scratch}'"])
         if job.failures:
-            raise type(job.failures[0])(f"{len(job.failures)} of {job.number} runs failed, for the reasons above")
+            raise job.failures[0](f"{len(job.failures)} of {job.number} runs failed, for the reasons above")
         return
     cfg = config.composed(told)
     if flags.cfg or flags.info:
@@ -225,7 +225,7 @@ class _Job:
     def __init__(self, word: Word, multirun: bool = False, swept: frozenset[str] = frozenset()):
         self.word, self.multirun, self.swept = word, multirun, swept
         self.number = 0
-        self.failures: list[UserError] = []
+        self.failures: list[type[UserError]] = []  # not the errors: their tracebacks would keep each failed job's model in memory
 
     def __call__(self, cfg: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -248,7 +248,7 @@ class _Job:
             if not self.multirun:
                 raise _Ended(error) from None
             show(error)  # the other jobs of a sweep go on: one diverging learning rate must not cost the night
-            self.failures.append(error)
+            self.failures.append(type(error))
         except Exception as error:  # noqa: BLE001  not handled here: carried through Hydra whole
             raise _Ended(error) from None
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import types
+import weakref
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,11 +198,14 @@ def test_folders_of_jobs_stay_apart_and_fit_a_file_system():
 
 
 def test_one_failing_job_does_not_stop_the_others(cwd, trained, capsys, monkeypatch):
-    done = []
+    done, models = [], []
 
     def run(config):
         if config.optimizer.lr > 0.05:
+            model = UserDict()
+            models.append(weakref.ref(model))
             raise NumbersError("diverged [not markup]")
+        assert models[0]() is None, "the next job needs the memory"
         done.append(config.optimizer.lr)
 
     monkeypatch.setattr(sys.modules["stand_in_train"], "run", run)

@@ -147,6 +147,8 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
     lie beside both. The folder is staged and then renamed: it is whole or absent, and one that is there is replaced.
     Raises StorageError when the disk does not take it.
     """
+    from safetensors import SafetensorError
+
     folder = Path(folder)
     staging, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     try:
@@ -160,15 +162,22 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
                 model.config.save_pretrained(staging)
         else:
             model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        try:
+            tokenizer.save_pretrained(staging)
+        except Exception as error:  # tokenizers has no class of its own for what a disk refuses
+            if "os error" not in str(error):
+                raise
+            raise OSError(str(error)) from error
         write_card(staging, {"title": folder.name, "base": model.name_or_path, "revision": model.base_revision, **(card or {})})
         for file in staging.iterdir():  # safetensors makes its files readable by their owner alone; a model is to be shared
             file.chmod((staging / "README.md").stat().st_mode)
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())  # before the renaming: a power cut must not leave empty files under the final name
         if folder.exists():
             folder.rename(old)
         staging.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its "
                            "permissions.") from error

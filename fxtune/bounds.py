@@ -68,6 +68,9 @@ def out_of_bounds(config: Any) -> Iterator[str]:
         yield f"`data.buckets={config.data.buckets}` must ascend"
     if config.data.eval_fraction and config.data.eval_sources:
         yield "`data.eval_fraction` and `data.eval_sources` are two ways to hold data out: set one of them"
+    if config.train.eval_every and not config.data.eval_fraction and not config.data.eval_sources:
+        yield (f"`train.eval_every={config.train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "
+               "data.eval_sources, or train.eval_every=0")
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

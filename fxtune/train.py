@@ -22,7 +22,7 @@ from fxtune.config import Config
 from fxtune.data.loader import Loader, Step, load
 from fxtune.data.plan import prepare, row_lengths
 from fxtune.display import Display, display
-from fxtune.errors import ConfigError, NumbersError
+from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.generation import Exam
 from fxtune.loss import batch_loss, mean_loss
 from fxtune.metrics import Meter
@@ -44,6 +44,10 @@ def run(config: Config) -> dict[str, Any]:
             screen.note(f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again.")
             return json.loads((folder.path / "result.json").read_text())
         return Trainer(config, folder, screen, plain).run()
+    except torch.OutOfMemoryError as error:
+        raise HardwareError(f"{str(error).partition('. See documentation')[0]}\nWhat helps, most first: techniques.checkpointing."
+                            "enabled=true, a smaller train.micro_batch_size (global_batch_size stays), a shorter "
+                            "data.sequence_length, techniques.lora.enabled=true.") from error
     finally:
         screen.finish()
         folder.release()
@@ -78,6 +82,10 @@ class Trainer:
         self.model = config.techniques.build(config.model, hf_config, self.world, seed)
         for seen in config.techniques.prove(self.model, make_probe(self.model, config.data.packing)):
             screen.note(f"{seen.technique}: {seen.observed}")
+        if dtype == "bfloat16" and not config.techniques.lora.enabled:
+            screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
+                        "learning rates learn little. model.dtype=float32 with techniques.precision.autocast=bfloat16 loses "
+                        "none, for twice the memory.")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)

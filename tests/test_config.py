@@ -43,7 +43,7 @@ def test_nearer_to_the_user_wins(cwd):
 
 
 def test_interpolation_between_keys_is_filled_in(cwd):
-    config = load(["+recipe=quickstart", "train.eval_every=7", "checkpoint.every=${train.eval_every}", "run.name=n-${run.seed}"])
+    config = load(["+recipe=quickstart", "train.log_every=7", "checkpoint.every=${train.log_every}", "run.name=n-${run.seed}"])
     assert config.checkpoint.every == 7
     assert config.run.name == "n-0"
 
@@ -64,6 +64,7 @@ def test_an_interpolation_of_another_type_is_an_error(cwd):
     ({"optimizer": {"betas": [0.9, 1.0]}}, "`optimizer.betas.1=1.0` must be from 0 to below 1"),
     ({"data": {"buckets": [4, 2]}}, "must ascend"),
     ({"data": {"eval_fraction": 0.1, "eval_sources": [{"path": "x"}]}}, "two ways to hold data out"),
+    ({"train": {"eval_every": 10}}, "nothing is held out"),
     ({"data": {"sources": [{"path": "x", "weight": -1}]}}, "`data.sources.0.weight=-1.0` must be above 0"),
     ({"optimizer": {"lr": float("inf")}}, "not a finite number"),
 ])

@@ -22,7 +22,7 @@ from fxtune import train
 from fxtune.config import Resume
 from fxtune.data.sources import SourceConfig
 from fxtune.display import display
-from fxtune.errors import ConfigError, NumbersError
+from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.loss import token_losses
 from fxtune.model import DType
 from fxtune.runfolder import claim
@@ -36,11 +36,13 @@ def build(cwd):
     """A Trainer that is built and not yet run; its folder is released at the end."""
     made = []
 
-    def make(config) -> train.Trainer:
+    def make(config, note=None) -> train.Trainer:
         plain = json.loads(json.dumps(dataclasses.asdict(config)))
         folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
         made.append(folder)
-        return train.Trainer(config, folder, display(Display.none), plain)
+        screen = display(Display.none)
+        screen.note = note or screen.note
+        return train.Trainer(config, folder, screen, plain)
 
     yield make
     for folder in made:
@@ -293,6 +295,23 @@ def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(sm
     best = min(lines, key=lambda line: line["eval/loss"])["train/step"]
     kept = sorted(path.name for path in Path("run/checkpoints").glob("step-*"))
     assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management")
+
+    monkeypatch.setattr(train, "batch_loss", full)
+    with pytest.raises(HardwareError, match=r"allocate 2\.00 GiB\nWhat helps.*train\.micro_batch_size"):
+        train.run(small)
+
+
+def test_bfloat16_weights_that_are_trained_are_warned_of(small, build):
+    notes = []
+    for dtype, lora in ((DType.bfloat16, True), (DType.float32, False), (DType.bfloat16, False)):
+        small.model.dtype, small.techniques.lora.enabled, small.run.name = dtype, lora, f"{dtype.value}{lora}"
+        build(small, notes.append)
+    assert sum("update below 1/256" in note for note in notes) == 1
 
 
 def test_must_resume_is_refused_before_anything_is_built(small, cwd):

@@ -261,8 +261,11 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
         return
     quarantine.parent.mkdir(parents=True, exist_ok=True)
     # A resumed run quarantines the same rows again: each stands in the file once.
-    there = set(quarantine.read_text().splitlines()) if quarantine.exists() else set()
-    with open(quarantine, "a", encoding="utf-8") as file:
+    text = quarantine.read_text() if quarantine.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
+    there = set(whole.splitlines())
+    with open(quarantine, "w", encoding="utf-8") as file:
+        file.write(whole)
         for entry in entries:
             line = json.dumps(entry)
             if line not in there:

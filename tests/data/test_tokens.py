@@ -132,6 +132,8 @@ def test_bad_rows_are_quarantined_also_when_the_table_comes_from_the_cache(table
     path, copy = write(tmp_path / "a.jsonl", rows), write(tmp_path / "copies" / "b c.jsonl", rows)
     for source in (path, copy, copy):  # made, from the cache under another name, and once more as a resumed run does
         out = tmp_path / f"{source.stem}.quarantine"
+        if out.exists():
+            out.write_text(out.read_text()[:-9])  # as a kill leaves it
         table = table_of(source, quarantine=out, on_bad_row=OnBadRow.quarantine)
         held = [json.loads(line) for line in out.read_text().splitlines()]
         assert (len(table), table.bad_rows) == (3, 3)

@@ -126,6 +126,8 @@ class Trainer:
                 with meter.paused():
                     best = evaluate and self._evaluate()
                     if save or best:
+                        interval.settle()
+                        state.skipped_steps = interval.skipped
                         self._save()
 
     def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,10 +220,11 @@ class Trainer:
 
 
 class Interval:
-    """What steps leave on the device between two log lines; `read` is the one place that waits for it."""
+    """What steps leave on the device between two log lines; `read`, and `settle` before a checkpoint, wait for it."""
 
     def __init__(self, skipped: int):
         self.steps: list[torch.Tensor] = []
+        self.rows: list[list[float]] = []
         self.skipped = skipped
         """Steps of the whole run that were not finite."""
         self.in_a_row = 0
@@ -230,13 +233,19 @@ class Interval:
     def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor) -> None:
         self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype)]))
 
-    def read(self) -> dict[str, Any]:
-        """Mean loss and gradient norm of the finite steps since the last reading; None where there was none."""
-        rows = torch.stack(self.steps).tolist()
+    def settle(self) -> None:
+        """Count the skipped ones among the steps so far."""
+        rows = torch.stack(self.steps).tolist() if self.steps else []
         self.steps.clear()
         for *_, finite in rows:
             self.in_a_row = 0 if finite else self.in_a_row + 1
             self.skipped += not finite
+        self.rows += rows
+
+    def read(self) -> dict[str, Any]:
+        """Mean loss and gradient norm of the finite steps since the last reading; None where there was none."""
+        self.settle()
+        rows, self.rows = self.rows, []
         sound = [row for row in rows if row[2]]
         mean = [sum(column) / len(sound) for column in zip(*sound, strict=True)] if sound else [None, None]
         return {"train/loss": mean[0], "train/grad_norm": mean[1], "train/skipped_steps": self.skipped}

@@ -272,6 +272,24 @@ def test_the_card_says_what_the_run_knows(small, build):
         assert part in card
 
 
+def test_skipped_steps_between_log_lines_are_in_the_checkpoint(small, cwd, monkeypatch):
+    small.run.dir, small.train.log_every, small.checkpoint.every = "run", 6, 2
+    real, whole_step, seen = train.batch_loss, train.Trainer.step, []
+    monkeypatch.setattr(train, "batch_loss", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return whole_step(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(small)
+    assert train.run(small)["train/skipped_steps"] == 1
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 5]
+
+
 def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(small, cwd, chats):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -282,6 +282,16 @@ def test_without_a_network_the_cache_of_datasets_serves_the_revision_asked_for(t
         load(subset="odd")
 
 
+def test_a_saved_dict_of_splits_gives_the_split_asked_for(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict(train=Dataset.from_list(CHATS), test=Dataset.from_list(CHATS[:1])).save_to_disk(tmp_path / "saved")
+    for split, count in (("train", len(CHATS)), ("test", 1)):
+        assert len(list(open_source(SourceConfig(path=str(tmp_path / "saved"), split=split)).rows())) == count
+    with pytest.raises(DataError, match="no split 'validation'. It has test, train"):
+        open_source(SourceConfig(path=str(tmp_path / "saved"), split="validation"))
+
+
 def test_a_saved_dataset_is_read_memory_mapped(tmp_path):
     from datasets import Dataset
 

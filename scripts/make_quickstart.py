@@ -18,7 +18,7 @@ from shop import CITIES, NAMES, Order, draw_order
 DATA = Path(__file__).resolve().parent.parent / "fxtune" / "assets" / "data"
 SYSTEM = "Answer with the order as JSON."
 SEED = 7
-TRAIN_ROWS, TEST_ROWS = 3000, 120
+TRAIN_ROWS, TEST_ROWS = 2000, 120
 UNSEEN_NAMES, UNSEEN_CITIES = 40, 30
 
 

@@ -43,6 +43,14 @@ def test_a_merged_model_has_the_adapter_s_logits(kind, base, tmp_path):
     assert not [name for name in merged.state_dict() if "lora" in name or "base_layer" in name]
 
 
+def test_adapters_on_a_mixture_s_experts_are_merged_too(tmp_path):
+    base = on_disk(tmp_path / "base", model_type="mixtral", num_local_experts=4)
+    mine, adapter = adapted(base, tmp_path / "adapter")
+    merged = plain(merge(adapter, tmp_path / "merged"))
+    assert not torch.equal(merged.model.layers[0].mlp.experts.down_proj, plain(base).model.layers[0].mlp.experts.down_proj)
+    torch.testing.assert_close(logits(merged), logits(mine), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("trained_in", [DType.float32, DType.bfloat16])
 def test_over_a_base_stored_in_bfloat16_it_is_rounded_once(trained_in, tmp_path):
     base = on_disk(tmp_path / "half", dtype=torch.bfloat16)

@@ -89,12 +89,13 @@ def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
         adapted: Any = peft.get_peft_model(base, description)
     load_weights(adapted, origin, name, key="adapter")
     for layer in [module for module in adapted.modules() if isinstance(module, LoraLayer)]:
-        weight: Any = layer.get_base_layer().weight
-        dtype = weight.dtype
-        weight.data = weight.data.float()
+        base_layer: Any = layer.get_base_layer()  # a linear, or a mixture's experts, whose weights have other names
+        dtypes = {name: weight.dtype for name, weight in base_layer.named_parameters(recurse=False)}
+        for weight in base_layer.parameters(recurse=False):
+            weight.data = weight.data.float()
         layer.merge(safe_merge=True)
-        weight = layer.get_base_layer().weight
-        weight.data = weight.data.to(dtype)
+        for name, weight in base_layer.named_parameters(recurse=False):
+            weight.data = weight.data.to(dtypes[name])
     return adapted.unload()
 
 

@@ -228,8 +228,8 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
     if (path / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         if config.split not in splits:
-            raise DataError(f"{config.path} has no split {config.split!r}. It has {', '.join(splits) or 'none'}: set the source's "
-                            "split.")
+            raise DataError(f"{config.path} has no split {config.split!r}. Set the source's split to one that it has: "
+                            f"{', '.join(splits) or 'none'}.")
         path /= config.split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _of_dataset(config, remote.load_saved(path))

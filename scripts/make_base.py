@@ -1,6 +1,6 @@
 """Make fxtune/assets/tiny, the base model that ships with fxtune: corpus, tokenizer, pre-training by fxtune itself, bf16.
 
-    python scripts/make_base.py                # half an hour on 2 CPU cores, less on a GPU
+    python scripts/make_base.py                # half an hour on one CPU core, a minute or two on an H200
     python scripts/make_base.py --work DIR     # where corpus, tokenizer and run lie; an interrupted run goes on from there
 
 Nothing is downloaded: the corpus comes from corpus.py and a seed.
@@ -113,15 +113,15 @@ def minutes(run: Path) -> float:
                for line, before, now in zip(logged, done, done[1:], strict=False)) / 60
 
 
-def ship(trained: Path, figures: dict[str, float], spent: float, threads: int) -> None:
+def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float, threads: int) -> None:
     """The trained model in bf16, its tokenizer and its README, as the asset."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     shutil.rmtree(ASSET, ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.save_pretrained(ASSET)
-    AutoTokenizer.from_pretrained(trained).save_pretrained(ASSET)
+    shutil.copytree(tokenizer, ASSET, dirs_exist_ok=True)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads} threads"
     (ASSET / "README.md").write_text(README.format(
         parameters=sum(parameter.numel() for parameter in model.parameters()), layers=ARCHITECTURE["num_hidden_layers"],
@@ -142,7 +142,8 @@ politely. It knows nothing else.
 
 Made by `python scripts/make_base.py`: {documents:,} documents from a generator (`scripts/corpus.py`, seed {seed}), no
 downloaded text. Full-parameter training with fxtune: {steps:,} steps, {tokens:,} tokens, float32, then stored as bfloat16.
-Loss on the held-out 1 %: {loss:.4f} (perplexity {perplexity:.2f}). Took {minutes:.0f} minutes on {machine}, torch {torch}.
+Loss on the held-out 1 %: {loss:.4f} (perplexity {perplexity:.2f}). Its steps took {minutes:.1f} minutes on {machine},
+torch {torch}.
 
 Chat markup: `<|im_start|>role`, a newline, the content, `<|im_end|>`; the template marks what the assistant writes with
 `{{% generation %}}`. Licence: Apache-2.0, like the code.
@@ -159,7 +160,7 @@ def main() -> None:
     write_corpus(work / "corpus.jsonl")
     train_tokenizer(islice(documents(SEED), TOKENIZER_DOCUMENTS), work / "tokenizer")
     figures = pretrain(work / "corpus.jsonl", work / "tokenizer", work / "run")
-    ship(work / "run" / "model", figures, minutes(work / "run"), torch.get_num_threads())
+    ship(work / "run" / "model", work / "tokenizer", figures, minutes(work / "run"), torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -85,6 +85,14 @@ def test_the_corpus_is_fixed_by_its_seed_and_answers_no_order_with_json(scripts,
     assert max(lengths) < scripts["make_base"].CONTEXT
 
 
+def test_the_tokenizer_is_what_its_script_trains(scripts, tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    make_base = scripts["make_base"]
+    make_base.train_tokenizer(islice(scripts["corpus"].documents(make_base.SEED), make_base.TOKENIZER_DOCUMENTS), tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
+
+
 def test_the_folder_is_small_and_says_how_it_was_made(scripts):
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= scripts["make_base"].LIMIT
     readme = (TINY / "README.md").read_text()

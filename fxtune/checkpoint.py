@@ -28,8 +28,8 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0
-    """Save each time this many steps are done; 0: only at the end."""
+    every: int = 100
+    """Save each time this many steps are done; 0: only at the end. What a killed run can lose."""
     keep: int = 2
     """How many of the newest checkpoints stay."""
     keep_best: bool = True

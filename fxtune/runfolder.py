@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -38,6 +39,14 @@ class RunFolder:
         staging = self.path / ".result.json"
         staging.write_text(json.dumps(result, indent=1))
         os.replace(staging, self.path / "result.json")
+
+    def abandon(self) -> None:
+        """Give the folder up if the run came to nothing, so that the corrected command does not get another number."""
+        if not self.resumed and not (self.path / "metrics.jsonl").exists():
+            for name in ("config.yaml", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something else lies there: it stays
+                self.path.rmdir()
 
     def release(self) -> None:
         self.lock.release()

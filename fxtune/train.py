@@ -22,7 +22,7 @@ from fxtune.config import Config
 from fxtune.data.loader import Loader, Step, load
 from fxtune.data.plan import prepare, row_lengths
 from fxtune.display import Display, display
-from fxtune.errors import ConfigError, HardwareError, NumbersError
+from fxtune.errors import ConfigError, HardwareError, NumbersError, UserError
 from fxtune.generation import Exam
 from fxtune.loss import batch_loss, mean_loss
 from fxtune.metrics import Meter
@@ -44,6 +44,9 @@ def run(config: Config) -> dict[str, Any]:
             screen.note(f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again.")
             return json.loads((folder.path / "result.json").read_text())
         return Trainer(config, folder, screen, plain).run()
+    except UserError:
+        folder.abandon()
+        raise
     except torch.OutOfMemoryError as error:
         raise HardwareError(f"{str(error).partition('. See documentation')[0]}\nWhat helps, most first: techniques.checkpointing."
                             "enabled=true, a smaller train.micro_batch_size (global_batch_size stays), a shorter "
@@ -61,7 +64,7 @@ class Trainer:
         self.world = World.create(config.run.device)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(config.run.deterministic)
         dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
         hf_config = models.load_config(config.model)
         self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
@@ -186,8 +189,9 @@ class Trainer:
         if saved is None:
             return TrainState(data_fingerprint=self.plan.fingerprint)
         if saved.state.data_fingerprint != self.plan.fingerprint:
-            raise ConfigError(f"The data changed since {self.folder.path} was started, so its run cannot go on where it stopped. "
-                              "Bring the data back as it was, or start anew with run.resume=never.")
+            raise ConfigError(f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
+                              "template), so its run cannot go on where it stopped. Bring them back as they were, or start "
+                              "anew with run.resume=never.")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:

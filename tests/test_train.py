@@ -22,7 +22,7 @@ from fxtune import train
 from fxtune.config import Resume
 from fxtune.data.sources import SourceConfig
 from fxtune.display import display
-from fxtune.errors import ConfigError, HardwareError, NumbersError
+from fxtune.errors import ConfigError, DataError, HardwareError, NumbersError
 from fxtune.loss import token_losses
 from fxtune.model import DType
 from fxtune.runfolder import claim
@@ -330,6 +330,13 @@ def test_bfloat16_weights_that_are_trained_are_warned_of(small, build):
         small.model.dtype, small.techniques.lora.enabled, small.run.name = dtype, lora, f"{dtype.value}{lora}"
         build(small, notes.append)
     assert sum("update below 1/256" in note for note in notes) == 1
+
+
+def test_a_run_that_came_to_nothing_leaves_no_folder(small, cwd):
+    small.data.sources = [SourceConfig(path="missing.jsonl")]
+    with pytest.raises(DataError, match=r"missing\.jsonl"):
+        train.run(small)
+    assert not list(Path("runs").iterdir())
 
 
 def test_must_resume_is_refused_before_anything_is_built(small, cwd):

@@ -1,6 +1,6 @@
 """A run's folder: found, claimed and locked, so that no run is overwritten and no two write to one.
 
-    runs/NAME/  config.yaml  metrics.jsonl  checkpoints/  adapter/ (or model/)  result.json, written last
+    runs/NAME/  config.yaml  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)  result.json, written last
 """
 
 from __future__ import annotations

@@ -83,8 +83,10 @@ class Trainer:
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_data()
         self.model = config.techniques.build(config.model, hf_config, self.world, seed)
-        for seen in config.techniques.prove(self.model, make_probe(self.model, config.data.packing)):
-            screen.note(f"{seen.technique}: {seen.observed}")
+        evidence = config.techniques.prove(self.model, make_probe(self.model, config.data.packing))
+        (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
+        for seen in evidence:
+            screen.note(f"{seen.technique}: {seen.asked}. Observed: {seen.observed}")
         if dtype == "bfloat16" and not config.techniques.lora.enabled:
             screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
                         "learning rates learn little. model.dtype=float32 with techniques.precision.autocast=bfloat16 loses "
@@ -100,9 +102,9 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
         with self.tracker:
+            self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
             if self.exam and self.state.step == 0:
                 self._log({"questions/exact_match": self.exam.ask(self.model, "before")})
-            self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
             self._loop()
             return self._finish()
 

@@ -83,8 +83,8 @@ class Attention(Technique):
             leaked = max(leaked, shift[~inside].max().item())
             moved = min(moved, shift[inside].max().item())
         return Evidence("attention", "packed documents do not see each other",
-                        f"changing each of {min(count, MOST_DOCUMENTS)} documents of {count} moved its own logits by at least "
-                        f"{moved:.2g}, the others' by at most {leaked:.2g}",
+                        f"changing {min(count, MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits by at "
+                        f"least {moved:.2g}, the others' by at most {leaked:.2g}",
                         moved > 0 and leaked <= 1e-3 * moved)
 
     def _choose(self, hf_config: Any) -> tuple[str, str]:

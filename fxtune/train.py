@@ -81,7 +81,7 @@ class Trainer:
         self.plan = self.data.training
         self.held_out = Loader(self.data.evaluation, config.loader, self.world.device) if self.data.evaluation else None
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
-        self._say_data()
+        self._say_setting()
         self.model = config.techniques.build(config.model, hf_config, self.world, seed)
         evidence = config.techniques.prove(self.model, make_probe(self.model, config.data.packing))
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
@@ -171,7 +171,11 @@ class Trainer:
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
 
-    def _say_data(self) -> None:
+    def _say_setting(self) -> None:
+        """What `auto` and null became here, and what the data came to."""
+        loader = self.config.loader.resolved(self.world.device)
+        self.screen.note(f"{self.world.device}: {self.facts.device_name}; weights in {self.facts.dtype}; {loader.num_workers} "
+                         f"loader processes, pinned memory {'on' if loader.pin_memory else 'off'}")
         for note in self.plan.notes():
             self.screen.note(note)
         seen = self.plan.summary()

@@ -72,7 +72,7 @@ class World:
 
     def facts(self, **known: Any) -> Facts:
         """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
-        here: dict[str, Any] = dict(device=self.device.type, device_name=platform.processor() or platform.machine(),
+        here: dict[str, Any] = dict(device=self.device.type, device_name=f"{cores()} cores, {platform.machine()}",
                                     cores=cores(), platform=platform.system(), packages=_packages())
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)

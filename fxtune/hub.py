@@ -17,6 +17,8 @@ from fxtune.errors import ConfigError, StorageError
 BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
+PATIENCE = 10.0
+"""Seconds to wait for the hub to answer."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -57,7 +59,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
         raise ConfigError(f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
                           "or a hub id such as Qwen/Qwen3-0.6B.")
     patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
-    found = _snapshot(name, revision, patterns, key)
+    found = _snapshot(name, revision, patterns, key, first=True)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
 
 
@@ -87,12 +89,14 @@ def _looks_local(name: str) -> bool:
     return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
+def _snapshot(name: str, revision: str | None, patterns: list[str], key: str, first: bool = False) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name}"
     try:
+        if first and is_commit(revision) and not _cached(name, revision):
+            _ask(name, revision)
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise ConfigError(f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
@@ -107,3 +111,22 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         raise StorageError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
                            f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
                            ) from error
+
+
+def _cached(name: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+
+
+def _ask(name: str, revision: str | None) -> None:
+    """Ask the hub for a commit, once. Its library takes a commit for granted and asks for the files again and again: without a
+    network, half a minute goes by before it says so."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=PATIENCE)
+    except errors.HfHubHTTPError:
+        raise
+    except Exception as error:  # the hub's HTTP library, and so its errors' classes, differ by version
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import time
 
 import pytest
 import torch
@@ -110,6 +111,10 @@ def test_a_wrong_recipe_is_a_config_error_that_says_what_to_change(options, mess
 def test_a_hub_that_cannot_be_reached_is_one_storage_error():
     with pytest.raises(StorageError, match=r"nobody/nothing.*hub cannot be reached"):
         load_config(ModelConfig(path="nobody/nothing"))
+    start = time.perf_counter()
+    with pytest.raises(StorageError, match=r"nobody/nothing.*hub cannot be reached"):
+        load_config(ModelConfig(path="nobody/nothing", revision="0123456789" * 4))
+    assert time.perf_counter() - start < 5, "a pinned commit is not asked for again and again"
 
 
 def test_the_hub_s_refusals_say_what_to_do(monkeypatch):

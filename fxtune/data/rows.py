@@ -145,15 +145,15 @@ def line_file_rows(path: Path, name: str) -> Iterator[Row]:
 
 def _line(line: bytes, where: str) -> Row:
     try:
-        text = line.decode()
+        text = line.decode().rstrip("\r\n")  # with its end, what is missing there would be missing in column 1 of a next line
     except UnicodeDecodeError as problem:
         return bad(where, f"not UTF-8 (byte {problem.start + 1} of the line)", line.decode(errors="backslashreplace"))
     try:
         value = json.loads(text)
     except json.JSONDecodeError as problem:
-        return bad(where, f"not JSON ({problem.msg}, column {problem.colno})", text.rstrip("\r\n"))
+        return bad(where, f"not JSON ({problem.msg}, column {problem.colno})", text)
     except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or brackets nested as deep
-        return bad(where, f"cannot be read as JSON ({problem})", text.rstrip("\r\n"))
+        return bad(where, f"cannot be read as JSON ({problem})", text)
     return checked(where, value, len(line), suspicious=b"\\u" in line)
 
 

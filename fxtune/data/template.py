@@ -103,7 +103,8 @@ class ChatTemplate:
                 **self.variables,
             )
         except TemplateSyntaxError as error:
-            raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
+            raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}. Mend it, or name another "
+                            "in data.chat_template") from None
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:

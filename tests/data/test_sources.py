@@ -118,7 +118,7 @@ def test_a_row_that_cannot_be_read_says_where_and_why(tmp_path):
     found = {row.where.rpartition(":")[2]: row for row in open_source(SourceConfig(path=str(path))).rows()}
     assert {at for at, row in found.items() if row.error is None} == {"1", "7", "10"}
     assert found["7"].value == {"text": "😀"}
-    assert "not JSON" in found["4"].error
+    assert found["4"].error == "not JSON (Expecting value, column 10)", "not column 1 of the line after it"
     assert found["4"].raw == '{"text": '
     assert "a list, not an object" in found["5"].error
     assert "surrogate" in found["6"].error

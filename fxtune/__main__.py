@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         show(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nfxtune: interrupted", file=sys.stderr)
+        print("\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: nobody reads on, and that is fine
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -129,9 +129,9 @@ def _plainly(name: str, function: str, words: list[str]) -> None:
 
 
 def _say(result: Any) -> None:
-    """A word that makes something returns where it is."""
+    """Merging returns where it wrote."""
     if isinstance(result, Path):
-        print(result)
+        print(f"The merged model is in {result}")
 
 
 def _word(argv: list[str]) -> tuple[str, list[str]]:
@@ -236,7 +236,7 @@ class _Job:
         try:
             config = typed(cfg)
             if self.word.reads_data and not config.data.sources:
-                raise ConfigError("data.sources is empty: choose a recipe (+recipe=quickstart), "
+                raise ConfigError("data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
                                   "or give data: 'data.sources=[{path: my.jsonl}]'")
             if self.multirun:
                 overrides = list(HydraConfig.get().overrides.task)

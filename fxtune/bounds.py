@@ -47,15 +47,21 @@ BOUNDS = {
 """Each key's range; `*` stands for any position of a list. Null is always inside: what may be null, its type says."""
 
 
+def outside(key: str, value: Any) -> str | None:
+    """Why `value` cannot be that of `key`, or None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"`{key}={value}` is not a finite number"
+    for pattern, bound in BOUNDS.items():
+        if value is not None and fnmatch.fnmatchcase(key, pattern) and not _HOLDS[bound](value):
+            return f"`{key}={value}` must be {bound}"
+    return None
+
+
 def out_of_bounds(config: Any) -> Iterator[str]:
     """Yield one line for each value of the typed config that makes no sense, worded as what to change."""
     for key, value in _leaves(config):
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"`{key}={value}` is not a finite number"
-            continue
-        for pattern, bound in BOUNDS.items():
-            if value is not None and fnmatch.fnmatchcase(key, pattern) and not _HOLDS[bound](value):
-                yield f"`{key}={value}` must be {bound}"
+        if problem := outside(key, value):
+            yield problem
     if not re.fullmatch(r"[^/\\\0]+", config.run.name) or config.run.name.startswith("."):
         yield (f"`run.name={config.run.name}` names a folder below runs/: no slashes, no dot at the start, not empty "
                "(run.dir takes a path)")

@@ -63,6 +63,16 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
     return Origin(found, name, found.name if is_commit(found.name) else revision)
 
 
+def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
+    """locate() for a PEFT adapter. Raises ConfigError also where a folder is none."""
+    origin = locate(name, key=key)
+    if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
+        below = origin.folder / "adapter"
+        known = below if (below / "adapter_config.json").exists() else "runs/NAME/adapter"
+        raise ConfigError(f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {known}.")
+    return origin
+
+
 def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None:
     """Make these files of `origin` local. Raises StorageError naming the first one that is not there afterwards."""
     files = [file for file in files if not (origin.folder / file).exists()]

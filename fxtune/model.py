@@ -21,7 +21,7 @@ import torch
 
 from fxtune.card import write_card
 from fxtune.errors import ConfigError, StorageError
-from fxtune.hub import Origin, fetch, is_commit, locate
+from fxtune.hub import Origin, fetch, is_commit, locate, locate_adapter
 from fxtune.world import World
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -76,6 +76,8 @@ def load_config(model: ModelConfig) -> Any:
     """
     _vet(model)
     quiet()
+    if model.adapter:
+        locate_adapter(model.adapter)  # its weights come last, and a slip in its name is told first
     if "model_type" in model.architecture:
         return _standalone(model.architecture)
     assert model.path is not None
@@ -156,6 +158,9 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
             shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(parents=True)
         if type(model).__module__.startswith("peft."):
+            for adapter in model.peft_config.values():
+                if isinstance(adapter.target_modules, set):  # whose order differs from process to process
+                    adapter.target_modules = sorted(adapter.target_modules)
             # Left to itself peft asks the hub whether the base's vocabulary was resized. Ours never is.
             model.save_pretrained(staging, save_embedding_layers=False)
             if model.config_edited:

@@ -22,6 +22,7 @@ import yaml
 from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fxtune.bounds import outside
 from fxtune.errors import ConfigError
 from fxtune.library import did_you_mean, nearest, place
 
@@ -210,7 +211,7 @@ class Vetting:
                 reads = f" (YAML reads an unquoted `{word}` as {str(value).lower()})" if isinstance(value, bool) else ""
                 self.add(keys, f"`{name}={word}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}")
             return
-        wrong = isinstance(value, (list, dict))
+        wrong, number = isinstance(value, (list, dict)), None
         if inner is str:
             # 007, 1e5 and `on` would not come out as they were written; on a command line Hydra keeps 007 as text
             wrong = not isinstance(value, str if self.stranger else (str, int)) or isinstance(value, bool)
@@ -219,12 +220,14 @@ class Vetting:
                 return
         elif not wrong:
             try:
-                _NODES[inner](value=value, is_optional=False)
+                number = _NODES[inner](value=value, is_optional=False)._value()
             except OmegaConfBaseException:
                 wrong = True
             wrong = wrong or (inner is bool and value not in (0, 1) and not isinstance(value, str))
         if wrong:
             self.add(keys, f"`{name}` is {_TYPES[inner]}, and {_shown(value)} is not")
+        elif problem := outside(name, number):
+            self.add(keys, problem)
         if name == "model.trust_remote_code" and self.stranger and value is not False:
             self.add(keys, "`model.trust_remote_code` runs Python that comes with the model, so a recipe cannot ask for it: "
                            "say model.trust_remote_code=true on the command line yourself")

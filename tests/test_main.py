@@ -283,6 +283,8 @@ def test_interrupted_is_130(cwd, trained, capsys, monkeypatch):
     (["run.name=${run.dir}", "run.dir=${run.name}"], "ecursi"),
     (["data.sources.0.path=???"], "`data.sources.0.path` is not set"),
     (["optimizer.lr=-1", "train.epochs=nan", "train.global_batch_size=6"], "must be above 0"),
+    (["techniques.lora.enabled=2"], "`techniques.lora.enabled` is"),
+    (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
     (["+recipe=quickstart,qwen_lora"], "Add -m"),
     (["quickstart"], "write +recipe=quickstart"),
     (["docs.jsonl"], "neither a word of fxtune nor key=value"),

@@ -322,3 +322,17 @@ def test_an_adapter_has_no_config_beside_it_unless_the_base_s_was_edited(base, t
         "README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base.resolve())
     assert Pipeline().lora.enabled is False
+
+
+def test_what_is_no_adapter_is_refused_before_anything_is_loaded(base, tmp_path):
+    run = tmp_path / "run"
+    adapter = save(built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), run / "adapter")
+    with pytest.raises(ConfigError, match=f"no PEFT adapter.*such as {adapter}"):
+        load_config(ModelConfig(path=str(base), adapter=str(run)))
+
+
+def test_the_adapter_s_config_is_the_same_in_every_process(base, tmp_path):
+    adapter = save(built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter")
+    modules = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert len(modules) > 1
+    assert modules == sorted(modules)

@@ -17,7 +17,7 @@ import torch
 from fxtune import model as models
 from fxtune.config import Config
 from fxtune.errors import ConfigError, StorageError
-from fxtune.hub import Origin, fetch, locate
+from fxtune.hub import Origin, fetch, locate_adapter
 from fxtune.model import DType, ModelConfig
 from fxtune.techniques.lora import ADAPTER_FILES, load_weights
 from fxtune.world import World
@@ -42,10 +42,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     out = Path(out)
     if out.exists():
         raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
-    origin = locate(str(adapter), key="adapter")
-    if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
-        raise ConfigError(f"{adapter} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as "
-                          "runs/NAME/adapter.")
+    origin = locate_adapter(str(adapter), key="adapter")
     fetch(origin, ADAPTER_FILES, key="adapter")
     description = _describe(origin)
     if not description.base_model_name_or_path:

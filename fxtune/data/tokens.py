@@ -82,7 +82,7 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
-        _say(table, encoder, cached, time.perf_counter() - started)
+        _say(table, encoder, cached, time.perf_counter() - started, quarantine)
     return table
 
 
@@ -317,9 +317,10 @@ def _bar(source: Source, progress: bool) -> Iterator[Any]:
         yield advance
 
 
-def _say(table: TokenTable, encoder: Encoder, cached: bool, seconds: float) -> None:
+def _say(table: TokenTable, encoder: Encoder, cached: bool, seconds: float, quarantine: Path | None) -> None:
     tokens = len(table.ids)
-    bad = f", {table.bad_rows:,} bad rows quarantined" if table.bad_rows else ""
+    rows = "1 bad row" if table.bad_rows == 1 else f"{table.bad_rows:,} bad rows"
+    bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
     how = "from the cache" if cached else f"tokenised in {seconds:,.1f} s"
     print(f"{table.name}: {table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
           f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})", flush=True)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.hub import Origin, fetch, locate
+from fxtune.hub import Origin, fetch, locate_adapter
 from fxtune.technique import Evidence, Technique, observed
 from fxtune.world import Facts, World
 
@@ -114,7 +114,7 @@ class Lora(Technique):
 
         Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
         """
-        origin = locate(adapter, key="model.adapter")
+        origin = locate_adapter(adapter)
         fetch(origin, ADAPTER_FILES, key="model.adapter")
         try:
             theirs = json.loads((origin.folder / "adapter_config.json").read_text())

@@ -234,10 +234,10 @@ def test_a_file_that_changes_meanwhile_is_an_error(table_of, tmp_path, monkeypat
 def test_one_line_says_what_was_found(table_of, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [chat(i) for i in range(9)] + ["x"])
     for how in ("tokenised in", "from the cache"):
-        table_of(path, progress=True, on_bad_row=OnBadRow.quarantine)
+        table_of(path, progress=True, on_bad_row=OnBadRow.quarantine, quarantine=tmp_path / "bad.jsonl")
         said = capsys.readouterr().out
         assert "a.jsonl: messages, 9 documents, " in said
-        assert "1 bad rows quarantined" in said
+        assert f"1 bad row quarantined in {tmp_path / 'bad.jsonl'}" in said
         assert how in said
 
 

@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         show(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.", file=sys.stderr)
+        print("\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.",
+              file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: nobody reads on, and that is fine
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

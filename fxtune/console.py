@@ -43,7 +43,7 @@ def plain(text: object) -> Text:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table for `console().print`. Cells are plain text, or rich renderables as they are; numbers stand to the right."""
-    made = Table(title=plain(title), title_justify="left", title_style="bold", header_style="bold")
+    made = Table(title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns))
     kept = [list(row) for row in rows]
     for at, name in enumerate(columns):
         number = bool(kept) and all(isinstance(row[at], (int, float)) for row in kept)

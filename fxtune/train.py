@@ -184,10 +184,12 @@ class Trainer:
 
     def _stop_on_bad_numbers(self, interval: Interval) -> None:
         if interval.in_a_row >= self.config.train.max_skipped_steps:
+            kept = (f"checkpoints are in {self.checkpoints.folder}" if any(self.checkpoints.folder.glob("step-*"))
+                    else "no checkpoint was due yet")
+            half = ", use model.dtype=bfloat16 in place of float16" if self.facts.dtype == "float16" else ""
             raise NumbersError(
                 f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {self.state.step}. "
-                f"None of them touched the weights; checkpoints are in {self.checkpoints.folder}. "
-                "Lower optimizer.lr, use model.dtype=bfloat16 in place of float16, or look at the data of these steps.")
+                f"None of them touched the weights; {kept}. Lower optimizer.lr{half}, or look at the data of these steps.")
 
     def _load_state(self) -> TrainState:
         """The newest checkpoint's state, with its weights and moments in place; a new state where there is none."""
@@ -225,6 +227,10 @@ class Trainer:
         if self.exam:
             self.screen.answers(self.exam.shown())
             self.screen.note(self.exam.verdict())
+        if skipped := self.state.skipped_steps:
+            end = "." if self.state.figures.get("train/loss") is not None else (
+                f", at the end too: the {kind} may be of no use. Lower optimizer.lr.")
+            self.screen.note(f"{skipped} of {self.plan.steps} steps were skipped, their loss or gradient was not finite{end}")
         self.screen.note(f"The {kind} is in {output}")
         return self.state.figures
 

@@ -143,3 +143,8 @@ def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):
     page = capsys.readouterr().out
     assert "<|im_start|>assistant" in page
     assert "The first epoch" in page
+
+
+def test_a_narrow_terminal_breaks_no_word(small, chats):
+    small.data.sources = [SourceConfig(path=str(chats))]
+    assert "supervised tokens" in shown(small, width=50).partition("Source")[2]

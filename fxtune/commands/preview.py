@@ -27,6 +27,8 @@ DOCUMENTS = 6
 DOCUMENTS_A_ROW = 3
 HEAD, TAIL = 300, 150
 """Tokens of a long document that are shown, from its beginning and from its end."""
+WIDE = 80
+"""Columns of a terminal that takes the table of all sources."""
 SUPERVISED, SPECIAL, ASIDE = "green", "bold magenta", "dim"
 _LONGEST_CHARACTER = 4
 """Bytes, and so at most tokens, of one UTF-8 character."""
@@ -110,11 +112,15 @@ def figures(plan: Plan, console: Console) -> None:
     ]
     console.print()
     console.print(screen.table("The first epoch", ["", ""], rows))
-    console.print(screen.table(
-        "Sources", ["source", "documents", "segments", "supervised tokens", "share", "times seen", "bad rows"],
-        [[source["name"], f"{source['documents']:,}", f"{source['segments']:,}", f"{source['supervised_tokens']:,}",
-          f"{source['share']:.1%}", f"{source['repeats']:.2f}", f"{table.bad_rows:,}"]
-         for source, table in zip(seen["sources"], plan.tables, strict=True)]))
+    columns = ["source", "documents", "segments", "supervised tokens", "share", "times seen", "bad rows"]
+    cells = [[source["name"], f"{source['documents']:,}", f"{source['segments']:,}", f"{source['supervised_tokens']:,}",
+              f"{source['share']:.1%}", f"{source['repeats']:.2f}", f"{table.bad_rows:,}"]
+             for source, table in zip(seen["sources"], plan.tables, strict=True)]
+    if console.width >= WIDE:
+        console.print(screen.table("Sources", columns, cells))
+        return
+    for name, *row in cells:  # seven columns would break every word
+        console.print(screen.table(f"Source {name}", ["", ""], list(zip(columns[1:], row, strict=True))))
 
 
 class TokenTexts:

@@ -174,6 +174,7 @@ class Trainer:
     def _say_setting(self) -> None:
         """What `auto` and null became here, and what the data came to."""
         loader = self.config.loader.resolved(self.world.device)
+        self.screen.note(f"run folder: {self.folder.path}")
         self.screen.note(f"{self.world.device}: {self.facts.device_name}; weights in {self.facts.dtype}; {loader.num_workers} "
                          f"loader processes, pinned memory {'on' if loader.pin_memory else 'off'}")
         for note in self.plan.notes():
@@ -181,6 +182,10 @@ class Trainer:
         seen = self.plan.summary()
         self.screen.note(f"{seen['steps']} steps of {self.config.train.global_batch_size} rows, {seen['epochs']:.2f} epochs; "
                          f"{seen['supervised_share']:.1%} of the tokens supervised, {seen['padding_share']:.1%} padding")
+        if self.data.evaluation:
+            held = self.data.evaluation.summary()
+            self.screen.note(f"held out for evaluation: {held['documents']:,} documents, "
+                             f"{held['supervised_tokens']:,} supervised tokens")
 
     def _stop_on_bad_numbers(self, interval: Interval) -> None:
         if interval.in_a_row >= self.config.train.max_skipped_steps:
@@ -195,6 +200,8 @@ class Trainer:
         """The newest checkpoint's state, with its weights and moments in place; a new state where there is none."""
         saved = self.checkpoints.newest() if self.folder.resumed else None
         if saved is None:
+            if self.folder.resumed:
+                self.screen.note(f"{self.folder.path} was broken off before its first checkpoint, so it starts again.")
             return TrainState(data_fingerprint=self.plan.fingerprint)
         if saved.state.data_fingerprint != self.plan.fingerprint:
             raise ConfigError(f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "

@@ -178,6 +178,10 @@ class Stream:
         empty = [at for at, found in enumerate(segments) if not len(found)]
         if not empty or (self.settings.side is Side.held_out and len(empty) < len(segments)):
             return
+        if self.settings.side is Side.held_out and not any(counts.documents for counts in self.cuts):
+            raise DataError(f"data.eval_fraction={self.settings.eval_fraction} holds out none of "
+                            f"{sum(counts.other_side for counts in self.cuts):,} documents, so there is nothing to evaluate on. "
+                            "Raise it, or name held-out data in data.eval_sources.")
         reasons = []
         for at in empty:
             counts = self.cuts[at]

@@ -165,8 +165,7 @@ class Lora(Technique):
         # Two matmuls round differently from one, and DoRA divides by a norm that it multiplies with; B = 0 adds exactly nothing.
         allowed = {torch.float32: 1e-4}.get(next(model.parameters()).dtype, 5e-2) if factored or self.dora else 1e-6
         yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
-                       f"{nonzero} of {len(halves)} matrices B are not zero, logits differ from the base's by {shift:.1e} of "
-                       "their size",
+                       f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits within {shift:.1e} of the base's",
                        shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
 
 

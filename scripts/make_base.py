@@ -1,6 +1,6 @@
 """Make fxtune/assets/tiny, the base model that ships with fxtune: corpus, tokenizer, pre-training by fxtune itself, bf16.
 
-    python scripts/make_base.py                # half an hour on one CPU core, a minute or two on an H200
+    python scripts/make_base.py                # a minute and a half on an H200; some half an hour on a CPU core, extrapolated
     python scripts/make_base.py --work DIR     # where corpus, tokenizer and run lie; an interrupted run goes on from there
 
 Nothing is downloaded: the corpus comes from corpus.py and a seed.

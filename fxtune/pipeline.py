@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from fxtune.technique import Evidence, Technique
 from fxtune.techniques.attention import Attention
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile
+from fxtune.techniques.liger import Liger
 from fxtune.techniques.lora import Lora
 from fxtune.techniques.precision import Precision
+from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope
 from fxtune.world import Facts, World
 
@@ -29,6 +31,8 @@ class Pipeline:
     rope: Rope = field(default_factory=Rope)  # before the model exists: inv_freq is computed by its constructor
     attention: Attention = field(default_factory=Attention)  # likewise: layers choose their kernel when they are built
     precision: Precision = field(default_factory=Precision)  # on the built base, before adapters copy its dtype
+    liger: Liger = field(default_factory=Liger)  # replaces modules of the base; adapters wrap what it leaves, never the reverse
+    quantize: Quantize = field(default_factory=Quantize)  # the frozen linears, before adapters wrap them
     lora: Lora = field(default_factory=Lora)  # wraps the base's linears, so all that edits the base is done
     checkpointing: Checkpointing = field(default_factory=Checkpointing)  # wraps whole layers, adapters included
     compile: Compile = field(default_factory=Compile)  # last: traces whatever the layers have become
@@ -40,8 +44,23 @@ class Pipeline:
             if technique.enabled:
                 yield entry.name, technique
 
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """The options of the enabled techniques, by name."""
+        return {name: dataclasses.asdict(technique) for name, technique in self.enabled()}
+
+    def ready(self, facts: Facts) -> tuple[Pipeline, list[str]]:
+        """A copy in which each `auto` is decided for `facts`, and what was decided and why. Raises as check() does."""
+        self.check(facts)
+        chosen, notes = copy.deepcopy(self), []
+        for name, technique in chosen.enabled():
+            if why := technique.resolve(replace(facts, techniques=chosen.asked())):
+                notes.append(f"{name}: {why}")
+        chosen.check(facts)
+        return chosen, notes
+
     def check(self, facts: Facts) -> None:
         """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key."""
+        facts = replace(facts, techniques=self.asked())
         reasons = [f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)]
         reasons += self._without(facts)
         if reasons:
@@ -61,7 +80,7 @@ class Pipeline:
                    f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE.")
 
     def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
-        """Configure, build the model and apply the techniques, in order; check() comes first. Adapters are drawn from `seed`.
+        """Configure, build the model and apply the techniques, in order; ready() comes first. Adapters are drawn from `seed`.
 
         `hf_config` is what load_config() gave; it stays as it is.
         """
@@ -83,7 +102,7 @@ class Pipeline:
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """What can be observed of every enabled technique on the built model. `probe`: see Technique.verify, on any device."""
         device = next(model.parameters()).device
-        probe = {name: probe[name].to(device) for name in ("input_ids", "position_ids")}
+        probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:

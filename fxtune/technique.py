@@ -3,7 +3,7 @@
 A technique is one file and one dataclass. Its fields are its options, so the recipe's YAML is its constructor. It answers
 three questions: can this act here (`check`, before a weight is loaded), how is it done (`configure` on the Hugging Face
 config, `apply` on the model), and did it act (`verify`, by observation of the built model). Asked for and not done is an
-error, never a print.
+error, never a print. An option's `auto` is decided once, by `resolve`, so that the other four read concrete values only.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ class Technique:
         """
         yield from ()
 
+    def resolve(self, facts: Facts) -> str | None:
+        """Replace each `auto` by what it means under `facts`, in place. Returns what was chosen and why; None: nothing was.
+
+        Called on a copy of what the recipe asks for, after check() and before configure(). Where nothing can be chosen, an
+        `auto` stays, and check() says why.
+        """
+        return None
+
     def configure(self, hf_config: Any) -> None:
         """Edit the Hugging Face config in place, before the model exists."""
 
@@ -50,7 +58,7 @@ class Technique:
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Yield what can be observed on the built model. `probe`: input_ids and position_ids of one small packed row."""
+        """Yield what can be observed on the built model. `probe`: keyword arguments of `model` for one small packed row."""
         yield from ()
 
 

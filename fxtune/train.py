@@ -68,10 +68,11 @@ class Trainer:
         dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
         hf_config = models.load_config(config.model)
         self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
-                                      sequence_length=config.data.sequence_length, rows=row_lengths(config.data))
+                                      sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
+                                      micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value)
         if reasons := list(tracking.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
-        config.techniques.check(self.facts)
+        self.techniques, self.decided = config.techniques.ready(self.facts)
         # The data comes before the weights: a bad row is found in seconds, an 8B model takes a minute to load.
         self.tokenizer = models.load_tokenizer(config.model)
         self.data = prepare(config.data, self.tokenizer, micro_batch_size=config.train.micro_batch_size,
@@ -82,12 +83,12 @@ class Trainer:
         self.held_out = Loader(self.data.evaluation, config.loader, self.world.device) if self.data.evaluation else None
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_setting()
-        self.model = config.techniques.build(config.model, hf_config, self.world, seed)
-        evidence = config.techniques.prove(self.model, make_probe(self.model, config.data.packing))
+        self.model = self.techniques.build(config.model, hf_config, self.world, seed)
+        evidence = self.techniques.prove(self.model, make_probe(self.model, config.data.packing))
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
         for seen in evidence:
             screen.note(f"{seen.technique}: {seen.asked}. Observed: {seen.observed}")
-        if dtype == "bfloat16" and not config.techniques.lora.enabled:
+        if dtype == "bfloat16" and not self.techniques.lora.enabled:
             screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
                         "learning rates learn little. model.dtype=float32 with techniques.precision.autocast=bfloat16 loses "
                         "none, for twice the memory.")
@@ -112,7 +113,7 @@ class Trainer:
         config, state, plan = self.config, self.state, self.plan
         self.model.train()
         interval = Interval(state.skipped_steps)
-        autocast = config.techniques.precision.autocast
+        autocast = self.techniques.precision.autocast
         meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens,
                       dtype=None if autocast is Autocast.none else autocast.value)
         for step in load(plan, config.loader, self.world.device, start_step=state.step):
@@ -146,7 +147,7 @@ class Trainer:
         scale = 2.0 ** round(math.log2(supervised)) if self.facts.dtype == "float16" else 1.0
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
-            with self.config.techniques.precision.context(self.world.device):
+            with self.techniques.precision.context(self.world.device):
                 part = batch_loss(self.model, batch) / supervised
             (part * scale).backward()
             loss += part.detach()
@@ -159,7 +160,7 @@ class Trainer:
         """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
         if self.held_out is None:
             return False
-        loss = mean_loss(self.model, self.held_out, self.config.techniques.precision)
+        loss = mean_loss(self.model, self.held_out, self.techniques.precision)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
         if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False
@@ -177,7 +178,7 @@ class Trainer:
         self.screen.note(f"run folder: {self.folder.path}")
         self.screen.note(f"{self.world.device}: {self.facts.device_name}; weights in {self.facts.dtype}; {loader.num_workers} "
                          f"loader processes, pinned memory {'on' if loader.pin_memory else 'off'}")
-        for note in self.plan.notes():
+        for note in [*self.decided, *self.plan.notes()]:
             self.screen.note(note)
         seen = self.plan.summary()
         self.screen.note(f"{seen['steps']} steps of {self.config.train.global_batch_size} rows, {seen['epochs']:.2f} epochs; "
@@ -222,7 +223,7 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         """Export what was trained, ask the questions again, say where everything is."""
-        kind = "adapter" if self.config.techniques.lora.enabled else "model"
+        kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
         if self.exam:
             self._log({"questions/exact_match": self.exam.ask(self.model, "after")})

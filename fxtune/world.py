@@ -46,6 +46,24 @@ class Facts:
     sequence_length: int = 0
     rows: tuple[int, ...] = ()
     """The lengths in tokens that a batch's rows can have (one with packing, the buckets without)."""
+    micro_batch_size: int = 1
+    free_memory: int = 0
+    """Bytes of `memory` that nobody uses yet."""
+    host_memory: int = 0
+    optimizer: str = "adamw"
+    techniques: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The options of each technique that is enabled, by its name. `Pipeline` fills it in."""
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The config of the language model inside `model`."""
+        return self.model.get("text_config") or self.model
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that matmuls and attention run in: autocast's, or the weights'."""
+        autocast = self.techniques.get("precision", {}).get("autocast", "none")
+        return self.dtype if autocast == "none" else autocast
 
 
 @dataclass(frozen=True)
@@ -76,10 +94,17 @@ class World:
                                     cores=cores(), platform=platform.system(), packages=_packages())
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)
-            here.update(device_name=card.name, capability=(card.major, card.minor), memory=card.total_memory)
+            total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
+            free = min(torch.cuda.mem_get_info(self.device)[0], total)
+            here.update(device_name=card.name, capability=(card.major, card.minor), memory=total, free_memory=free,
+                        host_memory=_host_memory())
         else:
-            here["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            here.update(memory=_host_memory(), free_memory=_host_memory(), host_memory=_host_memory())
         return Facts(**{**here, **known})
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cores() -> int:

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 FLOORS = [
     {"__init__", "errors"},
     # knows the machine, the disk, a library; nothing of training
-    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link"},
+    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link",
+     "kernels.*"},  # our own fused operators, each with its plain reference
     {"technique", "vetting"},
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},

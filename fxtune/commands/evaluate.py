@@ -40,9 +40,10 @@ def run(config: Config) -> dict[str, Any]:
     world = World.create(config.run.device)
     hf_config = models.load_config(model)
     techniques = _to_evaluate(config)
-    techniques.check(world.facts(
+    techniques, _ = techniques.ready(world.facts(
         model=hf_config.to_dict(), dtype=str(models.resolve_dtype(model, world)).removeprefix("torch."), packing=data.packing,
-        sequence_length=data.sequence_length, rows=row_lengths(data)))
+        sequence_length=data.sequence_length, rows=row_lengths(data),
+        micro_batch_size=config.train.micro_batch_size))
     tokenizer = models.load_tokenizer(model)
     plan = _held_out(config, tokenizer)
     questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []

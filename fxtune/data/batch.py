@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: int64 tensors [rows, length] and two counts known without looking at them."""
+    """One micro-batch: int64 tensors [rows, length], what kernels need to know of them, and counts known without looking."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -26,23 +26,34 @@ class Batch:
     position_ids: torch.Tensor
     """Restart at 0 in each document. Padding of a packed row is a document of its own; that of a row with a single
     document goes on counting."""
+    cu_seqlens: torch.Tensor
+    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens, then their number, repeated to
+    a length that is the same for all of a plan's batches (documents of no tokens), so that no compiled code sees a new shape.
+    A row that is not packed is one document, its padding included, which stands behind all that counts."""
+    supervised_at: torch.Tensor
+    """int64 [supervised]: the flattened positions that have a target: the only ones that need logits."""
+    labels: torch.Tensor
+    """int64 [supervised]: their targets."""
     tokens: int
     """Tokens that are not padding."""
-    supervised: int
-    """Targets that are not -100."""
+
+    @property
+    def supervised(self) -> int:
+        """Targets that are not -100."""
+        return len(self.labels)
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return replace(self, input_ids=self.input_ids.to(device, non_blocking=non_blocking),
-                       targets=self.targets.to(device, non_blocking=non_blocking),
-                       position_ids=self.position_ids.to(device, non_blocking=non_blocking))
+        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()})
 
     def pin_memory(self) -> Batch:
-        return replace(self, input_ids=self.input_ids.pin_memory(), targets=self.targets.pin_memory(),
-                       position_ids=self.position_ids.pin_memory())
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that `stream` reads these tensors, which another stream wrote."""
-        for tensor in (self.input_ids, self.targets, self.position_ids):
+        for tensor in self._tensors().values():
             tensor.record_stream(stream)
 
 
@@ -61,6 +72,8 @@ class Pieces:
     """Tokens in a row, padding included."""
     packed: bool
     pad_id: int
+    slots: int
+    """Room for documents in `cu_seqlens`: at least one for each segment, and one more a row for its padding."""
 
 
 def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
@@ -82,5 +95,9 @@ def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
     targets = np.full_like(ids, IGNORED)
     targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORED)
     positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
-    return Batch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions),
-                 tokens=int(pieces.length.sum()), supervised=int(supervised.sum()))
+    starts = np.flatnonzero(positions == 0)
+    cu_seqlens = np.full(pieces.slots + 1, ids.size, np.int32)
+    cu_seqlens[:len(starts)] = starts
+    wanted = np.flatnonzero(targets != IGNORED)
+    return Batch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), torch.from_numpy(cu_seqlens),
+                 torch.from_numpy(wanted), torch.from_numpy(targets.ravel()[wanted]), tokens=int(pieces.length.sum()))

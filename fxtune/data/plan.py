@@ -56,6 +56,9 @@ class Plan:
         self.sizes = sizes
         self._stop = self._rows_in_all()
         self.steps = -(-self._stop // sizes.global_batch_size)
+        # Each row of the first epoch as full of documents as the fullest, padding being one: a bound for nearly all of them.
+        fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
+        self._slots = _power_of_two(fullest * sizes.micro_batch_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.stream, self.sizes)
@@ -113,7 +116,8 @@ class Plan:
         segments, offsets = self._micro(step, micro)
         length = self.stream.segments.length[segments]
         return Pieces(self.stream.source[segments], self.stream.segments.start[segments], length, offsets,
-                      int(self._padded(length.max())), self.stream.settings.packing, self.sizes.pad_id)
+                      int(self._padded(length.max())), self.stream.settings.packing, self.sizes.pad_id,
+                      slots=max(self._slots, _power_of_two(len(segments) + len(offsets) - 1)))
 
     def batch(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`. IndexError outside the run."""
@@ -208,6 +212,10 @@ class Plan:
         steps = np.pad(length, (0, -len(length) % step)).reshape(-1, step)
         micros = -np.sort(-steps, axis=1).reshape(-1, micro)
         return int((self._padded(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum())
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def row_lengths(data: DataConfig) -> tuple[int, ...]:

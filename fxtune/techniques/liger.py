@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxtune.technique import Technique
+
+
+@dataclass
+class Liger(Technique):
+    pass

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fxtune.data.batch import IGNORED, Batch
 from fxtune.data.loader import Loader
+from fxtune.technique import model_inputs
 from fxtune.techniques.precision import Precision
 
 
@@ -22,13 +23,13 @@ def batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     stands behind every real token, where causal attention never looks. `use_cache=False` keeps compiled layers from
     recompiling on the cache's state.
     """
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    logits = model(**model_inputs(model, batch.input_ids, batch.position_ids, batch.cu_seqlens)).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Loss of each token in nats, [rows, length] in float32; 0 where the position is not supervised."""
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    logits = model(**model_inputs(model, batch.input_ids, batch.position_ids, batch.cu_seqlens)).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view_as(batch.targets)
 

@@ -14,7 +14,7 @@ from torch import nn
 from fxtune import model as models
 from fxtune.errors import ConfigError
 from fxtune.model import ModelConfig
-from fxtune.technique import Evidence, Technique
+from fxtune.technique import Evidence, Technique, model_inputs
 from fxtune.techniques.attention import Attention
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile
@@ -113,11 +113,12 @@ class Pipeline:
         return seen
 
 
-def make_probe(model: nn.Module, packing: bool = True) -> dict[str, torch.Tensor]:
+def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:
     """A small row for verify(): 24 fixed tokens on the model's device, three packed documents of 7, 8 and 9 (or one)."""
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     lengths = (7, 8, 9) if packing else (24,)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     ids = (torch.arange(24) * 7919 + 3) % vocabulary
-    return {"input_ids": ids.unsqueeze(0).to(device), "position_ids": positions.to(device)}
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return model_inputs(model, ids.unsqueeze(0).to(device), positions.to(device), starts.to(device))

@@ -71,6 +71,21 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
 
 
+def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor,
+                 cu_seqlens: torch.Tensor) -> dict[str, Any]:
+    """The keyword arguments for one forward pass in training: what Batch holds, under transformers' names.
+
+    No attention mask is passed: documents are kept apart by `position_ids` and, for attention that takes documents of any
+    length one after the other, by `cu_seqlens`. `use_cache=False` keeps compiled layers from recompiling on the cache's state.
+    """
+    given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    if "flash" in str(model.config._attn_implementation):  # type: ignore[union-attr]
+        # A row's length in place of the longest document's: one number for all batches, so compiled code stays.
+        longest = input_ids.shape[1]
+        given.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
+    return given
+
+
 @contextmanager
 def observed(model: nn.Module) -> Iterator[None]:
     """Look at a model without changing it: no dropout, and the training flag and the random state as before."""

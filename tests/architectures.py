@@ -59,14 +59,14 @@ def lora(r: int = 4, **options: Any) -> Pipeline:
 def logits(model: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        return model(**make_probe(model), use_cache=False).logits.float()
+        return model(**make_probe(model)).logits.float()
 
 
 def trained(model: Any) -> Any:
     """The model after two large steps, so that every adapter has moved."""
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     for _ in range(2):
-        model(**make_probe(model), use_cache=False).logits.float().logsumexp(-1).sum().backward()
+        model(**make_probe(model)).logits.float().logsumexp(-1).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

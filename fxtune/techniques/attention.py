@@ -60,7 +60,7 @@ class Attention(Technique):
         with observed(model), torch.no_grad():
             layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
             with _Count() as count, torch.compiler.set_stance("force_eager"):
-                model(**probe, use_cache=False)
+                model(**probe)
             seen = "sdpa" if count.calls >= layers else "eager" if count.calls == 0 else "mixed"
             yield Evidence("attention", asked,
                            f"{seen}: {count.calls} calls of scaled_dot_product_attention in {layers} layers", seen == wanted)

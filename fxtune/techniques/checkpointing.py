@@ -53,7 +53,7 @@ class Checkpointing(Technique):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         try:
             with observed(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                logits = model(**probe, use_cache=False).logits
+                logits = model(**probe).logits
                 torch.autograd.grad(logits.float().mean(), trained[:1])
         finally:
             for hook in hooks:

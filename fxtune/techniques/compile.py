@@ -68,10 +68,10 @@ class Compile(Technique):
         """Profile one forward after a first one that compiles: torch marks each entry into compiled code."""
         layers = len(decoder_layers(model))
         with observed(model), torch.enable_grad():
-            model(**probe, use_cache=False)
+            model(**probe)
             compiled_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                model(**probe, use_cache=False)
+                model(**probe)
         anew = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled_before
         regions = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         yield Evidence("compile", f"{layers} layers run compiled code, without compiling again",

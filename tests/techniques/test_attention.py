@@ -37,7 +37,7 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(family):
     model = built(Pipeline(), random_model(family)).eval()
     probe = make_probe(model)
     with torch.no_grad():
-        packed = model(**probe, use_cache=False).logits[0]
+        packed = model(**probe).logits[0]
         starts = [*(probe["position_ids"][0] == 0).nonzero().flatten().tolist(), 24]
         for start, end in pairwise(starts):
             alone = model(input_ids=probe["input_ids"][:, start:end], use_cache=False).logits[0]

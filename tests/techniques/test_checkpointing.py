@@ -20,7 +20,7 @@ def checkpointed(pipeline: Pipeline, every: int = 1) -> Pipeline:
 def gradients(model) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)  # dropout
     model.train()
-    model(**make_probe(model), use_cache=False).logits.logsumexp(-1).sum().backward()
+    model(**make_probe(model)).logits.logsumexp(-1).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -55,7 +55,7 @@ def test_it_keeps_fewer_activations():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(**make_probe(model), use_cache=False)
+            model(**make_probe(model))
         return total
 
     assert kept(checkpointed(lora())) < kept(lora()) / 4

@@ -24,7 +24,7 @@ def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
     linear = model.get_base_model().model.layers[0].mlp.down_proj
     linear.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     with precision.context(CPU.device):
-        model(**make_probe(model), use_cache=False)
+        model(**make_probe(model))
     assert seen == [expected]
     assert all(evidence.acted for evidence in precision.verify(model, make_probe(model)))
 

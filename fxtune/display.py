@@ -47,6 +47,9 @@ class Display:
     def note(self, text: str) -> None:
         """A message for the user, on lines of its own."""
 
+    def evidence(self, seen: Iterable[Evidence]) -> None:
+        """Show what was observed of the techniques, as `fxtune verify` does."""
+
     def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
         """Show answers to questions, as `answers_table` takes them."""
 
@@ -119,6 +122,9 @@ class PlainDisplay(Display):
 
     def note(self, text: str) -> None:
         say(text)
+
+    def evidence(self, seen: Iterable[Evidence]) -> None:
+        say(evidence_table(seen))
 
     def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
         say(answers_table(rows))

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from typing import Any
 
 import torch
@@ -20,18 +19,16 @@ from fxtune import tracking
 from fxtune.checkpoint import Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.data.loader import Loader, Step, load
-from fxtune.data.plan import prepare, row_lengths
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, HardwareError, NumbersError, UserError
 from fxtune.generation import Exam
 from fxtune.loss import batch_loss, mean_loss
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
-from fxtune.pipeline import make_probe
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
+from fxtune.setting import Setting
 from fxtune.techniques.precision import Autocast
-from fxtune.world import World
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -59,36 +56,22 @@ def run(config: Config) -> dict[str, Any]:
 class Trainer:
     def __init__(self, config: Config, folder: RunFolder, screen: Display, plain: dict[str, Any]):
         self.config, self.folder, self.screen, self.plain = config, folder, screen, plain
-        seed = config.run.seed
         # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
-        self.world = World.create(config.run.device)
-        if config.run.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
-        torch.use_deterministic_algorithms(config.run.deterministic)
-        dtype = str(models.resolve_dtype(config.model, self.world)).removeprefix("torch.")
-        hf_config = models.load_config(config.model)
-        self.facts = self.world.facts(model=hf_config.to_dict(), dtype=dtype, packing=config.data.packing,
-                                      sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
-                                      micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value)
+        setting = Setting(config)
+        self.world, self.facts = setting.world, setting.facts
+        self.techniques, self.decided = setting.techniques, setting.decided
         if reasons := list(tracking.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
-        self.techniques, self.decided = config.techniques.ready(self.facts)
-        # The data comes before the weights: a bad row is found in seconds, an 8B model takes a minute to load.
-        self.tokenizer = models.load_tokenizer(config.model)
-        self.data = prepare(config.data, self.tokenizer, micro_batch_size=config.train.micro_batch_size,
-                            global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps,
-                            epochs=config.train.epochs, seed=seed, quarantine=folder.path / "quarantine.jsonl",
-                            progress=config.tracking.display is not tracking.Display.none)
+        self.tokenizer, self.data = setting.read(quarantine=folder.path / "quarantine.jsonl")
         self.plan = self.data.training
         self.held_out = Loader(self.data.evaluation, config.loader, self.world.device) if self.data.evaluation else None
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_setting()
-        self.model = self.techniques.build(config.model, hf_config, self.world, seed)
-        evidence = self.techniques.prove(self.model, make_probe(self.model, config.data.packing))
+        self.model = setting.build()
+        evidence = setting.prove(self.model)
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
-        for seen in evidence:
-            screen.note(f"{seen.technique}: {seen.asked}. Observed: {seen.observed}")
-        if dtype == "bfloat16" and not self.techniques.lora.enabled:
+        screen.evidence(evidence)
+        if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled:
             screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
                         "learning rates learn little. model.dtype=float32 with techniques.precision.autocast=bfloat16 loses "
                         "none, for twice the memory.")

@@ -20,6 +20,7 @@ FLOORS = [
     # puts several together
     {"pipeline", "generation", "loss", "overrides"},
     {"config"},
+    {"setting"},  # a config becomes machine, techniques, data and model: for training and for the commands
     {"train", "commands.*"},
     {"__main__"},
 ]

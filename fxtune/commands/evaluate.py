@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from fxtune import console as screen
 from fxtune import model as models
 from fxtune.data.loader import Loader
-from fxtune.data.plan import Plan, check, plan_evaluation, row_lengths
+from fxtune.data.plan import Plan, check, plan_evaluation
 from fxtune.data.tokens import tokenize
 from fxtune.errors import ConfigError
 from fxtune.generation import Question, answer, exact_match, load_questions
 from fxtune.loss import mean_loss
-from fxtune.pipeline import Pipeline, make_probe
-from fxtune.world import World
+from fxtune.pipeline import Pipeline
+from fxtune.setting import Setting
 
 if TYPE_CHECKING:
     from fxtune.config import Config
@@ -37,24 +37,18 @@ def run(config: Config) -> dict[str, Any]:
     check(data)
     if not (data.eval_sources or data.eval_fraction or data.questions.path):
         raise ConfigError("There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path.")
-    world = World.create(config.run.device)
-    hf_config = models.load_config(model)
-    techniques = _to_evaluate(config)
-    techniques, _ = techniques.ready(world.facts(
-        model=hf_config.to_dict(), dtype=str(models.resolve_dtype(model, world)).removeprefix("torch."), packing=data.packing,
-        sequence_length=data.sequence_length, rows=row_lengths(data),
-        micro_batch_size=config.train.micro_batch_size))
+    setting = Setting(replace(config, techniques=_to_evaluate(config)))
     tokenizer = models.load_tokenizer(model)
     plan = _held_out(config, tokenizer)
     questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
-    built = techniques.build(model, hf_config, world, config.run.seed)
-    techniques.prove(built, make_probe(built, data.packing))
+    built = setting.build()
+    setting.prove(built)
 
     figures: dict[str, Any] = {}
     if plan is not None:
-        loader = Loader(plan, config.loader, world.device)
+        loader = Loader(plan, config.loader, setting.world.device)
         try:
-            loss = mean_loss(built, loader, techniques.precision)
+            loss = mean_loss(built, loader, setting.techniques.precision)
         finally:
             loader.close()
         figures.update({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})

@@ -1,0 +1,65 @@
+"""What a run is made of before its first step, in the order in which it comes to be. Training, evaluation, `fxtune verify`
+and `fxtune doctor` share it, so that what they say of a recipe is what training does with it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune import model as models
+from fxtune.config import Config
+from fxtune.data.plan import Prepared, prepare, row_lengths
+from fxtune.pipeline import make_probe
+from fxtune.technique import Evidence
+from fxtune.tracking import Display
+from fxtune.world import World
+
+
+class Setting:
+    """The machine, the techniques as they act on it, and on demand the data and the model.
+
+    Making one refuses what cannot work from configs alone: no weight is loaded, no row is read. Raises ConfigError with every
+    reason at once, HardwareError and StorageError as World.create() and load_config() do.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.world = World.create(config.run.device)
+        if config.run.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        self.hf_config = models.load_config(config.model)
+        self.facts = self.world.facts(
+            model=self.hf_config.to_dict(), dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
+            packing=config.data.packing, sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
+            micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value)
+        self.techniques, self.decided = config.techniques.ready(self.facts)
+        """Every `auto` decided, and what was decided and why."""
+
+    def read(self, quarantine: Path | None = None) -> tuple[Any, Prepared]:
+        """The tokenizer and the data. They come before the weights: a bad row is found in seconds, an 8B model takes a minute
+        to load. `quarantine`: see tokenize().
+        """
+        config = self.config
+        tokenizer = models.load_tokenizer(config.model)
+        return tokenizer, prepare(
+            config.data, tokenizer, micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps, epochs=config.train.epochs,
+            seed=config.run.seed, quarantine=quarantine, progress=config.tracking.display is not Display.none)
+
+    def build(self) -> nn.Module:
+        """The model with every technique applied."""
+        return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
+
+    def prove(self, model: nn.Module) -> list[Evidence]:
+        """What is observed of every technique on `model`. Raises ConfigError where one did not act."""
+        return self.techniques.prove(model, make_probe(model, self.config.data.packing))
+
+    def observe(self, model: nn.Module) -> list[Evidence]:
+        """prove() without the error."""
+        return self.techniques.verify(model, make_probe(model, self.config.data.packing))

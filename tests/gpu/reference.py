@@ -1,8 +1,8 @@
 """The references of the GPU tests: plain transformers in float32, each document alone, against fxtune's own path.
 
-`plain` runs in a process of its own, which never imports fxtune: kernels that patch transformers' modules (Liger does) would
-otherwise be part of what they are compared with. It is started once and answers for the whole session, and an answer is kept,
-so that tests may ask for the same reference again and again.
+`plain` runs in a process of its own, where no technique was ever applied: kernels that patch transformers' modules (Liger
+does) would otherwise be part of what they are compared with. It is started once and answers for the whole session, and an
+answer is kept, so that tests may ask for the same reference again and again.
 
 A bfloat16 model as a whole differs from float32 by bfloat16's own rounding, which grows with depth. So operators are
 compared as operators, on inputs that were rounded first, and a whole model against `plain(..., dtype="bfloat16")`: how far
@@ -23,6 +23,7 @@ import multiprocessing
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,7 +148,7 @@ def plain(shape: Shape, given: Any, dtype: str = "float32", attention: str = "ea
            hashlib.blake2b(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest())
     if key not in _KEPT:
         asked = (str(path(shape)), tensors, dtype, attention, lora, scale, str(given.input_ids.device))
-        loss, logits, grads = _other_process().submit(_plain, *asked).result()
+        loss, logits, grads = elsewhere(_plain, *asked)
         _KEPT[key] = (loss, torch.from_numpy(logits), {name: torch.from_numpy(value) for name, value in grads.items()})
     loss, logits, grads = _KEPT[key]
     return Result(loss, logits, dict(grads))
@@ -209,6 +210,11 @@ def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     return seen.detach().flatten(0, 1)[given.supervised_at].float()
 
 
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a module's function returns in the process that knows plain transformers only. Arrays, not tensors, go and come."""
+    return _other_process().submit(function, *arguments).result()
+
+
 _KEPT: dict[Any, Any] = {}
 
 
@@ -258,7 +264,7 @@ def _other_process() -> ProcessPoolExecutor:
 
 def _plain(folder: str, tensors: list[np.ndarray], dtype: str, attention: str, lora: bool, scale: float,
            device: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
-    """What `plain` asks of the other process. Arrays, not tensors: torch would send those through /dev/shm."""
+    """What `plain` asks of the other process."""
     from transformers import AutoModelForCausalLM
 
     torch.set_float32_matmul_precision("highest")

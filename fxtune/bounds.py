@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 POSITIVE, NOT_NEGATIVE, SHARE, BELOW_ONE, AT_LEAST_ONE = "above 0", "0 or more", "from 0 to 1", "from 0 to below 1", "1 or more"
+PART = "above 0 and below 1"
 
 _HOLDS = {
     POSITIVE: lambda x: x > 0,
@@ -20,14 +21,15 @@ _HOLDS = {
     SHARE: lambda x: 0 <= x <= 1,
     BELOW_ONE: lambda x: 0 <= x < 1,
     AT_LEAST_ONE: lambda x: x >= 1,
+    PART: lambda x: 0 < x < 1,
 }
 
 BOUNDS = {
-    "run.seed": NOT_NEGATIVE,
+    "run.seed": NOT_NEGATIVE, "run.memory_gib": POSITIVE,
     "data.sources.*.weight": POSITIVE, "data.sources.*.limit": AT_LEAST_ONE,
     "data.eval_sources.*.limit": AT_LEAST_ONE,
     "data.eval_fraction": BELOW_ONE, "data.sequence_length": AT_LEAST_ONE, "data.workers": NOT_NEGATIVE,
-    "data.buckets.*": AT_LEAST_ONE,
+    "data.buckets.*": AT_LEAST_ONE, "data.mix.long_share": PART, "data.mix.threshold": AT_LEAST_ONE,
     "data.questions.limit": AT_LEAST_ONE, "data.questions.show": NOT_NEGATIVE,
     "data.questions.max_new_tokens": AT_LEAST_ONE, "data.questions.batch_size": AT_LEAST_ONE,
     "train.max_steps": AT_LEAST_ONE, "train.epochs": POSITIVE, "train.micro_batch_size": AT_LEAST_ONE,
@@ -39,6 +41,7 @@ BOUNDS = {
     "schedule.decay_ratio": SHARE,
     "techniques.lora.r": AT_LEAST_ONE, "techniques.lora.alpha": POSITIVE, "techniques.lora.dropout": BELOW_ONE,
     "techniques.rope.factor": AT_LEAST_ONE, "techniques.rope.original_max_position_embeddings": AT_LEAST_ONE,
+    "techniques.precision.initial_scale": POSITIVE, "techniques.precision.scale_growth_interval": AT_LEAST_ONE,
     "techniques.checkpointing.every": AT_LEAST_ONE,
     "loader.num_workers": NOT_NEGATIVE, "loader.prefetch_factor": AT_LEAST_ONE,
     "checkpoint.every": NOT_NEGATIVE, "checkpoint.keep": AT_LEAST_ONE,

@@ -21,12 +21,13 @@ FLOORS = [
     {"pipeline", "generation", "loss", "overrides"},
     {"config"},
     {"setting"},  # a config becomes machine, techniques, data and model: for training and for the commands
+    {"comparison"},  # with plain transformers
     {"train", "commands.*"},
     {"__main__"},
 ]
 
 DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "chat", "table", "tokens",
-        "packing", "batch", "segments", "stream", "plan", "loader"]
+        "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
 """Inside data/: each may import those before it."""
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from fxtune.__main__ import main
 from fxtune.commands import preview
 from fxtune.commands.preview import TokenTexts
-from fxtune.data.sources import OnLong, SourceConfig
+from fxtune.data.sources import MixConfig, OnLong, SourceConfig
 from fxtune.model import ModelConfig, load_tokenizer
 
 
@@ -135,6 +135,15 @@ def test_held_out_documents_and_weights_are_told(small, chats, tmp_path):
     assert re.search(r"own\.jsonl +│ .*│ 2\d\.\d%", page)
     assert re.search(r"chats\.jsonl +│ .*│ 7\d\.\d%", page)
     assert re.search(r"Held out for evaluation: \d+ documents, [\d,]+ supervised tokens", page)
+
+
+def test_a_mix_of_short_and_long_documents_is_shown(small):
+    small.data.packing, small.data.sequence_length, small.data.mix = True, 128, MixConfig(0.4, 64)
+    page = shown(small)
+    assert re.search(r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page)
+    assert re.search(r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page)
+    small.data.mix.long_share = None
+    assert "long documents" not in shown(small)
 
 
 def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):

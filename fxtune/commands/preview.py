@@ -110,6 +110,9 @@ def figures(plan: Plan, console: Console) -> None:
         ["without targets", f"{seen['without_targets']:,} documents or pieces, left out"],
         ["steps", f"{seen['steps']:,} ({seen['epochs']:.4g} epochs of {seen['steps_per_epoch']:,.1f} steps)"],
     ]
+    if mixed := seen["mix"]:
+        rows.insert(3, ["long documents", f"{mixed['share']:.1%} of the tokens, {mixed['lowest']:.0%} to {mixed['highest']:.0%} "
+                                          f"in a step (over {mixed['threshold']:,} tokens each)"])
     console.print()
     console.print(screen.table("The first epoch", ["", ""], rows))
     columns = ["source", "documents", "segments", "supervised tokens", "share", "times seen", "bad rows"]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from fxtune.data.batch import Batch, Pieces, assemble
+from fxtune.data.mix import Mix
 from fxtune.data.segments import Cut, Side
 from fxtune.data.sources import DataConfig
 from fxtune.data.stream import Epoch, Stream, StreamSettings
@@ -88,6 +89,11 @@ class Plan:
         """Tokens of the whole step, padding not counted."""
         return int(self.lengths(step).sum())
 
+    def long_tokens(self, step: int) -> int:
+        """Tokens of the whole step that are in long segments (data.mix); 0 without a mix."""
+        rows = self._rows(step)[0]
+        return int(self.stream.segments.length[rows[self.stream.long[rows]]].sum())
+
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each segment of a step, int64 [segments]."""
         return self.stream.segments.length[self._rows(step)[0]]
@@ -140,7 +146,27 @@ class Plan:
         return dict(rows=len(epoch), segments=len(length), tokens=tokens, supervised_tokens=targets,
                     supervised_share=targets / tokens, padding_share=1 - tokens / self._room(epoch),
                     steps_per_epoch=len(epoch) / self.sizes.global_batch_size, steps=self.steps,
-                    epochs=self.epoch(self.steps), **totals, sources=sources)
+                    epochs=self.epoch(self.steps), **totals, sources=sources, mix=self._mixed(epoch))
+
+    def _mixed(self, epoch: Epoch) -> Optional[dict[str, Any]]:
+        """What data.mix came to in an epoch; None: there is none.
+
+        `share`: of the tokens in long segments; `lowest` and `highest`: that of a step, the epoch beginning with one; of each
+        kind the segments there are, their tokens, and how often an epoch has each.
+        """
+        mix, of = self.stream.settings.mix, self.stream.segments
+        if mix is None:
+            return None
+        steps = np.arange(0, len(epoch), self.sizes.global_batch_size)
+        long, tokens = (np.add.reduceat(part, steps) for part in self.stream.tokens(epoch))
+        of_whole = (long / tokens)[:max(len(epoch) // self.sizes.global_batch_size, 1)]
+        kinds = {}
+        for kind, members in (("long", self.stream.long), ("short", ~self.stream.long)):
+            seen = int(of.length[epoch.segments[members[epoch.segments]]].sum())
+            supply = int(of.length[members].sum())
+            kinds[kind] = dict(segments=int(members.sum()), tokens=supply, repeats=seen / supply)
+        return dict(asked=mix.long_share, threshold=mix.threshold, share=float(long.sum() / tokens.sum()),
+                    lowest=float(of_whole.min()), highest=float(of_whole.max()), **kinds)
 
     def notes(self) -> list[str]:
         """One sentence for each thing that was done to the documents, by source. Empty: nothing was."""
@@ -159,6 +185,11 @@ class Plan:
             if counts.without_targets:
                 said.append(f"{table.name}: {counts.without_targets:,} documents or pieces had nothing to learn "
                             "(no supervised token after the first) and were left out.")
+        if mixed := self._mixed(self.stream.epoch(0)):
+            said.append(f"{mixed['share']:.1%} of the tokens are in documents of more than {mixed['threshold']:,} "
+                        f"({mixed['lowest']:.0%} to {mixed['highest']:.0%} in a step, {mixed['asked']:.1%} asked for): in an "
+                        f"epoch each of these {mixed['long']['segments']:,} comes {mixed['long']['repeats']:.2f} times, each of "
+                        f"the {mixed['short']['segments']:,} shorter ones {mixed['short']['repeats']:.2f} times.")
         return said
 
     def _rows_in_all(self) -> int:
@@ -250,7 +281,8 @@ def plan_training(tables: Sequence[TokenTable], data: DataConfig, *, micro_batch
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(f"train.epochs={epochs}: give a number above 0 (fractions are fine), or null.")
     settings = StreamSettings(data.sequence_length, data.packing, data.on_long, data.eval_fraction,
-                              Side.train if data.eval_fraction else Side.all, _weights(data), seed)
+                              Side.train if data.eval_fraction else Side.all, _weights(data), seed,
+                              Mix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None)
     return Plan(Stream(tables, settings),
                 Sizes(micro_batch_size, global_batch_size, max_steps, epochs, row_lengths(data), pad_id))
 
@@ -317,6 +349,22 @@ def check(data: DataConfig) -> None:
     _weights(data)
     if any(source.weight is not None for source in data.eval_sources):
         raise ConfigError("data.eval_sources have no weights: every document is evaluated once. Remove weight there.")
+    _check_mix(data)
+
+
+def _check_mix(data: DataConfig) -> None:
+    share, threshold = data.mix.long_share, data.mix.threshold
+    if share is None:
+        return
+    if not 0 < share < 1:
+        raise ConfigError(f"data.mix.long_share={share}: give a share above 0 and below 1, or null to leave the data as it is.")
+    if not 0 < threshold < data.sequence_length:
+        raise ConfigError(f"data.mix.threshold={threshold}: no document can be longer than data.sequence_length="
+                          f"{data.sequence_length}, so none would be long. Set it below that: the context that the model had "
+                          "before.")
+    if _weights(data) is not None:
+        raise ConfigError("data.mix.long_share and the weights of data.sources both say how often a document comes. Keep one: "
+                          "remove the weights, or set data.mix.long_share=null.")
 
 
 def _weights(data: DataConfig) -> Optional[tuple[float, ...]]:

@@ -28,8 +28,8 @@ from fxtune.data.formats import RowFormat, detect
 from fxtune.data.rows import LineShard, Row, RowShard, Shard
 from fxtune.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "LineShard", "OnBadRow", "OnLong", "QuestionsConfig", "Row", "RowFormat", "RowShard", "Shard",
-           "Source", "SourceConfig", "TextUnit", "detect", "open_source"]
+__all__ = ["DataConfig", "LineShard", "MixConfig", "OnBadRow", "OnLong", "QuestionsConfig", "Row", "RowFormat", "RowShard",
+           "Shard", "Source", "SourceConfig", "TextUnit", "detect", "open_source"]
 
 SHARD_BYTES = 2 << 20
 """Bytes of a JSONL file that one worker takes at a time."""
@@ -92,6 +92,17 @@ class QuestionsConfig:
 
 
 @dataclass
+class MixConfig:
+    """Short and long documents together in every step, so that a model that learns long ones keeps what it can do with short
+    ones. What counts is a document's length after on_long has cut it."""
+
+    long_share: Optional[float] = None
+    """Share of each optimizer step's tokens that long documents have, give or take one row; null: whatever the data has."""
+    threshold: int = 8192
+    """Documents of more tokens than this are long. Take the context that the model had before."""
+
+
+@dataclass
 class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     eval_sources: list[SourceConfig] = field(default_factory=list)
@@ -107,6 +118,7 @@ class DataConfig:
     """Without packing: the lengths to pad to, ascending; empty: the longest document of the micro-batch."""
     on_long: OnLong = OnLong.split
     """What happens to a document longer than sequence_length."""
+    mix: MixConfig = field(default_factory=MixConfig)
     on_bad_row: OnBadRow = OnBadRow.error
     """What happens to a row that cannot be used. `quarantine` writes it to quarantine.jsonl in the run folder and goes on."""
     chat_template: Optional[str] = None

@@ -2,10 +2,16 @@
 
 `Optimizer` is one thing to the loop even where the method is two (Muon for matrices, AdamW for the rest). Its update is
 guarded: when the step's loss or gradient is not finite, nothing changes, neither weights nor moments.
+
+Memory of the state in bytes a trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are bfloat16
+too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values keep 8), Lion,
+Muon and SGD with momentum half of AdamW's, Adafactor next to nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,21 +19,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.kernels.stochastic_adamw import StochasticAdamW
+from fxtune.world import APEX, Facts, World, c_compiler
+
 Scalar = int | float | bool
+QUANT = "Install it with pip install 'fxtune[quant]'"
 
 
 class OptimizerName(str, Enum):
     adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+    apex_adamw = "apex_adamw"
     sgd = "sgd"
     adafactor = "adafactor"
     lion = "lion"
     muon = "muon"
 
 
+class Library(str, Enum):
+    auto = "auto"
+    bitsandbytes = "bitsandbytes"
+    torchao = "torchao"
+
+
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`muon` updates matrices with Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
+    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with
+    Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
     lr: float = 2e-4
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -40,15 +59,81 @@ class OptimizerConfig:
     """SGD's and Muon's momentum."""
     fused: bool = True
     """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""
+    library: Library = Library.auto
+    """Whose `adamw_8bit`: `auto` is torchao's on a CPU and with stochastic_rounding, which bitsandbytes does not have, else
+    bitsandbytes', which compiles nothing, where it is installed."""
+    stochastic_rounding: bool = False
+    """Over bfloat16 weights: round each update up or down by chance, so that small ones add up in place of being lost.
+    `adamw` (its moments are float32 then) and `adamw_8bit` of torchao have it."""
+
+
+def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    """Yield each reason why this optimizer cannot run under `facts`, with its key: known before a weight is loaded."""
+    if config.name is OptimizerName.adamw_8bit:
+        chosen = library(config, facts)
+        if chosen is Library.auto:
+            yield f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use adamw."
+        elif chosen.value not in facts.packages:
+            yield f"optimizer.library: {chosen.value} is not installed. {QUANT}, or use another library."
+        if chosen is Library.bitsandbytes and config.stochastic_rounding:
+            yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+    elif config.library is not Library.auto:
+        yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
+    if config.name is OptimizerName.apex_adamw:
+        yield from _without_apex(facts)
+    if config.stochastic_rounding:
+        yield from _not_rounded(config, facts)
+    compiled = facts.device == "cuda" and (config.stochastic_rounding or (
+        config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao))
+    if compiled and not c_compiler():
+        yield ("optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
+               "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding.")
+
+
+def library(config: OptimizerConfig, facts: Facts) -> Library:
+    """Whose adamw_8bit it is under `facts`; `auto` where there is none."""
+    if config.library is not Library.auto:
+        return config.library
+    order = [Library.torchao, Library.bitsandbytes]
+    if facts.device == "cuda" and not config.stochastic_rounding:
+        order.reverse()
+    return next((one for one in order if one.value in facts.packages), Library.auto)
+
+
+def _without_apex(facts: Facts) -> Iterator[str]:
+    if facts.device != "cuda":
+        yield f"optimizer.name: apex_adamw runs on a GPU, and the device is {facts.device}. Use adamw."
+    elif APEX not in facts.packages:
+        found = ("the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
+                 "or was built without them" if "apex" in facts.packages else "it is not installed")
+        yield (f"optimizer.name: apex_adamw is FusedAdam of NVIDIA's Apex, and {found}. Build it from github.com/NVIDIA/apex "
+               "with its cpp_ext and cuda_ext, or use adamw.")
+
+
+def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
+        yield (f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
+               "false.")
+    if "lora" in facts.techniques:
+        yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
+    elif facts.dtype != "bfloat16":
+        yield (f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
+               "model.dtype to bfloat16.")
 
 
 class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig):
+    def __init__(self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False):
+        """keep_gradients: gradients are zeroed in place and never dropped, for code that is recorded as CUDA graphs: what it
+        hands out as a gradient is overwritten by its next run, so it must be added to memory of our own.
+        """
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parts = _library_optimizers(model, config, list(self.names))
+        self.keep_gradients = keep_gradients
+        for parameter in self.names if keep_gradients else ():
+            parameter.grad = torch.zeros_like(parameter)
 
     def clip(self, max_norm: float, scale: float = 1.0) -> torch.Tensor:
         """The norm of the whole gradient, a scalar on the device; the gradient is scaled down to `max_norm` (0: it is not).
@@ -67,24 +152,34 @@ class Optimizer:
         """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the gradients."""
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = lr
+                if isinstance(group["lr"], torch.Tensor):  # of torchao: compiled code sees a new value, not a new constant
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
             if part.defaults.get("fused"):
                 part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # what GradScaler hands to fused kernels
                 part.step()
             elif finite.item():  # these have no way to skip on the device: one host sync a step
-                part.step()
+                with _uncompiled(part):
+                    part.step()
+        if self.keep_gradients:
+            torch._foreach_zero_([parameter.grad for parameter in self.names if parameter.grad is not None])
+            return
         for parameter in self.names:
             parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-        """The moments as `parameter name/key` -> tensor, and what is not a tensor likewise."""
+        """The moments as `parameter name/key` -> plain tensor, and what is not a tensor likewise."""
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
         for part in self.parts:
-            for parameter, moments in part.state.items():
-                for key, value in moments.items():
-                    target: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
-                    if value is not None:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    moments = dict(part.state.get(parameter, {}))
+                    if moments and "step" in group:  # where Apex counts
+                        moments["step"] = group["step"]
+                    for key, value in _flat(moments):
+                        target: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
                         target[f"{self.names[parameter]}/{key}"] = value
         return tensors, scalars
 
@@ -99,9 +194,43 @@ class Optimizer:
                 for parameter in group["params"]:
                     moments = saved.get(self.names[parameter], {})
                     on_host = not (group.get("fused") or group.get("capturable"))  # where torch keeps its step counter
-                    part.state[parameter] = {
+                    part.state[parameter] = _whole(parameter, {
                         key: value.to(parameter.device) if isinstance(value, torch.Tensor) and not (key == "step" and on_host)
-                        else value for key, value in moments.items()}
+                        else value for key, value in moments.items()})
+                    if _of(part, "apex") and "step" in moments:
+                        group["step"] = part.state[parameter].pop("step")
+
+
+def _flat(moments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A parameter's state as plain tensors and numbers: torchao's 8-bit ones come apart as `key.codes`, `.scale`, `.qmap`."""
+    for key, value in moments.items():
+        if hasattr(value, "__tensor_flatten__"):
+            yield from ((f"{key}.{inner}", getattr(value, inner)) for inner in value.__tensor_flatten__()[0])
+        elif key.startswith("qmap"):  # one table for all of bitsandbytes' states: a file of tensors takes no shared memory
+            yield key, value.clone()
+        elif value is not None:
+            yield key, value
+
+
+def _whole(parameter: torch.Tensor, flat: dict[str, Any]) -> dict[str, Any]:
+    """_flat() undone, for the state of `parameter`."""
+    moments = {key: value for key, value in flat.items() if "." not in key}
+    for key in sorted({key.partition(".")[0] for key in flat.keys() - moments.keys()}):
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        codes, scale, qmap = (flat[f"{key}.{inner}"] for inner in ("codes", "scale", "qmap"))
+        moments[key] = OptimState8bit(codes, scale, qmap, signed=key == "exp_avg", dtype=parameter.dtype)
+    return moments
+
+
+def _uncompiled(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """On a CPU torchao's update runs as it is written: compiling C++ for it would cost more than it gives."""
+    on_host = part.param_groups[0]["params"][0].device.type == "cpu"
+    return torch.compiler.set_stance("force_eager") if on_host and _of(part, Library.torchao.value) else nullcontext()
+
+
+def _of(part: torch.optim.Optimizer, package: str) -> bool:
+    return type(part).__module__.partition(".")[0] == package
 
 
 def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
@@ -109,10 +238,19 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
 
     def adamw(chosen: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(_groups(chosen, config.weight_decay), betas=betas, eps=config.eps, fused=config.fused, **shared)
+        groups = _groups(chosen, config.weight_decay)
+        if config.stochastic_rounding:
+            return StochasticAdamW(groups, betas=betas, eps=config.eps, **shared)
+        return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=config.fused, **shared)
 
     if config.name is OptimizerName.adamw:
         return [adamw(parameters)]
+    if config.name is OptimizerName.adamw_8bit:
+        return [_adamw_8bit(config, parameters)]
+    if config.name is OptimizerName.apex_adamw:
+        from apex.optimizers import FusedAdam
+
+        return [FusedAdam(_groups(parameters, config.weight_decay), betas=betas, eps=config.eps, adam_w_mode=True, **shared)]
     if config.name is OptimizerName.sgd:
         sgd = torch.optim.SGD(_groups(parameters, config.weight_decay), momentum=config.momentum, fused=config.fused, **shared)
         for parameter in parameters if config.momentum else []:
@@ -134,6 +272,26 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
     rest = [p for p in parameters if id(p) not in taken]
     muon = torch.optim.Muon(matrices, momentum=config.momentum, adjust_lr_fn="match_rms_adamw", **shared)
     return [muon, adamw(rest)] if rest else [muon]
+
+
+def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    facts = World(parameters[0].device).facts()
+    given: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, betas=(config.betas[0], config.betas[1]),
+                                 eps=config.eps)
+    groups = _groups(parameters, config.weight_decay)
+    if library(config, facts) is Library.bitsandbytes:
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, **given)
+    from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+
+    part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **given)
+    for parameter in parameters:
+        # torchao gives a small tensor moments in the weight's dtype. In bfloat16 the second one would stand still.
+        if parameter.numel() < 4096 or parameter.numel() % part.block_size:
+            part.state[parameter].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
+                                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
+    return part
 
 
 def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:

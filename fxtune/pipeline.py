@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,9 +48,12 @@ class Pipeline:
         """The options of the enabled techniques, by name."""
         return {name: dataclasses.asdict(technique) for name, technique in self.enabled()}
 
-    def ready(self, facts: Facts) -> tuple[Pipeline, list[str]]:
-        """A copy in which each `auto` is decided for `facts`, and what was decided and why. Raises as check() does."""
-        self.check(facts)
+    def ready(self, facts: Facts, besides: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
+        """A copy in which each `auto` is decided for `facts`, and what was decided and why. Raises as check() does.
+
+        `besides`: what else cannot run, to be told together with this.
+        """
+        self.check(facts, besides)
         chosen, notes = copy.deepcopy(self), []
         for name, technique in chosen.enabled():
             if why := technique.resolve(replace(facts, techniques=chosen.asked())):
@@ -58,11 +61,11 @@ class Pipeline:
         chosen.check(facts)
         return chosen, notes
 
-    def check(self, facts: Facts) -> None:
+    def check(self, facts: Facts, besides: Sequence[str] = ()) -> None:
         """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key."""
         facts = replace(facts, techniques=self.asked())
         reasons = [f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)]
-        reasons += self._without(facts)
+        reasons += [*self._without(facts), *besides]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 

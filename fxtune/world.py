@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import shutil
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
@@ -16,8 +18,10 @@ import torch
 
 from fxtune.errors import ConfigError, HardwareError
 
-PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-4",
-            "bitsandbytes", "torchao", "wandb", "tensorboard", "lion-pytorch")
+PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
+            "flash-attn-4", "kernels", "bitsandbytes", "torchao", "apex", "wandb", "tensorboard", "lion-pytorch")
+APEX = "nvidia-apex"
+"""Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
 
 
 class Device(str, Enum):
@@ -51,6 +55,8 @@ class Facts:
     """Bytes of `memory` that nobody uses yet."""
     host_memory: int = 0
     optimizer: str = "adamw"
+    deterministic: bool = False
+    """Whether the same run twice must give the same bits."""
     techniques: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The options of each technique that is enabled, by its name. `Pipeline` fills it in."""
 
@@ -75,8 +81,11 @@ class World:
     size: int = 1
 
     @staticmethod
-    def create(device: Device = Device.auto) -> World:
-        """Pick the device. Raises HardwareError where the one asked for is not there."""
+    def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
+        """Pick the device, and let torch have at most `memory_gib` GiB of its memory (None: all of it).
+
+        Raises HardwareError where the device asked for is not there, ConfigError where the limit cannot be kept.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
             raise ConfigError(f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
@@ -86,7 +95,10 @@ class World:
                                 f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
                                 "Use run.device=auto, or install a CUDA build of torch and a driver that serves it.")
         cuda = torch.cuda.is_available() and device is not Device.cpu
-        return World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+        world = World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+        if memory_gib is not None:
+            _limit(world.device, memory_gib)
+        return world
 
     def facts(self, **known: Any) -> Facts:
         """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
@@ -101,6 +113,17 @@ class World:
         else:
             here.update(memory=_host_memory(), free_memory=_host_memory(), host_memory=_host_memory())
         return Facts(**{**here, **known})
+
+
+def _limit(device: torch.device, gib: float) -> None:
+    """Let torch's allocator have at most `gib` GiB of the card. The CUDA context (about 0.5 GiB) comes on top."""
+    if device.type != "cuda":
+        raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
+    whole = torch.cuda.get_device_properties(device).total_memory
+    if gib * 2**30 > whole:
+        raise ConfigError(f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
+                          "remove it.")
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
 
 
 def _host_memory() -> int:
@@ -119,4 +142,11 @@ def _packages() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
+        found[APEX] = found.get("apex", "unknown version")
     return found
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton would use to launch what it compiled, or None."""
+    return shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")

@@ -1,8 +1,21 @@
+"""Each optimizer against its definition, through non-finite steps, and through a file and back, bit for bit."""
+
+import apex_standin
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
+from fxtune import optimizer as optimizers
+from fxtune.kernels.stochastic_adamw import round_by_chance
+from fxtune.optimizer import Library, Optimizer, OptimizerConfig, OptimizerName
+from fxtune.world import Facts
+
+
+@pytest.fixture(autouse=True)
+def _apex(monkeypatch):
+    """No machine of ours has NVIDIA's Apex: see apex_standin.py for what this shows and what not."""
+    apex_standin.install(monkeypatch)
 
 
 class Small(nn.Module):
@@ -11,7 +24,8 @@ class Small(nn.Module):
         self.embed = nn.Embedding(11, 8)
         self.up = nn.Linear(8, 16)
         self.norm = nn.LayerNorm(16)
-        self.frozen = nn.Linear(16, 16)
+        self.wide = nn.Linear(16, 512, bias=False)  # large enough for 8 bits
+        self.frozen = nn.Linear(512, 16)
         self.head = nn.Linear(16, 11, bias=False)
         self.frozen.requires_grad_(False)
 
@@ -19,13 +33,20 @@ class Small(nn.Module):
         return self.head
 
     def forward(self, ids):
-        return self.head(self.frozen(self.norm(self.up(self.embed(ids)))))
+        return self.head(self.frozen(self.wide(self.norm(self.up(self.embed(ids))))))
 
 
-def make(name, **options):
+CASES = {**{name.value: {} for name in OptimizerName},
+         "adamw_8bit/bitsandbytes": {"name": "adamw_8bit", "library": Library.bitsandbytes},
+         "adamw/stochastic": {"name": "adamw", "stochastic_rounding": True},
+         "adamw_8bit/stochastic": {"name": "adamw_8bit", "stochastic_rounding": True}}
+
+
+def make(case, **options):
     torch.manual_seed(0)
-    model = Small()
-    return model, Optimizer(model, OptimizerConfig(name=OptimizerName(name), **options))
+    known = dict(CASES[case])
+    model = Small().bfloat16() if "stochastic" in case else Small()
+    return model, Optimizer(model, OptimizerConfig(name=OptimizerName(known.pop("name", case)), **known, **options))
 
 
 def backward(model, seed):
@@ -34,10 +55,17 @@ def backward(model, seed):
     model(ids).logsumexp(-1).mean().backward()
 
 
+def stored(optimizer, folder):
+    """The state after a way through files, as a checkpoint makes it."""
+    tensors, scalars = optimizer.state()
+    save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")
+    return load_file(folder / "state.safetensors"), scalars
+
+
 YES = torch.tensor(True)
 
 
-@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("name", CASES)
 def test_each_optimizer_moves_what_is_trainable_and_nothing_else(name):
     model, optimizer = make(name, weight_decay=0.1)
     before = {n: p.clone() for n, p in model.named_parameters()}
@@ -48,7 +76,7 @@ def test_each_optimizer_moves_what_is_trainable_and_nothing_else(name):
         assert p.grad is None
 
 
-@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
     model, optimizer = make(name, weight_decay=0.1)
     for seed in (1, 2):
@@ -68,7 +96,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("name", CASES)
 def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
     (model, optimizer), (clean, untouched) = make(name), make(name)
     stale = [torch.full_like(p, 1e30) for p in model.parameters() for _ in range(50)]
@@ -83,53 +111,142 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", list(OptimizerName))
-def test_state_given_back_continues_bit_for_bit(name, fused):
+@pytest.mark.parametrize("name", CASES)
+def test_state_that_went_through_a_file_continues_bit_for_bit(name, fused, tmp_path):
     model, optimizer = make(name, fused=fused)
     for seed in (1, 2, 3):
         backward(model, seed)
         optimizer.step(1e-2, YES)
-    tensors, scalars = optimizer.state()
-    tensors = {k: v.clone() for k, v in tensors.items()}
     copy, again = make(name, fused=fused)
     copy.load_state_dict(model.state_dict())
-    again.load(tensors, scalars)
+    again.load(*stored(optimizer, tmp_path))
     for seed in (4, 5):
         for m, o in ((model, optimizer), (copy, again)):
             backward(m, seed)
             o.step(1e-2, YES)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+    (ours, ours_too), (theirs, theirs_too) = optimizer.state(), again.state()
+    assert ours.keys() == theirs.keys()
+    assert ours_too == theirs_too
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 def test_norms_and_biases_get_no_weight_decay():
     _, optimizer = make("adamw", weight_decay=0.5)
     decays = {optimizer.names[p]: group["weight_decay"] for group in optimizer.parts[0].param_groups for p in group["params"]}
-    assert decays == {"embed.weight": 0.5, "up.weight": 0.5, "head.weight": 0.5, "up.bias": 0, "norm.weight": 0, "norm.bias": 0}
+    assert decays == {"embed.weight": 0.5, "up.weight": 0.5, "wide.weight": 0.5, "head.weight": 0.5, "up.bias": 0,
+                      "norm.weight": 0, "norm.bias": 0}
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     _, optimizer = make("muon")
     muon, adamw = optimizer.parts
-    assert [optimizer.names[p] for g in muon.param_groups for p in g["params"]] == ["up.weight"]
+    assert [optimizer.names[p] for g in muon.param_groups for p in g["params"]] == ["up.weight", "wide.weight"]
     assert {optimizer.names[p] for g in adamw.param_groups for p in g["params"]} == {
         "embed.weight", "up.bias", "norm.weight", "norm.bias", "head.weight"}
 
 
-def test_fused_adamw_equals_torch_adamw_written_out():
-    model, optimizer = make("adamw", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6)
+def written_out(seeds, lr=3e-3, fused=False, dtype=torch.float32):
+    """torch.optim.AdamW with its groups written by hand: the reference."""
     torch.manual_seed(0)
-    plain = Small()
+    plain = Small().to(dtype)
     decayed = [p for p in plain.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in plain.parameters() if p.requires_grad and p.ndim == 1]
     reference = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
-                                  lr=3e-3, betas=(0.8, 0.95), eps=1e-6, fused=False)
-    for seed in range(5):
-        backward(model, seed)
-        optimizer.step(3e-3, YES)
+                                  lr=lr, betas=(0.8, 0.95), eps=1e-6, fused=fused)
+    for seed in seeds:
         backward(plain, seed)
         reference.step()
         reference.zero_grad()
+    return plain
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_is_torch_adamw_to_the_last_bit(fused):
+    model, optimizer = make("adamw", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6, fused=fused)
+    for seed in range(5):
+        backward(model, seed)
+        optimizer.step(3e-3, YES)
+    plain = written_out(range(5), fused=fused)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["apex_adamw", "adamw_float32"])
+def test_the_other_adamws_compute_the_same(name, monkeypatch):
+    monkeypatch.setitem(CASES, "adamw_float32", {"name": "adamw", "stochastic_rounding": True})  # float32 needs no rounding
+    model, optimizer = make(name, weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6)
+    for seed in range(5):
+        backward(model, seed)
+        optimizer.step(3e-3, YES)
+    plain = written_out(range(5))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def learn(case, steps=100, **options):
+    """A language of one rule, each token decided by the one before: the loss after `steps`, and the state's bytes a weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    known = dict(CASES[case])
+    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName(known.pop("name", case)), **known, **options))
+    rule = torch.randperm(64)
+    for step in range(steps):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 64, (256,))
+        loss = nn.functional.cross_entropy(model(ids), rule[ids])
+        loss.backward()
+        optimizer.step(1e-3, YES)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state()[0].values())
+    return loss.item(), size / sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["adamw_8bit", "adamw_8bit/bitsandbytes"])
+def test_eight_bits_learn_as_well_in_a_quarter_of_the_memory(case):
+    (loss, size), (reference, whole) = learn(case), learn("adamw")
+    assert reference < 0.5 < 4.0  # ln 64 at the start: it did learn
+    assert abs(loss - reference) / reference < 0.05
+    assert whole == pytest.approx(8, abs=0.1)
+    assert size / whole < 0.4  # a quarter, the tables of 2 KiB a tensor and the small tensors' float32 on top
+
+
+@pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
+def test_updates_below_what_bfloat16_resolves_add_up(case):
+    def moved(**options):
+        linear = nn.Linear(64, 64, bias=False).bfloat16()
+        nn.init.ones_(linear.weight)
+        optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(CASES[case].get("name")), **options))
+        for step in range(1000):
+            torch.manual_seed(step)
+            linear.weight.grad = torch.ones_like(linear.weight)
+            optimizer.step(1e-4, YES)  # a constant gradient: AdamW moves each weight by lr
+        return 1 - linear.weight.double().mean().item()
+
+    assert moved() == 0
+    assert moved(stochastic_rounding=True) == pytest.approx(0.1, rel=0.03)
+
+
+def test_rounding_by_chance_is_right_on_average_and_leaves_what_fits():
+    torch.manual_seed(0)
+    values = torch.randn(200) * torch.logspace(-20, 20, 200)
+    draws = torch.stack([round_by_chance(values) for _ in range(2000)]).double()
+    assert torch.allclose(draws.mean(0), values.double(), rtol=3e-4)
+    assert all(len(draws[:, i].unique()) <= 2 for i in range(200)), "always one of the two neighbours"
+    fits = values.bfloat16()
+    assert torch.equal(round_by_chance(fits.float()), fits)
+
+
+def test_kept_gradients_are_zeroed_in_place():
+    model, optimizer = make("adamw")
+    plain, reference = model, optimizer
+    model, _ = make("adamw")
+    optimizer = Optimizer(model, OptimizerConfig(), keep_gradients=True)
+    places = [parameter.grad.data_ptr() for parameter in optimizer.names]
+    for seed in (1, 2):
+        for m, o in ((model, optimizer), (plain, reference)):
+            backward(m, seed)
+            backward(m, seed + 10)
+            o.step(1e-2, YES)
+    assert [parameter.grad.data_ptr() for parameter in optimizer.names] == places
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_clipping_scales_the_whole_gradient_to_the_norm():
@@ -141,3 +258,59 @@ def test_clipping_scales_the_whole_gradient_to_the_norm():
     assert torch.isclose(optimizer.clip(float(norm) / 2), norm)
     for parameter, grad in zip(optimizer.names, grads, strict=True):
         assert torch.allclose(parameter.grad, grad / 2, rtol=1e-4)
+
+
+GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "torchao": "1"})
+
+
+def reasons(facts=GPU, **options):
+    return list(optimizers.check(OptimizerConfig(**options), facts))
+
+
+def facts(**changes):
+    return Facts(**{**vars(GPU), **changes})
+
+
+EIGHT, APEX = OptimizerName.adamw_8bit, OptimizerName.apex_adamw
+
+
+REFUSED = [
+    (facts(packages={}), dict(name=EIGHT), ["adamw_8bit needs bitsandbytes or torchao, and neither is installed",
+                                            "pip install 'fxtune[quant]'"]),
+    (facts(packages={"torchao": "1"}), dict(name=EIGHT, library=Library.bitsandbytes), ["bitsandbytes is not installed"]),
+    (GPU, dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True), ["bitsandbytes has no stochastic rounding"]),
+    (GPU, dict(library=Library.torchao), ["torchao has adamw_8bit, not adamw"]),
+    (GPU, dict(name=APEX), ["FusedAdam of NVIDIA's Apex, and it is not installed"]),
+    (facts(packages={"apex": "0.9"}), dict(name=APEX), ["no CUDA extensions (amp_C): it is PyPI's"]),
+    (Facts(), dict(name=APEX), ["runs on a GPU, and the device is cpu"]),
+    (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),
+    (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
+    (facts(techniques={"lora": {}}), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
+]
+
+
+@pytest.mark.parametrize(("known", "options", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_had_is_refused_with_what_to_change(known, options, told, monkeypatch):
+    monkeypatch.setattr(optimizers, "c_compiler", lambda: "/usr/bin/gcc")
+    (reason,) = reasons(known, **options)
+    assert reason.startswith("optimizer.")
+    assert all(part in reason for part in told), reason
+
+
+def test_what_can_be_had_is_not_refused(monkeypatch):
+    monkeypatch.setenv("CC", "true")
+    for name in OptimizerName:
+        packages = {**GPU.packages, "nvidia-apex": "0.1"}
+        assert not reasons(facts(packages=packages), name=name)
+    assert not reasons(stochastic_rounding=True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler" in reasons(stochastic_rounding=True)[0]
+    assert not reasons(name=EIGHT), "bitsandbytes compiles nothing"
+
+
+def test_auto_takes_the_library_that_can_do_it():
+    assert optimizers.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
+    assert optimizers.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
+    assert optimizers.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
+    assert optimizers.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao

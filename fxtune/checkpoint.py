@@ -57,6 +57,8 @@ class TrainState:
     """Of the data plan; a resumed run must have the same."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What of the optimizer's state is not a tensor."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """float16's loss scale and how many good steps it has had; empty where none is in play."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class RunConfig:
     deterministic: bool = False
     """Use only deterministic kernels (torch.use_deterministic_algorithms)."""
     device: Device = Device.auto
+    memory_gib: Optional[float] = None
+    """Let torch have at most this much of the GPU's memory, in GiB; null: all of it. As if the card were smaller."""
 
 
 @dataclass
@@ -74,7 +76,8 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = 5
-    """Stop after this many steps in a row whose loss or gradient was not finite (none of them touches the weights)."""
+    """Stop after this many steps in a row whose loss or gradient was not finite (none of them touches the weights). While
+    float16 looks for its loss scale, steps are skipped and do not count here."""
 
 
 @dataclass

@@ -1,22 +1,34 @@
-"""Autocast: what a forward pass computes in, and what a card must have for it."""
+"""Autocast, loss scaling and TF32: what a forward pass computes in, what a card must have for it, what a bad step does."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from pathlib import Path
 
 import pytest
 import torch
 from architectures import CPU, built, facts_of, lora, random_model
+from conftest import history, losses
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from fxtune import train
+from fxtune.errors import ConfigError, NumbersError
+from fxtune.model import DType
 from fxtune.pipeline import make_probe
-from fxtune.techniques.precision import Autocast, Precision
-from fxtune.world import Facts
+from fxtune.techniques.precision import Autocast, LossScale, Precision
+from fxtune.world import Facts, World
 
-TURING = Facts(device="cuda", device_name="Tesla T4", capability=(7, 5))
-AMPERE = dataclasses.replace(TURING, device_name="A100", capability=(8, 0))
+PASCAL = Facts(device="cuda", device_name="Tesla P100", capability=(6, 0))
+TURING = dataclasses.replace(PASCAL, device_name="Tesla T4", capability=(7, 5))
+AMPERE = dataclasses.replace(PASCAL, device_name="A100", capability=(8, 0))
 
 
-@pytest.mark.parametrize(("autocast", "expected"), [(Autocast.none, torch.float32), (Autocast.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(("autocast", "expected"), [
+    (Autocast.none, torch.float32), (Autocast.bfloat16, torch.bfloat16), (Autocast.float16, torch.float16)])
 def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
     precision = Precision(enabled=True, autocast=autocast)
     model = built(lora(), random_model("llama"))
@@ -26,7 +38,20 @@ def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
     with precision.context(CPU.device):
         model(**make_probe(model))
     assert seen == [expected]
-    assert all(evidence.acted for evidence in precision.verify(model, make_probe(model)))
+    (evidence,) = precision.verify(model, make_probe(model))
+    assert evidence.acted
+    # seven linears in two layers with two adapter matrices each, and the head
+    assert evidence.observed == f"matmuls of a forward pass: 43 in {str(expected).removeprefix('torch.')}"
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+def test_half_weights_compute_in_half_and_their_adapters_in_float32(dtype):
+    pipeline, model = lora(), random_model("llama")
+    model.dtype = dtype
+    adapted = built(pipeline, model, dtype=dtype.value)
+    (evidence,) = pipeline.precision.verify(adapted, make_probe(adapted))
+    assert evidence.observed == f"matmuls of a forward pass: 28 in float32, 15 in {dtype.value}"
+    assert evidence.acted
 
 
 def test_disabled_is_no_context():
@@ -34,26 +59,165 @@ def test_disabled_is_no_context():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_an_autocast_that_does_not_act_is_noticed(monkeypatch):
+@pytest.mark.parametrize("autocast", [Autocast.bfloat16, Autocast.float16])
+def test_an_autocast_that_does_not_act_is_noticed(monkeypatch, autocast):
+    pipeline = lora()
+    pipeline.precision.autocast = autocast
+    model = built(pipeline, random_model("llama"))
     monkeypatch.setattr(Precision, "context", lambda self, device: torch.autocast(device.type, enabled=False))
-    model = built(lora(), random_model("llama"))
-    evidence = list(Precision(enabled=True, autocast=Autocast.bfloat16).verify(model, {}))
-    assert not evidence[0].acted
+    with pytest.raises(ConfigError, match="seen: matmuls of a forward pass: 43 in float32"):
+        pipeline.prove(model, make_probe(model))
 
 
-@pytest.mark.parametrize(("facts", "autocast", "expected"), [
-    (TURING, Autocast.bfloat16, "Tesla T4 (compute capability 7.5) has no bfloat16 units. Use none"),
-    (dataclasses.replace(TURING, dtype="bfloat16"), Autocast.none, "Set model.dtype=float32"),
-    (dataclasses.replace(AMPERE, dtype="float16"), Autocast.bfloat16, "over float16 weights"),
-    (AMPERE, Autocast.bfloat16, None), (TURING, Autocast.none, None), (Facts(), Autocast.bfloat16, None)])
-def test_check_names_what_the_card_lacks(facts, autocast, expected):
-    reasons = list(Precision(enabled=True, autocast=autocast).check(facts))
+@pytest.mark.parametrize(("facts", "options", "expected"), [
+    (TURING, {"autocast": Autocast.bfloat16}, "Tesla T4 (compute capability 7.5) has no bfloat16 units. Use float16"),
+    (PASCAL, {"autocast": Autocast.float16}, "no fast float16 units"),
+    (TURING, {"tf32": True}, "tf32: Tesla T4 (compute capability 7.5) has no TF32 units"),
+    (Facts(), {"tf32": True}, "tf32: a feature of NVIDIA cards"),
+    (Facts(), {"cudnn_benchmark": True}, "cudnn_benchmark: cuDNN needs a GPU"),
+    (dataclasses.replace(AMPERE, deterministic=True), {"cudnn_benchmark": True}, "run.deterministic=true rules that out"),
+    (dataclasses.replace(TURING, dtype="bfloat16"), {}, "Set model.dtype=float32"),
+    (dataclasses.replace(AMPERE, dtype="float16"), {"autocast": Autocast.bfloat16}, "bfloat16 over float16 weights"),
+    (dataclasses.replace(AMPERE, dtype="bfloat16"), {"autocast": Autocast.float16}, "float16 over bfloat16 weights"),
+    (AMPERE, {"initial_scale": 1000.0}, "initial_scale: 1000.0 must be a power of two"),
+    (AMPERE, {"initial_scale": math.inf}, "initial_scale: inf must be"),
+    (AMPERE, {"autocast": Autocast.bfloat16, "tf32": True, "cudnn_benchmark": True}, None), (TURING, {"tf32": False}, None),
+    (TURING, {"autocast": Autocast.float16, "initial_scale": 0.5}, None), (Facts(), {"autocast": Autocast.bfloat16}, None),
+    (Facts(), {"autocast": Autocast.float16}, None)])
+def test_check_names_what_the_card_lacks(facts, options, expected):
+    reasons = list(Precision(enabled=True, **options).check(facts))
     assert (expected is None) == (not reasons)
     assert expected is None or expected in reasons[0]
+
+
+@pytest.mark.parametrize(("facts", "chosen"), [(AMPERE, True), (TURING, False), (Facts(), False)])
+def test_tf32_left_open_is_on_where_the_card_has_it(facts, chosen):
+    pipeline, notes = lora().ready(dataclasses.replace(facts, model=facts_of(random_model("llama")).model))
+    assert pipeline.precision.tf32 is chosen
+    assert [note for note in notes if "tf32" in note] == (["precision: tf32 on, this card has it"] if chosen else [])
 
 
 def test_the_cpu_s_own_matmul_setting_is_left_alone():
     before = torch.get_float32_matmul_precision()
     Precision(enabled=True, tf32=True).apply(built(lora(), random_model("llama")), CPU)
     assert torch.get_float32_matmul_precision() == before
-    assert facts_of(random_model("llama")).device == "cpu"
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
+def test_the_loss_scale_follows_torch_s_gradscaler(finite, interval):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=interval)
+    ours = LossScale(torch.device("cpu"), 2.0**16, interval, active=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for good in finite:
+        scaler.scale(weight.sum() * (1.0 if good else math.inf)).backward()
+        ours.update(torch.tensor(good))
+        scaler.step(optimizer)
+        scaler.update()
+        weight.grad = None
+        assert ours.scale.item() == scaler.get_scale()
+    again = LossScale(torch.device("cpu"), 1.0, interval, active=True)
+    again.load(ours.state())
+    assert again.state() == ours.state()
+
+
+def test_scaling_changes_no_bit_of_a_gradient_and_waits_for_nothing():
+    ours = LossScale(torch.device("cpu"), 2.0**13, active=True)
+    torch.manual_seed(0)
+    weight = torch.randn(50, requires_grad=True)
+    weight.exp().sum().backward()
+    plain, weight.grad = weight.grad, None
+    ours.scaled(weight.exp().sum()).backward()
+    ours.unscale([weight, torch.zeros(1)])
+    assert torch.equal(weight.grad, plain)
+    off = LossScale(torch.device("cpu"))
+    loss = weight.sum()
+    assert off.scaled(loss) is loss
+    off.update(torch.tensor(False))
+    assert (off.scale.item(), off.state()) == (1.0, {})
+
+
+def test_the_scale_can_grow_and_shrink_for_ever():
+    ours = LossScale(torch.device("cpu"), 2.0**99, 1, active=True)
+    for _ in range(5):
+        ours.update(torch.tensor(True))
+    assert math.isfinite(ours.scale.item() * 2)
+    ours.update(torch.tensor(False))
+    assert ours.scale.item() == 2.0**99
+
+
+def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(small, cwd, monkeypatch):
+    """float16 matmuls over float32 weights, from a scale that is far too large."""
+    small.techniques.precision = Precision(True, Autocast.float16, initial_scale=2.0**34, scale_growth_interval=3)
+    small.train.max_steps, small.train.global_batch_size, small.checkpoint.every = 22, 4, 2
+    real, untouched, seen = train.Trainer.step, [], []
+
+    def watched(self, step, lr):
+        if self.config.run.dir == "broken":
+            seen.append(step.index)
+            if len(seen) in (8, 20):  # while the scale is being found, and between two growths
+                raise KeyboardInterrupt
+        before = [parameter.clone() for parameter in self.optimizer.names]
+        done = real(self, step, lr)
+        same = all(torch.equal(a, b) for a, b in zip(before, self.optimizer.names, strict=True))
+        untouched.append(same != bool(done[2]))
+        return done
+
+    monkeypatch.setattr(train.Trainer, "step", watched)
+    small.run.dir = "whole"
+    result = train.run(small)
+    assert result["train/skipped_steps"] > small.train.max_skipped_steps, "more in a row than a run of bad numbers may have"
+    assert all(untouched), "skipped steps, and no others, leave every weight as it was"
+    lines = history(Path("whole"))
+    scales = [line["train/loss_scale"] for line in lines if "train/loss_scale" in line]
+    assert scales[0] == 2.0**34
+    assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
+    found = [loss for loss in losses(Path("whole")) if loss is not None]
+    assert found[-1] < found[0]
+
+    small.run.dir = "broken"
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train.run(small)
+    train.run(small)
+    whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    for column in ("train/loss", "train/loss_scale", "train/skipped_steps"):
+        assert [line.get(column) for line in history(Path("broken"))] == [line.get(column) for line in lines]
+
+
+def test_float16_learns_what_float32_learns(small, cwd):
+    small.train.max_steps, small.train.global_batch_size, ends = 10, 4, {}
+    for autocast in (Autocast.none, Autocast.float16):
+        small.techniques.precision.autocast, small.run.dir = autocast, autocast.value
+        train.run(small)
+        ends[autocast] = losses(Path(autocast.value))
+    assert "train/loss_scale" not in history(Path("none"))[0]
+    assert ends[Autocast.float16] == pytest.approx(ends[Autocast.none], rel=2e-3)
+    assert ends[Autocast.float16] != ends[Autocast.none]
+
+
+def test_bad_numbers_still_end_a_float16_run(small, cwd, monkeypatch):
+    """A loss that is not finite is no matter of scale."""
+    real = train.batch_loss
+    monkeypatch.setattr(train, "batch_loss", lambda *arguments: real(*arguments) * math.nan)
+    small.techniques.precision.autocast = Autocast.float16
+    with pytest.raises(NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"):
+        train.run(small)
+
+
+def test_a_memory_limit_needs_a_gpu_and_fits_it(small, cwd, monkeypatch):
+    small.run.memory_gib = 24.0
+    with pytest.raises(ConfigError, match=r"run\.memory_gib=24\.0 limits a GPU's memory, and this run is on a CPU"):
+        train.run(small)
+    card = type("Card", (), {"total_memory": 80 * 2**30})()
+    limits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append(share))
+    World.create(memory_gib=24.0)
+    assert limits == [0.3]
+    with pytest.raises(ConfigError, match=r"run\.memory_gib=96\.0, but NVIDIA A100 has 80\.0 GiB"):
+        World.create(memory_gib=96.0)

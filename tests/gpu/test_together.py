@@ -147,14 +147,9 @@ def logged(folder: Path) -> list[float]:
 def documents(setting: SimpleNamespace, line: list[str]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """What each step of the command `line` learns from: the plan's rows, taken apart where positions restart."""
     from fxtune.config import load
-    from fxtune.data.plan import prepare
-    from fxtune.model import load_tokenizer
+    from fxtune.setting import Setting
 
-    config = load(line[3:])
-    plan = prepare(config.data, load_tokenizer(config.model), micro_batch_size=config.train.micro_batch_size,
-                   global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps,
-                   epochs=config.train.epochs, seed=config.run.seed, quarantine=setting.folder / "quarantine.jsonl",
-                   progress=False).training
+    plan = Setting(load(line[3:])).read(setting.folder / "quarantine.jsonl")[1].training
     steps = []
     for step in range(plan.steps):
         found = []

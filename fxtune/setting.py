@@ -5,6 +5,7 @@ and `fxtune doctor` share it, so that what they say of a recipe is what training
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from fxtune import model as models
+from fxtune import optimizer
 from fxtune.config import Config
 from fxtune.data.plan import Prepared, prepare, row_lengths
+from fxtune.errors import HardwareError
 from fxtune.pipeline import make_probe
 from fxtune.technique import Evidence
 from fxtune.tracking import Display
@@ -29,7 +32,7 @@ class Setting:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.world = World.create(config.run.device)
+        self.world = World.create(config.run.device, config.run.memory_gib)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
         torch.use_deterministic_algorithms(config.run.deterministic)
@@ -37,8 +40,10 @@ class Setting:
         self.facts = self.world.facts(
             model=self.hf_config.to_dict(), dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
             packing=config.data.packing, sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
-            micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value)
-        self.techniques, self.decided = config.techniques.ready(self.facts)
+            micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value,
+            deterministic=config.run.deterministic)
+        asked = replace(self.facts, techniques=config.techniques.asked())
+        self.techniques, self.decided = config.techniques.ready(self.facts, list(optimizer.check(config.optimizer, asked)))
         """Every `auto` decided, and what was decided and why."""
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, Prepared]:
@@ -63,3 +68,10 @@ class Setting:
     def observe(self, model: nn.Module) -> list[Evidence]:
         """prove() without the error."""
         return self.techniques.verify(model, make_probe(model, self.config.data.packing))
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> HardwareError:
+    """The error to raise for it, with what to change."""
+    return HardwareError(f"{str(error).partition('. See documentation')[0]}\nWhat helps, most first: techniques.checkpointing."
+                         "enabled=true, a smaller train.micro_batch_size (global_batch_size stays), a shorter "
+                         "data.sequence_length, techniques.lora.enabled=true.")

@@ -71,12 +71,13 @@ class Trainer:
         evidence = setting.prove(self.model)
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
         screen.evidence(evidence)
-        if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled:
+        if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
             screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
-                        "learning rates learn little. model.dtype=float32 with techniques.precision.autocast=bfloat16 loses "
-                        "none, for twice the memory.")
+                        "learning rates learn little. optimizer.stochastic_rounding=true loses none on average; "
+                        "model.dtype=float32 with techniques.precision.autocast=bfloat16 loses none, for twice the memory.")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
         self.optimizer = Optimizer(self.model, config.optimizer)
+        self.loss_scale = self.techniques.precision.loss_scale(self.facts.dtype, self.world.device)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)
         self.state = self._load_state()
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
@@ -95,7 +96,7 @@ class Trainer:
     def _loop(self) -> None:
         config, state, plan = self.config, self.state, self.plan
         self.model.train()
-        interval = Interval(state.skipped_steps)
+        interval = Interval(state.skipped_steps, self.loss_scale.active)
         autocast = self.techniques.precision.autocast
         meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens,
                       dtype=None if autocast is Autocast.none else autocast.value)
@@ -119,25 +120,25 @@ class Trainer:
                         state.skipped_steps = interval.skipped
                         self._save()
 
-    def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, and
-        whether both were finite (if not, nothing was updated): scalars on the device.
+    def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, whether
+        both were finite (if not, nothing was updated), and the loss scale that was used: scalars on the device.
         """
         torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
-        # Through float16 the gradient of a mean over many tokens underflows. That of about their sum does not; a power of
-        # two is taken out again without rounding.
-        scale = 2.0 ** round(math.log2(supervised)) if self.facts.dtype == "float16" else 1.0
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
             with self.techniques.precision.context(self.world.device):
                 part = batch_loss(self.model, batch) / supervised
-            (part * scale).backward()
+            self.loss_scale.scaled(part).backward()
             loss += part.detach()
-        norm = self.optimizer.clip(self.config.train.max_grad_norm, scale)
+        self.loss_scale.unscale(list(self.optimizer.names))
+        norm = self.optimizer.clip(self.config.train.max_grad_norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.step(lr, finite)
-        return loss, norm, finite
+        scale = self.loss_scale.scale
+        self.loss_scale.update(finite)
+        return loss, norm, finite, scale
 
     def _evaluate(self) -> bool:
         """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
@@ -175,7 +176,7 @@ class Trainer:
         if interval.in_a_row >= self.config.train.max_skipped_steps:
             kept = (f"checkpoints are in {self.checkpoints.folder}" if any(self.checkpoints.folder.glob("step-*"))
                     else "no checkpoint was due yet")
-            half = ", use model.dtype=bfloat16 in place of float16" if self.facts.dtype == "float16" else ""
+            half = ", use bfloat16 in place of float16" if self.loss_scale.active else ""
             raise NumbersError(
                 f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {self.state.step}. "
                 f"None of them touched the weights; {kept}. Lower optimizer.lr{half}, or look at the data of these steps.")
@@ -196,11 +197,13 @@ class Trainer:
                 if parameter.requires_grad:
                     parameter.copy_(saved.weights[name])
         self.optimizer.load(saved.moments, saved.state.optimizer)
+        self.loss_scale.load(saved.state.loss_scale)
         self.screen.note(f"Going on with {self.folder.path} after step {saved.state.step} (run.resume=never starts anew).")
         return saved.state
 
     def _save(self) -> None:
         moments, self.state.optimizer = self.optimizer.state()
+        self.state.loss_scale = self.loss_scale.state()
         weights = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.checkpoints.save(self.state, weights, moments)
 
@@ -227,25 +230,32 @@ class Trainer:
 
 
 class Interval:
-    """What steps leave on the device between two log lines; `read`, and `settle` before a checkpoint, wait for it."""
+    """What steps leave on the device between two log lines; `read`, and `settle` before a checkpoint, wait for it.
 
-    def __init__(self, skipped: int):
+    `skipped`: steps of the whole run that were not finite. `scaled`: a loss scale is in play, and worth a figure.
+    """
+
+    def __init__(self, skipped: int, scaled: bool = False):
         self.steps: list[torch.Tensor] = []
         self.rows: list[list[float]] = []
-        self.skipped = skipped
-        """Steps of the whole run that were not finite."""
+        self.skipped, self.scaled = skipped, scaled
         self.in_a_row = 0
-        """Of these, how many were the latest ones."""
+        """How many of the latest steps were not finite and not for their loss scale alone."""
 
-    def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor) -> None:
-        self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype)]))
+    def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor, scale: torch.Tensor) -> None:
+        self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype), scale]))
 
     def settle(self) -> None:
         """Count the skipped ones among the steps so far."""
         rows = torch.stack(self.steps).tolist() if self.steps else []
         self.steps.clear()
-        for *_, finite in rows:
-            self.in_a_row = 0 if finite else self.in_a_row + 1
+        for loss, _, finite, scale in rows:
+            # A gradient that overflowed under a scale above 1 says that the scale is too large yet, and it was halved.
+            # From 65536 that happens 16 times at most, so a run whose numbers are bad still ends.
+            if finite:
+                self.in_a_row = 0
+            elif scale <= 1 or not math.isfinite(loss):
+                self.in_a_row += 1
             self.skipped += not finite
         self.rows += rows
 
@@ -253,9 +263,10 @@ class Interval:
         """Mean loss and gradient norm of the finite steps since the last reading; None where there was none."""
         self.settle()
         rows, self.rows = self.rows, []
-        sound = [row for row in rows if row[2]]
+        sound = [row[:2] for row in rows if row[2]]
         mean = [sum(column) / len(sound) for column in zip(*sound, strict=True)] if sound else [None, None]
-        return {"train/loss": mean[0], "train/grad_norm": mean[1], "train/skipped_steps": self.skipped}
+        figures = {"train/loss": mean[0], "train/grad_norm": mean[1], "train/skipped_steps": self.skipped}
+        return {**figures, "train/loss_scale": rows[-1][3]} if self.scaled and rows else figures
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,6 +7,7 @@ safetensors are read (a pickle can run code).
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
@@ -53,7 +54,8 @@ class ModelConfig:
     """With init=random: a Hugging Face config written in the recipe. With `model_type` it stands alone (the sizes it leaves
     out are that type's defaults), without it is laid over the config of `path`."""
     adapter: Optional[str] = None
-    """Start from this PEFT adapter's weights (a folder or a hub id). Not a resume: see run.resume."""
+    """Start from this PEFT adapter's weights (a folder or a hub id). Not a resume: see run.resume. A RoPE scaling that it was
+    trained with comes with it, from the config.json beside it."""
     tokenizer: Optional[str] = None
     """Where the tokenizer comes from, when not from `path`."""
     trust_remote_code: bool = False
@@ -70,20 +72,49 @@ def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
 
 
 def load_config(model: ModelConfig) -> Any:
-    """The Hugging Face config of the model, from its folder or from the recipe's `architecture`.
+    """The Hugging Face config of the model, from its folder or from the recipe's `architecture`, with the RoPE scaling that
+    `model.adapter` was trained with.
 
     Raises ConfigError for what the recipe got wrong, StorageError for a hub out of reach or a file that cannot be read.
     """
     _vet(model)
     quiet()
-    if model.adapter:
-        locate_adapter(model.adapter)  # its weights come last, and a slip in its name is told first
+    # The adapter's weights come last, and a slip in its name is told first.
+    adapter = locate_adapter(model.adapter) if model.adapter else None
     if "model_type" in model.architecture:
-        return _standalone(model.architecture)
-    assert model.path is not None
-    origin = locate(model.path, model.revision, code=model.trust_remote_code)
-    config = _read_config(origin, model)
-    return _overlaid(config, model.architecture) if model.architecture else config
+        config = _standalone(model.architecture)
+    else:
+        assert model.path is not None
+        config = _read_config(locate(model.path, model.revision, code=model.trust_remote_code), model)
+        config = _overlaid(config, model.architecture) if model.architecture else config
+    return scaled_as(config, adapter) if adapter else config
+
+
+def scaled_as(config: Any, adapter: Origin) -> Any:
+    """A base's config with the RoPE parameters that `adapter` was trained with, as the config.json that save() lays beside an
+    adapter has them; `config` itself where there is none.
+
+    Adapted weights fit the frequencies that they were trained with, and under others they fail without a word. Raises
+    ConfigError for the config of another kind of model, StorageError for one that cannot be read.
+    """
+    file = adapter.folder / "config.json"
+    if not file.exists():
+        return config
+    try:
+        kind = json.loads(file.read_text())["model_type"]
+        theirs = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StorageError(f"{file} cannot be used: {_first_line(error)}. It holds the RoPE scaling that the adapter was trained "
+                           "with: use a complete copy of the adapter.") from error
+    if theirs is None:
+        raise ConfigError(f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a "
+                          f"{config.model_type}: give the base that it belongs to.")
+    scaled = copy.deepcopy(config)
+    ours = scaled.get_text_config()
+    for name in ("rope_parameters", "max_position_embeddings"):
+        if hasattr(theirs, name):
+            setattr(ours, name, copy.deepcopy(getattr(theirs, name)))
+    return scaled
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -145,9 +176,10 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
 
     With adapters: PEFT's own layout (adapter_model.safetensors, adapter_config.json). Where the base's config was edited (RoPE
     scaling), PEFT's layout has no place for that: config.json beside it is the config to build the base with, as the card
-    says. Without adapters: the whole model in safetensors. Tokenizer and model card (see card.py for what `card` may hold)
-    lie beside both. The folder is staged and then renamed: it is whole or absent, and one that is there is replaced.
-    Raises StorageError when the disk does not take it.
+    says and as scaled_as() does. Without adapters: the whole model in safetensors, its config.json with all of rope_parameters
+    and the raised max_position_embeddings: the keys that transformers 5 and vLLM read. Tokenizer and model card (see card.py
+    for what `card` may hold) lie beside both. The folder is staged and then renamed: it is whole or absent, and one that is
+    there is replaced. Raises StorageError when the disk does not take it.
     """
     from safetensors import SafetensorError
 

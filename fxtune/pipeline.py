@@ -22,7 +22,7 @@ from fxtune.techniques.liger import Liger
 from fxtune.techniques.lora import Lora
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import Quantize
-from fxtune.techniques.rope import Rope
+from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.world import Facts, World
 
 
@@ -59,6 +59,8 @@ class Pipeline:
             if why := technique.resolve(replace(facts, techniques=chosen.asked())):
                 notes.append(f"{name}: {why}")
         chosen.check(facts)
+        if not self.rope.enabled and (scaling := own_scaling(facts.text)):
+            notes.append(f"rope: the model's own scaling, {scaling}")
         return chosen, notes
 
     def check(self, facts: Facts, besides: Sequence[str] = ()) -> None:

@@ -55,7 +55,7 @@ def run(config: Config) -> dict[str, Any]:
     answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)
-    _show(config, figures, plan, questions, answers)
+    _show(config, setting.decided, figures, plan, questions, answers)
     return figures
 
 
@@ -76,7 +76,8 @@ def _held_out(config: Config, tokenizer: Any) -> Plan | None:
                            held_out=not data.eval_sources)
 
 
-def _show(config: Config, figures: dict[str, Any], plan: Plan | None, questions: list[Question], answers: list[str]) -> None:
+def _show(config: Config, notes: list[str], figures: dict[str, Any], plan: Plan | None, questions: list[Question],
+          answers: list[str]) -> None:
     rows = [[name, f"{value:.4f}"] for name, value in figures.items()]
     if plan is not None:
         rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
@@ -86,5 +87,7 @@ def _show(config: Config, figures: dict[str, Any], plan: Plan | None, questions:
     if questions and config.data.questions.show:
         shown = list(zip(questions, answers, strict=True))[:config.data.questions.show]
         console.print(screen.answers_table([(question.text, question.answer, None, given) for question, given in shown]))
+    for note in notes:
+        console.print(screen.plain(note), soft_wrap=True)
     what = config.model.adapter or config.model.path or "a model of random weights"
     console.print(screen.table(f"Evaluation of {what}", ["figure", "value"], rows))

@@ -53,9 +53,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     hf_config = models.load_config(model)
     stored = hf_config.dtype or torch.float32
     model.dtype = DType(str(stored).removeprefix("torch."))
-    if (origin.folder / "config.json").exists():  # the base's config was edited before training: its RoPE was scaled
-        hf_config = type(hf_config).from_pretrained(origin.folder)
-    base = models.build(model, hf_config, World(torch.device("cpu")), seed=0)
+    base = models.build(model, models.scaled_as(hf_config, origin), World(torch.device("cpu")), seed=0)
     name, revision = base.name_or_path, base.base_revision
     merged = _fold(base, description, origin, str(adapter)).to(getattr(torch, model.dtype.value))
     merged.name_or_path, merged.base_revision = name, revision

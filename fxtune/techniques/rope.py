@@ -9,12 +9,16 @@ its original length, changes nothing or the wrong thing, and transformers says n
 Models whose layer types have a rotary embedding each (Gemma 3) get the scaling on their full-attention layers only: a
 sliding window never sees a distance that it was not trained on.
 
+A model or an adapter that was trained with a scaling carries it in its config.json (see model.save), which transformers and
+vLLM read. Asking for the same once more changes nothing; asking for another takes the original length to be named.
+
 Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code); Llama 3.1, the released `apply_scaling`; linear,
 arXiv 2306.15595; dynamic NTK, arXiv 2309.00071 appendix.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +32,8 @@ from fxtune.technique import Evidence, Technique
 from fxtune.world import Facts, World
 
 FULL = "full_attention"
+CLOSE = 1e-5
+"""Relative error of a frequency in float32 that counts as none; another scaling is off by 1e-2 and more."""
 
 
 class RopeType(str, Enum):
@@ -43,7 +49,8 @@ class Rope(Technique):
     factor: float = 1.0
     """The new context as a multiple of the original one."""
     original_max_position_embeddings: Optional[int] = None
-    """The context that the model was trained on; null: the model config's max_position_embeddings."""
+    """The context that the model was trained on; null: the model config's max_position_embeddings, or where a scaling like
+    this one is there already, what that one started from."""
     beta_fast: float = 32.0
     """yarn only: pairs that turn more often than this over the original context keep their frequency."""
     beta_slow: float = 1.0
@@ -72,11 +79,11 @@ class Rope(Technique):
             yield f"enabled: {kind} splits its rotary dimensions among axes (mrope). Set it to false."
         if not self.factor > 1:
             yield f"factor: {self.factor} lengthens nothing. Set it to the new context over the original one, above 1."
-        before = current.get("rope_type", "default")
-        if before != "default" and self.original_max_position_embeddings is None:
+        before, original = current.get("rope_type", "default"), self._original(config)
+        if before != "default" and self.original_max_position_embeddings is None and self._written(current, original) != current:
             yield (f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
-                   "replace that, say which context the factor is a multiple of.")
-        elif (original := self._original(config)) is None or original < 1:
+                   "replace that, say which context the factor is a multiple of. To keep it, set enabled to false.")
+        elif original is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
         elif facts.sequence_length > self.factor * original > 0:
             yield (f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
@@ -107,6 +114,15 @@ class Rope(Technique):
         assert original is not None, "check() refuses this"
         current = _flat(config.rope_parameters)
         assert current is not None, "check() refuses this"
+        nested = current is not config.rope_parameters
+        parameters = self._written(current, original)
+        config.rope_parameters = {**config.rope_parameters, FULL: parameters} if nested else parameters
+        # Dynamic NTK measures growth from max_position_embeddings, so raising it would switch the scaling off.
+        grown = original if self.type is RopeType.dynamic else round(self.factor * original)
+        config.max_position_embeddings = grown
+
+    def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
+        """The rope parameters that this scaling is, over a model's `current` ones and its `original` context."""
         parameters: dict[str, Any] = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
         parameters.update(rope_type=self.type.value, factor=float(self.factor))
         if self.type in (RopeType.yarn, RopeType.llama3):
@@ -117,11 +133,7 @@ class Rope(Technique):
                 parameters["attention_factor"] = self.attention_factor
         if self.type is RopeType.llama3:
             parameters.update(low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
-        nested = current is not config.rope_parameters
-        config.rope_parameters = {**config.rope_parameters, FULL: parameters} if nested else parameters
-        # Dynamic NTK measures growth from max_position_embeddings, so raising it would switch the scaling off.
-        grown = original if self.type is RopeType.dynamic else round(self.factor * original)
-        config.max_position_embeddings = grown
+        return parameters
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         """Dynamic only: forget the longest row seen so far before each forward.
@@ -142,7 +154,8 @@ class Rope(Technique):
             1 if self.type is RopeType.dynamic else self.factor))
         length = round(self.factor * original)
         inv_freq, attention = self.frequencies(dim, parameters["rope_theta"], original, length)
-        asked = f"{self.type.value}: {original} -> {length} positions, attention factor {attention:.4f}"
+        asked = (f"{self.type.value}: {original} -> {length} positions, attention factor {attention:.4f}, "
+                 f"inv_freq {digest(inv_freq, inv_freq)}")
         rotaries = _rotaries(model)
         if not rotaries:
             yield Evidence("rope", asked, "no rotary embedding in the built model", False)
@@ -158,9 +171,9 @@ class Rope(Technique):
                 yield Evidence("rope", asked, f"inv_freq of {len(seen)} pairs in place of {len(inv_freq)}", False)
                 continue
             error = ((seen - inv_freq).abs() / inv_freq).max().item()
-            yield Evidence("rope", asked, f"inv_freq of the built model within {error:.1e} of the formula, attention factor "
-                                          f"{scale:.4f}",
-                           error < 1e-5 and abs(scale - attention) < 1e-6)
+            yield Evidence("rope", asked, f"inv_freq {digest(seen, inv_freq)}, within {error:.1e} of the formula; attention "
+                                          f"factor {scale:.4f}",
+                           error < CLOSE and abs(scale - attention) < 1e-6)
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
         """The reference: inv_freq (float64, [dim/2]) and the attention factor, for a rotary embedding of `dim` dimensions.
@@ -189,7 +202,32 @@ class Rope(Technique):
         return plain * (1 - slowed) + plain / self.factor * slowed, attention
 
     def _original(self, config: dict[str, Any]) -> int | None:
-        return self.original_max_position_embeddings or config.get("max_position_embeddings")
+        """The context that the factor is a multiple of: the one named, that of such a scaling in place, or the model's."""
+        positions: int | None = config.get("max_position_embeddings")
+        if self.original_max_position_embeddings or positions is None:
+            return self.original_max_position_embeddings or positions
+        current = _flat(config["rope_parameters"]) or {}
+        kept = positions if self.type is RopeType.dynamic or not self.factor > 1 else round(positions / self.factor)
+        before = current.get("original_max_position_embeddings", kept)
+        return before if self._written(current, before) == current else positions
+
+
+def own_scaling(config: dict[str, Any]) -> str | None:
+    """How a language model scales its RoPE without being asked to, from its config as a plain dict; None: it does not."""
+    current = _flat(config.get("rope_parameters") or {}) or {}
+    if current.get("rope_type", "default") == "default":
+        return None
+    return f"{current['rope_type']} ({_scaling(current)}), up to {config.get('max_position_embeddings')} positions"
+
+
+def digest(inv_freq: torch.Tensor, formula: torch.Tensor) -> str:
+    """A short name for frequencies: 12 hexadecimal digits of the SHA-256 of their float32 values.
+
+    Devices and libraries round the last bits otherwise, so a value that agrees with the formula's is taken as that: the names
+    of two tensors are equal exactly where each pair of frequencies is, on any device.
+    """
+    agreed = torch.where((inv_freq - formula).abs() < CLOSE * formula, formula, inv_freq)
+    return hashlib.sha256(agreed.float().numpy().tobytes()).hexdigest()[:12]
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any] | None:

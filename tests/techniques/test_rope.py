@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 
 import pytest
 import torch
@@ -146,6 +148,29 @@ def test_a_scaling_with_the_wrong_original_length_is_seen_through():
     config.max_position_embeddings = 256
     model = Pipeline().build(random_model("llama"), config, CPU, 0)
     assert not any(one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(model, make_probe(model)))
+
+
+def test_the_evidence_names_the_frequencies_asked_for_and_observed():
+    """Twelve digits that are equal exactly where the frequencies are, however the last bits were rounded."""
+    model = random_model("llama", max_position_embeddings=4096, head_dim=64)
+    pipeline = scaled()
+    long = built(pipeline, model)
+
+    def names() -> tuple[str, str]:
+        [seen] = pipeline.rope.verify(long, make_probe(long))
+        return tuple(re.search(r"inv_freq ([0-9a-f]{12})\b", text)[1] for text in (seen.asked, seen.observed))
+
+    asked, observed_ = names()
+    assert asked == observed_
+    formula = torch.tensor(yarn(64, 10000.0, 4096, 4.0), dtype=torch.float64)
+    assert asked == hashlib.sha256(formula.float().numpy().tobytes()).hexdigest()[:12]
+    long.model.rotary_emb.inv_freq *= 1 + 3e-7  # as another device might round
+    assert names() == (asked, asked)
+    long.model.rotary_emb.inv_freq[20] *= 1.001
+    assert names()[0] == asked != names()[1]
+    other = scaled(factor=8.0)
+    [seen] = other.rope.verify(built(other, model), make_probe(long))
+    assert asked not in seen.asked
 
 
 def test_a_wrong_attention_factor_is_seen_through():

@@ -1,0 +1,204 @@
+"""The fused head and loss equal plain autograd over all logits, whatever the chunk, and hold no more than a chunk of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxtune.kernels import linear_cross_entropy as kernel
+from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
+
+
+def drawn(rows: int, vocabulary: int, width: int = 16, dtype: torch.dtype = torch.float32, bias: bool = False, size: float = 1.0):
+    """hidden, weight, labels, bias: leaves with gradients."""
+    torch.manual_seed(rows * 1000 + vocabulary)
+    tensors = [torch.randn(rows, width) * size, torch.randn(vocabulary, width)] + [torch.randn(vocabulary)] * bias
+    hidden, weight, *offset = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+    return hidden, weight, torch.randint(vocabulary, (rows,)), offset[0] if bias else None
+
+
+def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 40), vocabulary=st.integers(1, 150), chunk=st.integers(1, 50), bias=st.booleans(),
+       scale=st.sampled_from([1.0, 0.125, 3.0]), cap=st.sampled_from([0.0, 2.0, 30.0]))
+def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabulary, chunk, bias, scale, cap):
+    hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
+    wanted = plain(hidden, weight, labels, offset, scale=scale, cap=cap)
+    options = dict(scale=scale, cap=cap, chunk_rows=chunk)
+    loss = linear_cross_entropy(hidden, weight, labels, offset, **options)
+    torch.testing.assert_close(loss, wanted.sum(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(row_losses(hidden, weight, labels, offset, **options), wanted.detach(), rtol=1e-5, atol=1e-5)
+    leaves = (hidden, weight, offset)
+    for mine, theirs in zip(gradients(loss / 7, *leaves), gradients(wanted.sum() / 7, *leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_gradcheck_in_float64(cap):
+    hidden, weight, labels, bias = drawn(5, 7, width=3, dtype=torch.float64, bias=True)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], scale=0.5, cap=cap, chunk_rows=2),
+        (hidden, weight, bias))
+
+
+def test_large_logits_neither_overflow_nor_lose_their_gradient():
+    hidden, weight, labels, _ = drawn(6, 9, size=3e3)
+    assert (hidden @ weight.t()).abs().max() > 1e4
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_rows=4)
+    torch.testing.assert_close(loss, plain(hidden, weight, labels).sum())
+    assert all(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight))
+
+
+@pytest.mark.parametrize("trained", ["head", "hidden", "both"])
+def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(trained):
+    hidden, weight, labels, _ = drawn(12, 20)
+    hidden.requires_grad_(trained != "head")
+    weight.requires_grad_(trained != "hidden")
+    with Matmuls() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk_rows=6).backward()
+    assert seen.count == 2 * {"head": 2, "hidden": 2, "both": 3}[trained]
+    assert (weight.grad is None, hidden.grad is None) == (trained == "hidden", trained == "head")
+    wanted = torch.autograd.grad(plain(hidden, weight, labels).sum(), [hidden] if weight.grad is None else [weight])
+    torch.testing.assert_close(hidden.grad if weight.grad is None else weight.grad, *wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_computes_losses_alone():
+    hidden, weight, labels, _ = drawn(12, 20)
+    with torch.no_grad(), Matmuls() as seen:
+        assert not linear_cross_entropy(hidden, weight, labels, chunk_rows=6).requires_grad
+    assert seen.count == 2
+
+
+def test_no_more_logits_are_held_than_a_chunk_s(monkeypatch):
+    hidden, weight, labels, _ = drawn(1000, 640, width=4)
+    with Largest() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk_rows=100).backward()
+    assert seen.numbers == 100 * 640
+    monkeypatch.setattr(kernel, "BUFFER", 256 * 640 * 4)
+    with Largest() as seen:
+        linear_cross_entropy(hidden, weight, labels).backward()
+    assert seen.numbers == 250 * 640, "four chunks of 250 rather than three of 256 and one of 232"
+
+
+def test_the_default_chunk_is_a_gibibyte():
+    assert rows_at_once(128256, torch.bfloat16) == 4096
+    assert rows_at_once(128256, torch.float32) == 2048
+    assert rows_at_once(128, torch.float32) == 65536
+    assert rows_at_once(10**9, torch.float32) == 128
+
+
+def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
+    """256 chunks of one row: sums that are rounded to bfloat16 each time lose most of what they add."""
+    hidden, weight, _, _ = drawn(256, 8, dtype=torch.bfloat16)
+    labels = torch.zeros(256, dtype=torch.int64)
+    mine = gradients(linear_cross_entropy(hidden, weight, labels, chunk_rows=1), weight)[0]
+    exact = weight.detach().double().requires_grad_()
+    theirs = gradients(plain(hidden.detach().double(), exact, labels).sum(), exact)[0]
+    assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
+
+
+def test_under_autocast_matmuls_are_bfloat16_and_the_master_weight_s_gradient_float32():
+    hidden, weight, labels, bias = drawn(50, 30, bias=True)
+    wanted = plain(hidden, weight, labels, bias).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16), Matmuls() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, bias, chunk_rows=20)
+        loss.backward()
+    assert seen.dtypes >= {torch.bfloat16}
+    assert loss.dtype is hidden.grad.dtype is weight.grad.dtype is torch.float32
+    assert abs(loss - wanted) < 1e-2 * wanted
+    for mine, theirs in zip((hidden.grad, weight.grad, bias.grad), gradients(wanted, hidden, weight, bias), strict=True):
+        assert (mine - theirs).norm() < 1e-2 * theirs.norm()
+
+
+def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
+    """1.5039 lies between 1.5 and 1.5078: rounded, it would make all gradients 0.3 % too small or too large at once."""
+    hidden, weight, labels, _ = drawn(64, 30, dtype=torch.bfloat16)
+    once, times = (gradients(linear_cross_entropy(hidden, weight, labels) * by, hidden)[0].double() for by in (1, 1.5039))
+    assert (times * once).sum() / (once * once).sum() == pytest.approx(1.5039, abs=5e-4)
+
+
+def test_a_head_of_another_dtype_than_the_hidden_states_decides():
+    hidden, weight, labels, _ = drawn(9, 12)
+    loss = linear_cross_entropy(half := hidden.detach().bfloat16().requires_grad_(), weight, labels)
+    torch.testing.assert_close(loss, plain(half.float(), weight, labels).sum())
+    assert gradients(loss, half)[0].dtype is torch.bfloat16
+
+
+def test_the_triton_kernel_is_the_plain_one(tmp_path):
+    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
+    pytest.importorskip("triton")
+    script = tmp_path / "interpreted.py"
+    script.write_text(INTERPRETED)
+    here = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, str(script)], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
+                         capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["72", "compared"]
+
+
+INTERPRETED = """
+import itertools, torch
+from fxtune.kernels import cross_entropy_triton
+from fxtune.kernels.cross_entropy_triton import softmax_gradient
+from fxtune.kernels.linear_cross_entropy import _softmax_gradient as plain
+cross_entropy_triton.BLOCK = 256
+torch.manual_seed(0)
+compared = 0
+for dtype, words, (scale, cap), gradient in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (5, 256, 300), ((1.0, 0.0), (0.125, 0.0), (1.0, 30.0), (2.0, 5.0)),
+        (True, False)):
+    logits, labels = (torch.randn(3, words) * 20).to(dtype), torch.randint(words, (3,))
+    mine, theirs = torch.empty(3, words + 7, dtype=dtype)[:, :words].copy_(logits), logits.clone()
+    losses = torch.empty(2, 3)
+    softmax_gradient(mine, labels, losses[0], scale, cap, gradient)
+    plain(theirs, labels, losses[1], scale, cap, gradient)
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-6, atol=2e-5)
+    torch.testing.assert_close(mine, theirs, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+    compared += 1
+logits, losses = torch.full((3, 9), 1e4), torch.empty(3)
+logits[0, 3] = 2e4
+softmax_gradient(logits, torch.tensor([3, 1, -100]), losses, 1.0, 0.0, True)
+assert losses[0] == 0 and abs(losses[1] - torch.tensor(9.0).log()) < 1e-5 and losses[2].isnan(), losses
+assert logits[:2].isfinite().all()
+print(compared, "compared")
+"""
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.dtypes = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.count += 1
+            self.dtypes.add(args[1].dtype)
+        return out
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that one newly made tensor held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
+        return out

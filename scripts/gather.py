@@ -85,7 +85,7 @@ def documents(files: Iterable[File], seed: int = 0, min_chars: int = 200, length
         return
     for group in sorted(_groups(files, length), key=lambda group: _lot(seed, group[0].name)):
         parts = [(file, text) for file in group if (text := _read(file.path, seen, 1)) is not None]
-        joined = "\n\n".join(f"# ---- {file.name}\n\n{text.strip()}" for file, text in parts) + "\n"
+        joined = "".join(_part(file, text.strip()) for file, text in parts)
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         for text in _cut(joined, length):
             if len(text) >= min_chars:
@@ -133,15 +133,22 @@ def _read(path: Path, seen: set[bytes], min_chars: int) -> str | None:
 
 
 def _groups(files: Iterable[File], length: int) -> Iterator[list[File]]:
-    """Files of one package that are about `length` bytes together."""
+    """Files of one package that make up `length` bytes or less together, or a single one that is longer."""
     group: list[File] = []
+    together = 0
     for file in files:
-        if group and (file.package != group[0].package or sum(each.size for each in group) + file.size > length):
+        size = len(_part(file, "")) + file.size
+        if group and (file.package != group[0].package or together + size > length):
             yield group
-            group = []
+            group, together = [], 0
         group.append(file)
+        together += size
     if group:
         yield group
+
+
+def _part(file: File, text: str) -> str:
+    return f"# ---- {file.name}\n\n{text}\n\n"
 
 
 def _cut(text: str, length: int) -> Iterator[str]:

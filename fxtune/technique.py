@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxtune.kernels.packed_attention import OURS, no_mask
+
 if TYPE_CHECKING:
     from fxtune.world import Facts, World
 
@@ -71,18 +73,44 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
 
 
+def skeleton(config: dict[str, Any]) -> nn.Module | None:
+    """The model of this config (`Facts.model`) without its weights, or None where only the author's own code can build it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
+    return model
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The decoder inside a causal language model, adapters or not: tokens in, the last hidden states out, no head."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    found: nn.Module = base.get_decoder()
+    return found
+
+
 def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor,
                  cu_seqlens: torch.Tensor) -> dict[str, Any]:
     """The keyword arguments for one forward pass in training: what Batch holds, under transformers' names.
 
-    No attention mask is passed: documents are kept apart by `position_ids` and, for attention that takes documents of any
-    length one after the other, by `cu_seqlens`. `use_cache=False` keeps compiled layers from recompiling on the cache's state.
+    Documents are kept apart by `position_ids`, from which transformers builds a mask, or by `cu_seqlens`, for attention that
+    takes documents of any length one after the other. `use_cache=False` keeps compiled layers from recompiling on the cache's
+    state.
     """
     given: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    if "flash" in str(model.config._attn_implementation):  # type: ignore[union-attr]
-        # A row's length in place of the longest document's: one number for all batches, so compiled code stays.
-        longest = input_ids.shape[1]
-        given.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
+    attention = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    if attention in OURS:
+        given["attention_mask"] = no_mask(input_ids)
+    elif "flash" not in attention:
+        return given
+    elif torch.are_deterministic_algorithms_enabled():
+        given["deterministic"] = True  # transformers hands it to the FlashAttention package
+    # A row's length in place of the longest document's: one number for all batches, so compiled code stays.
+    longest = input_ids.shape[1]
+    given.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
     return given
 
 

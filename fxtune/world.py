@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,6 +146,11 @@ def _packages() -> dict[str, str]:
     if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
         found[APEX] = found.get("apex", "unknown version")
     return found
+
+
+def cache_home() -> Path:
+    """Where fxtune keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxtune"
 
 
 def c_compiler() -> str | None:

@@ -73,7 +73,8 @@ class Pieces:
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens`: at least one for each segment, and one more a row for its padding."""
+    """Room for documents in `cu_seqlens` of packed rows: at least one for each segment, and one more a row for its padding.
+    Rows that are not packed need one each, and are known by that (kernels/packed_attention.py)."""
 
 
 def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
@@ -96,7 +97,7 @@ def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
     targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORED)
     positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
     starts = np.flatnonzero(positions == 0)
-    cu_seqlens = np.full(pieces.slots + 1, ids.size, np.int32)
+    cu_seqlens = np.full((pieces.slots if pieces.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[:len(starts)] = starts
     wanted = np.flatnonzero(targets != IGNORED)
     return Batch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), torch.from_numpy(cu_seqlens),

@@ -1,0 +1,62 @@
+"""Which operators really ran, seen by torch's profiler: by their names, and on a GPU by the kernels that they launched.
+
+An option that asks for a kernel is proven by looking at what the device did, not at what a config says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LONGEST_NAME = 60
+
+
+@dataclass(frozen=True)
+class Seen:
+    calls: int
+    kernels: frozenset[str] = field(default_factory=frozenset)
+    """Names of what ran on the device. Empty on a CPU, and where the profiler is not allowed to look (CUPTI)."""
+
+
+def operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Seen]:
+    """Call `run` twice and count, the second time, what matches each regular expression, by the same keys.
+
+    A pattern matches operators (`aten::softmax`) or kernels of the device. Where kernels can be seen at all, an operator that
+    launched none does not count. The first call is for what is compiled or loaded at first use.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its library notes each start and stop on stderr
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    run()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True) as trace:
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+    events = list(trace.events() or [])
+    sees_device = any(event.device_type == DeviceType.CUDA for event in events)
+    found = {}
+    for name, pattern in patterns.items():
+        hits = [event for event in events if re.search(pattern, event.name)]
+        on_device = [event.name for event in hits if event.device_type == DeviceType.CUDA]
+        launched = [_kernels(event) for event in hits if event.device_type == DeviceType.CPU]
+        calls = sum(1 for kernels in launched if kernels or not sees_device)
+        found[name] = Seen(max(calls, len(on_device)), frozenset(on_device).union(*launched))
+    return found
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without its template arguments and what compilers put before it."""
+    name = re.sub(r"^(void |kernel_cutlass_)", "", kernel).partition("<")[0]
+    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 3] + "..."
+
+
+def _kernels(event: Any) -> frozenset[str]:
+    """Names of the kernels that an operator and those that it called ran on the device."""
+    return frozenset(kernel.name for kernel in event.kernels).union(*(_kernels(child) for child in event.cpu_children))

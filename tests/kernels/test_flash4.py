@@ -1,0 +1,147 @@
+"""fxtune::flash4 on a CPU: the mathematics, and all that stands above the kernel. tests/gpu/test_attention.py has the kernel."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fxtune.kernels.flash4 import flash4
+
+OP = torch.ops.fxtune.flash4.default
+
+
+def inputs(lengths, heads=4, kv_heads=2, width=8, dtype=torch.float32, value_width=None):
+    """q, k, v with gradients, and cu_seqlens, of documents of these lengths."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    qkv = [torch.randn(tokens, count, size, generator=draw, dtype=dtype, requires_grad=True)
+           for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width or width))]
+    return *qkv, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def by_torch(q, k, v, lengths, scale=0.3, window=0):
+    """The same by torch's scaled_dot_product_attention, each document alone and with its mask written out."""
+    out = []
+    for start, end in pairwise([0, *accumulate(lengths)]):
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        mask = (back >= 0) & (back < (window or end))
+        alone = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out.append(F.scaled_dot_product_attention(*alone, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+@pytest.mark.parametrize("value_width", [8, 4])
+def test_documents_get_what_they_would_get_alone(window, value_width):
+    lengths = (1, 7, 0, 12, 0, 0)
+    q, k, v, cu_seqlens = inputs(lengths, value_width=value_width)
+    out, lse = flash4(q, k, v, cu_seqlens, 20, 0.3, window, 0.0)
+    expected = by_torch(q, k, v, lengths, window=window)
+    torch.testing.assert_close(out, expected)
+    assert out.is_contiguous()
+    assert lse.shape == (4, 20)
+    assert not lse.requires_grad
+    weight = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight),
+                            strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.is_contiguous()
+
+
+def test_rows_of_one_document_each():
+    q, k, v, cu_seqlens = inputs((6, 6))
+    packed, lse = flash4(q, k, v, cu_seqlens, 6, 0.3, 0, 0.0)
+    rows, lse_of_rows = flash4(*(x.unflatten(0, (2, 6)) for x in (q, k, v)), None, 6, 0.3, 0, 0.0)
+    assert torch.equal(rows.flatten(0, 1), packed)
+    assert torch.equal(lse_of_rows.transpose(0, 1).flatten(1), lse)
+
+
+def test_the_soft_cap_bends_scores():
+    q, k, v, cu_seqlens = inputs((5,))
+    scores = 1.5 * torch.tanh(torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3 / 1.5)
+    scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
+    out, lse = flash4(q, k, v, cu_seqlens, 5, 0.3, 0, 1.5)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (2, 0.0), (3, 1.5)])
+def test_gradients_against_finite_differences(window, softcap):
+    *qkv, cu_seqlens = inputs((3, 5, 1, 0), width=4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k, v: flash4(q, k, v, cu_seqlens, 9, 0.35, window, softcap)[0], qkv)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(sum))
+@settings(max_examples=25, deadline=None)
+def test_empty_documents_change_nothing(lengths):
+    q, k, v, cu_seqlens = inputs(lengths)
+    *_, without = inputs([length for length in lengths if length])
+    for one, other in zip(flash4(q, k, v, cu_seqlens, 36, 0.3, 0, 0.0), flash4(q, k, v, without, 36, 0.3, 0, 0.0), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_it_is_an_operator_as_torch_wants_them(dense):
+    *qkv, cu_seqlens = inputs((4, 5, 0))
+    qkv = [x.detach().unflatten(0, (3, 3)).requires_grad_() for x in qkv] if dense else qkv
+    torch.library.opcheck(OP, (*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
+    out, lse = flash4(*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0)
+    torch.library.opcheck(torch.ops.fxtune.flash4_backward.default, (
+        torch.ones_like(out), *(x.detach() for x in qkv), out.detach(), lse, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
+
+
+def test_one_graph_for_all_batches():
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, cu: flash4(q * 2, k, v, cu, 12, 0.3, 0, 0.0)[0] + 1, fullgraph=True, backend=backend)
+    for lengths in ((12, 0, 0), (3, 4, 5), (1, 11, 0)):
+        q, k, v, cu_seqlens = inputs(lengths)
+        torch.testing.assert_close(compiled(q, k, v, cu_seqlens), by_torch(q * 2, k, v, lengths) + 1)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+class Calls(TorchDispatchMode):
+    """Counts executions of the forward operator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is OP
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("saved", "calls"), [([OP], 1), ([], 2)])
+def test_checkpointing_can_name_it(saved, calls):
+    q, k, v, cu_seqlens = inputs((4, 5))
+    expected = torch.autograd.grad(flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(), (q, k, v))
+    with Calls() as seen:
+        out = checkpoint(lambda: flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(), use_reentrant=False,
+                         context_fn=lambda: create_selective_checkpoint_contexts(saved))
+        gradients = torch.autograd.grad(out, (q, k, v))
+    assert seen.count == calls
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_torch_can_estimate_its_cost():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v, cu_seqlens = inputs((16,), heads=4, width=8)
+    with FlopCounterMode(display=False) as counter:
+        flash4(q, k, v, cu_seqlens, 16, 0.3, 0, 0.0)[0].sum().backward()
+    forward = 2 * (16 * 16 * 4 * (8 + 8)) // 2  # two products of 2 flops a pair, over half of the square
+    assert counter.get_total_flops() == forward + forward * 5 // 2

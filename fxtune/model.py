@@ -8,8 +8,10 @@ safetensors are read (a pickle can run code).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -151,15 +153,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def build(model: ModelConfig, hf_config: Any, world: World, seed: int) -> Any:
+def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False) -> Any:
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
     The weights are made or read in their final dtype and on their final device: an 8B model in bfloat16 costs 16 GB there
-    and nothing elsewhere. `name_or_path` and `base_revision` of what is returned say where it came from, `config_edited` whether
-    its config differs from the one found there.
+    and nothing elsewhere. `shrinks`: whoever calls makes them smaller and then moves them, one by one, so they may lie in host
+    memory, where a model larger than the card has room. `name_or_path` and `base_revision` of what is returned say where it
+    came from, `config_edited` whether its config differs from the one found there.
     """
     quiet()
     dtype = resolve_dtype(model, world)
+    if shrinks and not _drawn_there(model, hf_config, dtype, world):
+        world = dataclasses.replace(world, device=torch.device("cpu"))
     if model.init is Init.random:
         return _random(model, hf_config, dtype, world, seed)
     assert model.path is not None
@@ -222,10 +227,13 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
 
 
 def quiet() -> None:
-    """Keep transformers' warnings and bars off the user's terminal: what matters in them is an error here."""
+    """Keep libraries' warnings and bars off the user's terminal: what matters in them is an error here."""
     import huggingface_hub
     import transformers
 
+    # peft imports torchao and bitsandbytes where they are installed, and they tell of each extension built for others.
+    for chatty in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -306,6 +314,24 @@ def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any
         return kind(**values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
+
+
+def _drawn_there(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World) -> bool:
+    """Whether whole weights that are to be made smaller had best be on world.device at first.
+
+    Random ones where they fit: a card draws them a hundred times faster than a host. Weights that are read pass through host
+    memory anyway, and go to the card when they are small, unless they only fit there: a card that held all of them once would
+    keep its memory cut into their pieces.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if world.device.type == "cpu":
+        return True
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=model.trust_remote_code)
+    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    facts = world.facts()
+    return needed < 0.9 * facts.free_memory if model.init is Init.random else needed > 0.9 * facts.host_memory
 
 
 def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World, seed: int) -> Any:

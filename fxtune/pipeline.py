@@ -95,7 +95,7 @@ class Pipeline:
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)
-        built: nn.Module = models.build(model, hf_config, world, seed)
+        built: nn.Module = models.build(model, hf_config, world, seed, shrinks=self.quantize.enabled)
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for _, technique in self.enabled():
@@ -112,10 +112,14 @@ class Pipeline:
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and one ConfigError that lists what was asked for and did not act."""
-        seen = self.verify(model, probe)
-        if failed := [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in seen if not one.acted]:
-            raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + "\nTurn it off, or use another model.")
-        return seen
+        return refuse(self.verify(model, probe))
+
+
+def refuse(seen: list[Evidence]) -> list[Evidence]:
+    """`seen`, unless something in it did not act: a ConfigError that lists all of it."""
+    if failed := [f"  {one.technique}: asked for {one.asked}; seen: {one.observed}" for one in seen if not one.acted]:
+        raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + "\nTurn it off, or use another model.")
+    return seen
 
 
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:

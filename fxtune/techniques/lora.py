@@ -12,6 +12,7 @@ the frozen weight, so they too start as their base; whoever loads such an adapte
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError, StorageError
 from fxtune.hub import Origin, fetch, locate_adapter
-from fxtune.technique import Evidence, Technique, observed
+from fxtune.technique import Evidence, Technique, observed, skeleton
 from fxtune.world import Facts, World
 
 ALL_LINEAR = "all-linear"
@@ -73,7 +74,7 @@ class Lora(Technique):
             yield ("modules_to_save: this model's head and embedding are one tensor, and adapting "
                    f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules.")
         if self.modules_to_save or ALL_LINEAR not in self.target_modules:
-            yield from self._unmatched(_skeleton(facts.model))
+            yield from self._unmatched(skeleton(facts.model))
 
     def _unmatched(self, model: nn.Module | None) -> Iterator[str]:
         """A reason for each name that stands for no module of `model`."""
@@ -149,7 +150,7 @@ class Lora(Technique):
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         foreign = [name for name, parameter in model.named_parameters()
                    if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name]
-        total = sum(parameter.numel() for parameter in model.parameters())
+        total = sum(_size(parameter) for parameter in model.parameters())
         yield Evidence("lora", f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
                        f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
                        f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
@@ -226,16 +227,10 @@ def _sketch(model: Any) -> torch.Tensor:
     return logits.float()
 
 
-def _skeleton(config: dict[str, Any]) -> nn.Module | None:
-    """The model of this config without its weights, or None where only the author's own code can build it."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    values = {name: value for name, value in config.items() if name != "model_type"}
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
-    return model
+def _size(parameter: torch.Tensor) -> int:
+    """How many weights a parameter stands for; bitsandbytes packs two into a byte."""
+    packed = getattr(parameter, "quant_state", None)
+    return math.prod(packed.shape) if packed is not None else parameter.numel()
 
 
 def _sorted(names: Any) -> list[str]:

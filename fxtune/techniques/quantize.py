@@ -1,10 +1,233 @@
+"""Frozen linears in 4 or 8 bits under trained adapters: QLoRA (arXiv 2305.14314).
+
+The weights that are never trained are most of a model's memory. In nf4 with double quantisation they take 4.127 bits each:
+an 8B model's linears 3.4 GiB in place of 13. They are dequantised, one at a time, for each matmul (kernels/quantized.py),
+which makes a step a few percent slower at long rows; the loss starts slightly higher, and adapters make up for most of it.
+Embeddings, norms and the output head keep model.dtype.
+
+A model need not fit on the card before it is quantised. Pretrained weights are read into host memory, and each linear
+goes to the card as it is replaced; random ones are drawn on the card where they fit there, else likewise.
+
+What is trained and saved is the adapter: it loads onto the plain base, and `fxtune merge` folds it into the plain base, not
+into the quantised one.
+"""
+
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
-from fxtune.technique import Technique
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError
+from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.technique import Evidence, Technique, skeleton
+from fxtune.world import Facts, World
+
+GIB = 2**30
+OLDEST = {"nf4": (6, 0), "int8": (7, 5)}
+"""The oldest compute capability that the kernels are built for."""
+WORST_ERROR = {"nf4": 0.15, "int8": 0.03}
+"""|dequantised - weight| / |weight|. Of normal weights nf4 loses 0.09, int8 with a scale a row 0.01."""
+
+
+class Type(str, Enum):
+    nf4 = "nf4"
+    int8 = "int8"
+
+
+class Library(str, Enum):
+    auto = "auto"
+    bitsandbytes = "bitsandbytes"
+    torchao = "torchao"
+
+
+class ComputeDtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 @dataclass
 class Quantize(Technique):
-    pass
+    type: Type = Type.nf4
+    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, ten times nearer."""
+    library: Library = Library.auto
+    """Who stores the weights. `auto`: bitsandbytes where it is installed (its nf4 is the faster one), else torchao."""
+    double: bool = True
+    """nf4: quantise the blocks' scales too, which saves 0.37 bits a weight."""
+    compute_dtype: ComputeDtype = ComputeDtype.auto
+    """What weights are dequantised to, and matmuls run in. `auto`: what the rest of the model computes in."""
+    skip: list[str] = field(default_factory=list)
+    """Names of linears to leave as they are, such as `down_proj` or `layers.0.mlp.up_proj`. The head always stays."""
+
+    def check(self, facts: Facts) -> Iterator[str]:
+        library = self._library(facts)
+        lora = facts.techniques.get("lora")
+        if lora is None:
+            yield (f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
+                   "techniques.lora.enabled=true, or this to false.")
+        if library is None:
+            yield "library: neither bitsandbytes nor torchao is installed. Install one: pip install 'fxtune[quant]'."
+        elif library.value not in facts.packages:
+            yield f"library: {library.value} is not installed. Install it: pip install 'fxtune[quant]'."
+        if self.type is Type.nf4 and library is Library.torchao and not self.double:
+            yield "double: torchao's nf4 always quantises its scales. Set it to true, or library to bitsandbytes."
+        yield from self._compute(facts)
+        yield from self._adapters(lora or {}, library)
+        model = skeleton(facts.model)
+        if model is not None:
+            yield from self._linears(model, facts, lora or {}, library)
+
+    def _compute(self, facts: Facts) -> Iterator[str]:
+        """What the card and the model's own dtype leave to choose."""
+        oldest = OLDEST[self.type.value]
+        if facts.device == "cuda" and (facts.capability or oldest) < oldest:
+            number = ".".join(map(str, facts.capability or ()))
+            yield (f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} has "
+                   f"{number}. " + ("Use nf4." if self.type is Type.int8 else "Set enabled=false."))
+        if facts.device == "cuda" and (facts.capability or (8, 0)) < (8, 0) and self.compute_dtype is ComputeDtype.bfloat16:
+            yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
+        if self.compute_dtype is ComputeDtype.float16 and facts.compute_dtype != "float16":
+            yield ("compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
+                   "model.dtype=float16. Set one of them, or compute_dtype to auto.")
+
+    def _adapters(self, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
+        init = str(getattr(lora.get("init"), "value", lora.get("init")))
+        if init in ("pissa", "olora"):
+            yield (f"enabled: techniques.lora.init={init} takes a part out of the weights, and what is left would have to be "
+                   "quantised anew. Use init=default.")
+        if lora.get("dora") and library is Library.torchao:
+            yield ("library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
+                   "Use bitsandbytes.")
+
+    def _linears(self, model: nn.Module, facts: Facts, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
+        """What there is to quantise in this model, and whether it and its 16-bit self have a place."""
+        found = [(name, linear) for name, _, _, linear in self._targets(model)]
+        total = sum(parameter.numel() for parameter in model.parameters())
+        if not found:
+            yield (f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip names: "
+                   "experts in one tensor, convolutions and embeddings are not quantised. Set it to false.")
+            return
+        every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for name in self.skip:
+            if not any(_named(there, name) for there in every):
+                there = ", ".join(sorted({one.rpartition(".")[2] for one in every}))
+                yield f"skip: {name} is no linear of this model. Its linears are {there}."
+        trained = [name for name in lora.get("modules_to_save", []) if any(_named(there, name) for there, _ in found)]
+        if trained:
+            yield (f"skip: techniques.lora.modules_to_save trains {', '.join(trained)} in full, and quantised weights cannot be "
+                   "trained. Name it in skip, too.")
+        uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
+        if uneven and self.type is Type.nf4 and library is Library.torchao:
+            yield (f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
+                   f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip.")
+        yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
+
+    def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
+        """Whether a model of `total` weights, `inside` of them in linears, has a place before and after."""
+        if facts.device != "cuda" or not facts.free_memory:
+            return
+        size = 4 if facts.dtype == "float32" else 2
+        whole = total * size / GIB
+        left = whole - inside * (size - bytes_per_weight({"type": self.type, "double": self.double})) / GIB
+        free, host = facts.free_memory / GIB, facts.host_memory / GIB
+        if left > free:
+            yield (f"enabled: the quantised model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
+                   + (", or type=nf4." if self.type is Type.int8 else "."))
+        elif whole > max(free, host):
+            yield (f"enabled: before it is quantised, the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
+                   f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
+                   + (", or model.dtype=bfloat16." if size == 4 else "."))
+
+    def resolve(self, facts: Facts) -> str | None:
+        chosen = []
+        if self.library is Library.auto and (library := self._library(facts)):
+            self.library = library
+            chosen.append(f"{library.value} stores the {self.type.value} weights")
+        if self.compute_dtype is ComputeDtype.auto:
+            self.compute_dtype = ComputeDtype(facts.compute_dtype)
+            chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
+        return "; ".join(chosen) or None
+
+    def _library(self, facts: Facts) -> Library | None:
+        if self.library is not Library.auto:
+            return self.library
+        there = [one for one in (Library.bitsandbytes, Library.torchao) if one.value in facts.packages]
+        return there[0] if there else None
+
+    def _targets(self, model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+        """(full name, parent, name in it, linear) of each linear to quantise: all but the head and what is to be skipped."""
+        head = model.get_output_embeddings()
+        for path, parent in model.named_modules():
+            for name, module in parent.named_children():
+                full = f"{path}.{name}" if path else name
+                if isinstance(module, nn.Linear) and module is not head and not any(_named(full, skip) for skip in self.skip):
+                    yield full, parent, name, module
+
+    def apply(self, model: Any, world: World) -> nn.Module:
+        """Replace the linears one at a time, so that a device holds the model and one linear more at most."""
+        compute = getattr(torch, self.compute_dtype.value)
+        targets = list(self._targets(model))
+        if not targets:
+            raise ConfigError("techniques.quantize.enabled: this model has no linears besides its head. Set it to false.")
+        before = after = 0
+        error = math.nan
+        for index, (_, parent, name, linear) in enumerate(targets):
+            made = quantized(linear, self.type.value, self.library.value, self.double, compute, world.device)
+            if index == 0:
+                whole = linear.weight.detach().to(world.device).float()
+                error = ((dequantized(made).float() - whole).norm() / whole.norm()).item()
+                del whole
+            before += linear.weight.numel() * linear.weight.element_size()
+            after += stored_bytes(made)
+            setattr(parent, name, made)
+            # Drops the last name that keeps the whole weight alive.
+            targets[index] = ("", parent, name, made)
+        _move(model, world.device)
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()  # the 16-bit weights' memory, which the next allocations would be cut from
+            torch.cuda.reset_peak_memory_stats(world.device)  # what training takes is to be seen, not this
+        if self.library is Library.bitsandbytes:  # what peft asks before it wraps
+            model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
+        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error}
+        return model
+
+    def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
+        linears = [module for module in model.modules() if is_quantized(module)]
+        kinds = {module.fxtune_quantized for module in linears}
+        done, what = model.quantization, f"{self.type.value}/{self.library.value}"
+        stored = sum(stored_bytes(module) for module in linears)
+        shrunk = stored < done["before"] and stored == done["after"]
+        yield Evidence("quantize", f"{done['linears']} linears in {what}",
+                       f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['before'] / GIB:.3g} GiB of weights "
+                       f"became {stored / GIB:.3g} GiB", len(linears) == done["linears"] and kinds == {what} and shrunk)
+        worst = WORST_ERROR[self.type.value]
+        yield Evidence("quantize", f"weights near those of the base (relative error below {worst})",
+                       f"{done['error']:.4f} in the first linear", 0 < done["error"] < worst)
+        trained = sum(parameter.requires_grad for module in linears for parameter in module.parameters())
+        dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
+        yield Evidence("quantize", f"frozen, dequantised to {self.compute_dtype.value}",
+                       f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
+                       not trained and dtypes == {self.compute_dtype.value})
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Bring to `device` what is not there. Parameters stay the same objects, so that tied ones stay tied."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _named(full: str, name: str) -> bool:
+    return full == name or full.endswith(f".{name}")
+

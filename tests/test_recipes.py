@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from fxtune import library
 from fxtune.__main__ import main
 from fxtune.config import Config, load
+from fxtune.data.plan import row_lengths
 from fxtune.errors import ConfigError
 from fxtune.world import PACKAGES, Facts
 
@@ -33,7 +34,7 @@ def header(name: str) -> str:
 
 
 def hardware(name: str, config: Config) -> Facts:
-    """The machine that the recipe's header names, with the recipe's model on it."""
+    """The least machine that the recipe's header names, with the recipe's model on it."""
     from transformers import AutoConfig
 
     line = re.search(r"# Hardware: (.*)", header(name))
@@ -45,10 +46,14 @@ def hardware(name: str, config: Config) -> Facts:
         kind, sizes = HUB[path]
         model = AutoConfig.for_model(kind, **sizes)
     common = dict(model=model.to_dict(), packing=config.data.packing, sequence_length=config.data.sequence_length,
-                  packages=dict.fromkeys(PACKAGES, "1"))
+                  rows=row_lengths(config.data), micro_batch_size=config.train.micro_batch_size,
+                  optimizer=config.optimizer.name.value, packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"})
     if "GPU with" in line[1]:
-        memory = int(re.search(r"(\d+) GB", line[1])[1])
-        return Facts(device="cuda", device_name="NVIDIA", capability=(8, 0), memory=memory * 10**9, dtype="bfloat16", **common)
+        memory = int(re.search(r"(\d+) GB", line[1])[1]) * 10**9
+        host = re.search(r"(\d+) GB of host", line[1])
+        older = re.search(r"A100|A10\b|RTX 3090", line[1])
+        return Facts(device="cuda", device_name="NVIDIA", capability=(8, 0) if older else (9, 0), memory=memory,
+                     free_memory=memory, host_memory=int(host[1]) * 10**9 if host else 128 * 10**9, dtype="bfloat16", **common)
     assert "no GPU" in line[1]
     return Facts(cores=2, **common)
 
@@ -58,7 +63,9 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
     config = load([f"+recipe={name}"])
     assert config.run.name == name
     assert config.data.sources
-    config.techniques.check(hardware(name, config))
+    techniques, _ = config.techniques.ready(hardware(name, config))
+    assert "auto" not in {str(getattr(value, "value", value)) for _, technique in techniques.enabled()
+                          for value in vars(technique).values()}
     assert f"python -m fxtune +recipe={name}" in header(name)
     assert "# Measured: " in header(name)
     assert 20 < len(library.recipes()[name].title) < 110
@@ -67,7 +74,7 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
 def test_the_checks_above_can_fail(cwd):
     config = load(["+recipe=llama_yarn_64k", "techniques.rope.enabled=false"])
     with pytest.raises(ConfigError, match="beyond"):
-        config.techniques.check(hardware("llama_yarn_64k", config))
+        config.techniques.ready(hardware("llama_yarn_64k", config))
 
 
 @pytest.mark.parametrize("name", SHIPPED)

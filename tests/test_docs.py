@@ -13,7 +13,7 @@ from fxtune import config
 from fxtune.vetting import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted(ROOT.glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
 README = TEXTS["README.md"]
 

@@ -196,9 +196,13 @@ def build(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16",
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     """The project's loss of one batch, summed over its supervised tokens."""
-    from fxtune.loss import batch_loss
+    from fxtune import loss
 
-    return batch_loss(model, given)
+    if not hasattr(loss, "Loss"):
+        return loss.batch_loss(model, given)
+    made = loss.Loss(model, pipeline.liger)
+    assert all(one.acted for one in made.evidence), made.evidence
+    return made.sum(given)
 
 
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:

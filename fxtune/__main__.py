@@ -38,11 +38,19 @@ class Word:
     plain: str | None = None
     """The module's function for plain words after this one (`fxtune merge ADAPTER FOLDER`), which gets them one by one."""
     plain_only: bool = False
+    flags: tuple[str, ...] = ()
+    """Options of this word alone, which `run` gets by name: `json` with a file, the others true or false."""
+    alone: bool = False
+    """Without a recipe or a key there is nothing to compose: `run(None)`."""
 
 
 WORDS = {
     "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
+    "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
+                   reads_data=True, flags=("loss", "each", "json")),
+    "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
+                   flags=("json",), alone=True),
     "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
                  reads_data=True),
     "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
@@ -61,6 +69,7 @@ words
 examples
   fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in two minutes
   fxtune preview +recipe=quickstart                    look at the samples first
+  fxtune verify +recipe=quickstart --loss              is every technique on, is the loss right?
   fxtune +recipe=quickstart optimizer.lr=1e-3          change any key of the recipe
   fxtune -m +recipe=quickstart optimizer.lr=1e-3,5e-3  one run for each value, each in its own folder
   fxtune +recipe=quickstart --cfg job                  print the whole config and train nothing
@@ -74,11 +83,14 @@ options
   -m, --multirun      one run for each combination of key=a,b
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
+  --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
+  --json FILE         verify, doctor: also write what was seen to FILE
   -h, --help          this text
   -V, --version       versions of fxtune and of what it stands on
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
 
-exit codes: 0 done, 2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 1 a bug of fxtune"""
+exit codes: 0 done, 1 verify or doctor found something wrong (with a traceback: a bug of fxtune),
+            2 config, 3 data, 4 hardware, 5 numbers, 6 storage"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +117,7 @@ def _run(argv: list[str]) -> None:
     if word.plain and plain and not {"-h", "--help"} & set(argv):
         _plainly(name, word.plain, argv)
         return
-    flags, overrides = _parse(argv)
+    flags, overrides = _parse(argv, word)
     if flags.help or bare:
         words = "\n".join(f"  {name:<9} {word.line}" for name, word in WORDS.items())
         print(HELP.format(version=__version__, words=words, shipped=library.place(library.shipped("recipes"))))
@@ -113,8 +125,15 @@ def _run(argv: list[str]) -> None:
         print(_versions())
     elif flags.shell_completion:
         _complete(overrides)
+    elif word.alone and not (overrides or flags.cfg or flags.info):
+        importlib.import_module(word.module).run(None, **_own(word, flags))
     else:
         _hydra(word, flags, overrides)
+
+
+def _own(word: Word, flags: argparse.Namespace) -> dict[str, Any]:
+    """What the word's own options were set to."""
+    return {name: getattr(flags, name) for name in word.flags}
 
 
 def _plainly(name: str, function: str, words: list[str]) -> None:
@@ -151,8 +170,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `fxtune --help` lists the options.")
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Hydra's own flags, less those that would let it read unvetted files (--config-dir and its like)."""
+def _parse(argv: list[str], word: Word) -> tuple[argparse.Namespace, list[str]]:
+    """The word's own flags, and Hydra's, less those that would let it read unvetted files (--config-dir and its like)."""
     what = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     bare = [i for i, text in enumerate(argv) if text in ("-i", "--info") and (argv[i + 1:i + 2] or ["-"])[0] not in what]
     argv = ["--info=all" if i in bare else text for i, text in enumerate(argv)]
@@ -162,6 +181,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--version", "-V", action="store_true")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
+    for name in word.flags:
+        parser.add_argument(f"--{name}", action="store" if name == "json" else "store_true")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     modes.add_argument("--info", "-i", choices=what)
@@ -182,7 +203,7 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
     if flags.multirun:
         config.check_jobs(choices)
         with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:  # Hydra leaves a multirun.yaml where it sweeps
-            job = _Job(word, True, frozenset(choice.key for choice in choices if choice.sweeps))
+            job = _Job(word, _own(word, flags), True, frozenset(choice.key for choice in choices if choice.sweeps))
             _call_hydra(job, ["--multirun", *told, f"hydra.sweep.dir='{scratch}'"])
         if job.failures:
             raise job.failures[0](f"{len(job.failures)} of {job.number} runs failed, for the reasons above")
@@ -194,7 +215,7 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
         _call_hydra(print, [*wish, *told])
         return
     config.typed(cfg)
-    _call_hydra(_Job(word), told)
+    _call_hydra(_Job(word, _own(word, flags)), told)
 
 
 def _call_hydra(task: Callable[[DictConfig], Any], argv: list[str]) -> None:
@@ -223,8 +244,8 @@ class _Ended(BaseException):
 class _Job:
     """What Hydra calls for each job: the composed config becomes dataclasses and goes to the word's `run`."""
 
-    def __init__(self, word: Word, multirun: bool = False, swept: frozenset[str] = frozenset()):
-        self.word, self.multirun, self.swept = word, multirun, swept
+    def __init__(self, word: Word, flags: dict[str, Any], multirun: bool = False, swept: frozenset[str] = frozenset()):
+        self.word, self.flags, self.multirun, self.swept = word, flags, multirun, swept
         self.number = 0
         self.failures: list[type[UserError]] = []  # not the errors: their tracebacks would keep each failed job's model in memory
 
@@ -244,7 +265,7 @@ class _Job:
                 title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
                 config.run.dir = os.path.join(config.run.dir or os.path.join("runs", config.run.name), title)
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
-            _say(importlib.import_module(self.word.module).run(config))
+            _say(importlib.import_module(self.word.module).run(config, **self.flags))
         except UserError as error:
             if not self.multirun:
                 raise _Ended(error) from None

@@ -39,3 +39,9 @@ class StorageError(UserError):
     """A disk, a checkpoint or a run folder cannot be used."""
 
     exit_code = 6
+
+
+class CheckError(UserError):
+    """What `fxtune verify` or `fxtune doctor` looked at is not as it should be. Their tables said so already."""
+
+    exit_code = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import netrc
 import os
 import queue
 import secrets
@@ -21,11 +20,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any, Optional
-from urllib.parse import urlsplit
 
 from fxtune.errors import ConfigError
 from fxtune.redact import redact, redact_arguments
-from fxtune.wandb_link import WandbLink
+from fxtune.wandb_link import WandbLink, api_key_at_hand
 from fxtune.world import Facts
 
 STEP = "train/step"
@@ -94,21 +92,7 @@ def wandb_mode(config: WandbConfig) -> str:
     if config.mode is WandbMode.auto:
         mode = os.environ.get("WANDB_MODE", "").lower()
         mode = mode if mode in ("online", "offline", "disabled") else "online"
-    return "offline" if mode == "online" and not _api_key_at_hand() else mode
-
-
-def _api_key_at_hand() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for file in files:
-        try:
-            if netrc.netrc(os.path.expanduser(file)).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    return "offline" if mode == "online" and not api_key_at_hand() else mode
 
 
 class Tracker:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import netrc
 import os
 import queue
 import shlex
@@ -26,6 +27,7 @@ import threading
 import time
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 STEP = "train/step"
 FINISH_TIMEOUT = 30.0  # seconds that the end of a run may wait for W&B's last upload
@@ -176,6 +178,26 @@ class WandbLink:
         folders = sorted(str(folder) for folder in self._run_dir.glob(f"wandb/offline-run-*-{self._init['id']}"))
         chosen = folders if len(folders) > 1 else [self._folder]
         return f" To upload it: wandb sync {' '.join(shlex.quote(folder) for folder in chosen)}"
+
+
+def server() -> str:
+    """The address of W&B's server."""
+    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+
+
+def api_key_at_hand() -> bool:
+    """Whether W&B's library would find credentials on this machine, by the environment or netrc. Never asks for any."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(server()).hostname or ""
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for file in files:
+        try:
+            if netrc.netrc(os.path.expanduser(file)).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
 
 
 def _listen(process: subprocess.Popen[str], answers: queue.Queue[dict[str, Any]]) -> None:

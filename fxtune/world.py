@@ -70,7 +70,7 @@ class Facts:
     def compute_dtype(self) -> str:
         """The dtype that matmuls and attention run in: autocast's, or the weights'."""
         autocast = self.techniques.get("precision", {}).get("autocast", "none")
-        return self.dtype if autocast == "none" else autocast
+        return self.dtype if autocast == "none" else str(getattr(autocast, "value", autocast))
 
 
 @dataclass(frozen=True)

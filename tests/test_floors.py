@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 FLOORS = [
     {"__init__", "errors"},
     # knows the machine, the disk, a library; nothing of training
-    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link",
+    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting"},
+    {"technique", "vetting", "probes"},
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
     # puts several together
@@ -69,6 +69,8 @@ def floor(name: str) -> int:
 def sideways_or_up(name: str, below: str) -> bool:
     if name.startswith("data.") and below.startswith("data."):
         return DATA.index(below.removeprefix("data.")) >= DATA.index(name.removeprefix("data."))
+    if name.startswith("kernels.") and below.startswith("kernels.") and below.endswith("_triton"):
+        return name.endswith("_triton")  # the Triton code of an operator, apart because triton is not everywhere
     return floor(below) >= floor(name)
 
 

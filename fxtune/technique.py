@@ -104,7 +104,7 @@ def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.
     attention = str(model.config._attn_implementation)  # type: ignore[union-attr]
     if attention in OURS:
         given["attention_mask"] = no_mask(input_ids)
-    elif "flash" not in attention:
+    elif "flash" not in attention and "/" not in attention:  # a slash: a kernel of the hub, which transformers calls likewise
         return given
     elif torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True  # transformers hands it to the FlashAttention package

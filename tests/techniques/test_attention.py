@@ -187,6 +187,21 @@ def test_a_plain_call_with_packed_positions_isolates_as_well(family):
         torch.testing.assert_close(models[1](**probe).logits, models[0](**probe).logits)
 
 
+@pytest.mark.parametrize(("implementation", "given"), [
+    ("sdpa", False), ("flex_attention", False), ("fxtune_fa4", True), ("flash_attention_3", True), ("org/kernel@0", True)])
+def test_who_is_told_where_documents_begin(implementation, given):
+    """transformers itself would find the documents in one row, and see none in two."""
+    model = torch.nn.Identity()
+    model.config = type("Config", (), {"_attn_implementation": implementation})
+    rows, bounds = torch.zeros(2, 5, dtype=torch.long), torch.tensor([0, 5, 10], dtype=torch.int32)
+    inputs = model_inputs(model, rows, rows, bounds)
+    assert ("cu_seq_lens_q" in inputs) == given
+    assert ("attention_mask" in inputs) == implementation.startswith("fxtune")
+    if given:
+        assert inputs["cu_seq_lens_k"] is bounds
+        assert inputs["max_length_q"] == 5
+
+
 def test_a_layer_that_drops_the_documents_bounds_is_told():
     model = unchecked("flash4", "llama")
     probe = {name: value for name, value in make_probe(model).items() if not name.startswith(("cu_", "max_"))}

@@ -17,7 +17,8 @@ from fxtune import optimizer
 from fxtune.config import Config
 from fxtune.data.plan import Prepared, prepare, row_lengths
 from fxtune.errors import HardwareError
-from fxtune.pipeline import make_probe
+from fxtune.loss import Loss
+from fxtune.pipeline import make_probe, refuse
 from fxtune.technique import Evidence
 from fxtune.tracking import Display
 from fxtune.world import World
@@ -61,13 +62,17 @@ class Setting:
         """The model with every technique applied."""
         return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
 
+    def loss(self, model: nn.Module) -> Loss:
+        """The loss of `model`, as the techniques want it."""
+        return Loss(model, self.techniques.liger)
+
     def prove(self, model: nn.Module) -> list[Evidence]:
-        """What is observed of every technique on `model`. Raises ConfigError where one did not act."""
-        return self.techniques.prove(model, make_probe(model, self.config.data.packing))
+        """What is observed of every technique and of the loss on `model`. Raises ConfigError where one did not act."""
+        return refuse(self.observe(model))
 
     def observe(self, model: nn.Module) -> list[Evidence]:
         """prove() without the error."""
-        return self.techniques.verify(model, make_probe(model, self.config.data.packing))
+        return [*self.techniques.verify(model, make_probe(model, self.config.data.packing)), *self.loss(model).evidence]
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> HardwareError:

@@ -20,14 +20,14 @@ from fxtune.checkpoint import Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.data.loader import Loader, Step, load
 from fxtune.display import Display, display
-from fxtune.errors import ConfigError, HardwareError, NumbersError, UserError
+from fxtune.errors import ConfigError, NumbersError, UserError
 from fxtune.generation import Exam
-from fxtune.loss import batch_loss, mean_loss
+from fxtune.loss import mean_loss
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
-from fxtune.setting import Setting
+from fxtune.setting import Setting, out_of_memory
 from fxtune.techniques.precision import Autocast
 
 
@@ -45,9 +45,7 @@ def run(config: Config) -> dict[str, Any]:
         folder.abandon()
         raise
     except torch.OutOfMemoryError as error:
-        raise HardwareError(f"{str(error).partition('. See documentation')[0]}\nWhat helps, most first: techniques.checkpointing."
-                            "enabled=true, a smaller train.micro_batch_size (global_batch_size stays), a shorter "
-                            "data.sequence_length, techniques.lora.enabled=true.") from error
+        raise out_of_memory(error) from error
     finally:
         screen.finish()
         folder.release()
@@ -69,6 +67,7 @@ class Trainer:
         self._say_setting()
         self.model = setting.build()
         evidence = setting.prove(self.model)
+        self.loss = setting.loss(self.model)
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
         screen.evidence(evidence)
         if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
@@ -129,7 +128,7 @@ class Trainer:
         loss = torch.zeros((), device=self.world.device)
         for batch in step.micro_batches:
             with self.techniques.precision.context(self.world.device):
-                part = batch_loss(self.model, batch) / supervised
+                part = self.loss.sum(batch) / supervised
             self.loss_scale.scaled(part).backward()
             loss += part.detach()
         self.loss_scale.unscale(list(self.optimizer.names))
@@ -144,7 +143,7 @@ class Trainer:
         """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
         if self.held_out is None:
             return False
-        loss = mean_loss(self.model, self.held_out, self.techniques.precision)
+        loss = mean_loss(self.loss, self.held_out, self.techniques.precision)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
         if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False

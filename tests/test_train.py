@@ -24,7 +24,7 @@ from fxtune.config import Resume
 from fxtune.data.sources import SourceConfig
 from fxtune.display import display
 from fxtune.errors import ConfigError, DataError, HardwareError, NumbersError
-from fxtune.loss import token_losses
+from fxtune.loss import Loss
 from fxtune.model import DType
 from fxtune.runfolder import claim
 from fxtune.tracking import Display
@@ -128,7 +128,7 @@ def document_losses(trainer) -> dict[bytes, float]:
             for micro in range(trainer.plan.micro_batches(step)):
                 batch = trainer.plan.batch(step, micro)
                 for ids, positions, loss, targets in zip(batch.input_ids, batch.position_ids,
-                                                         token_losses(trainer.model, batch), batch.targets, strict=True):
+                                                         trainer.loss.tokens(batch), batch.targets, strict=True):
                     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
                     for start, end in itertools.pairwise(starts):
                         supervised = (targets[start:end] != -100).nonzero().flatten()
@@ -219,15 +219,15 @@ def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
 
 def test_numbers_that_are_not_finite_never_reach_the_weights(small, cwd, monkeypatch, capsys):
     """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
-    real, poisoned = train.batch_loss, {2, 3}
+    real, poisoned = Loss.sum, {2, 3}
     calls = []
 
-    def loss(model, batch):
+    def loss(self, batch):
         calls.append(1)
         step = (len(calls) - 1) // 2
-        return real(model, batch) * (float("nan") if step in poisoned else 1.0)
+        return real(self, batch) * (float("nan") if step in poisoned else 1.0)
 
-    monkeypatch.setattr(train, "batch_loss", loss)
+    monkeypatch.setattr(Loss, "sum", loss)
     small.run.dir, small.tracking.display = "skips", Display.plain
     result = train.run(small)
     assert result["train/skipped_steps"] == 2
@@ -277,8 +277,8 @@ def test_the_card_says_what_the_run_knows(small, build):
 
 def test_skipped_steps_between_log_lines_are_in_the_checkpoint(small, cwd, monkeypatch):
     small.run.dir, small.train.log_every, small.checkpoint.every = "run", 6, 2
-    real, whole_step, seen = train.batch_loss, train.Trainer.step, []
-    monkeypatch.setattr(train, "batch_loss", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
+    real, whole_step, seen = Loss.sum, train.Trainer.step, []
+    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
 
     def dying(self, step, lr):
         seen.append(step.index)
@@ -322,7 +322,7 @@ def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management")
 
-    monkeypatch.setattr(train, "batch_loss", full)
+    monkeypatch.setattr(Loss, "sum", full)
     with pytest.raises(HardwareError, match=r"allocate 2\.00 GiB\nWhat helps.*train\.micro_batch_size"):
         train.run(small)
 

@@ -48,7 +48,7 @@ def run(config: Config) -> dict[str, Any]:
     if plan is not None:
         loader = Loader(plan, config.loader, setting.world.device)
         try:
-            loss = mean_loss(built, loader, setting.techniques.precision)
+            loss = mean_loss(setting.loss(built), loader, setting.techniques.precision)
         finally:
             loader.close()
         figures.update({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})

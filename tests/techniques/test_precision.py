@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fxtune import train
 from fxtune.errors import ConfigError, NumbersError
+from fxtune.loss import Loss
 from fxtune.model import DType
 from fxtune.pipeline import make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
@@ -199,8 +200,8 @@ def test_float16_learns_what_float32_learns(small, cwd):
 
 def test_bad_numbers_still_end_a_float16_run(small, cwd, monkeypatch):
     """A loss that is not finite is no matter of scale."""
-    real = train.batch_loss
-    monkeypatch.setattr(train, "batch_loss", lambda *arguments: real(*arguments) * math.nan)
+    real = Loss.sum
+    monkeypatch.setattr(Loss, "sum", lambda *arguments: real(*arguments) * math.nan)
     small.techniques.precision.autocast = Autocast.float16
     with pytest.raises(NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"):
         train.run(small)

@@ -1,6 +1,7 @@
 """A run's folder: found, claimed and locked, so that no run is overwritten and no two write to one.
 
     runs/NAME/  config.yaml  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)  result.json, written last
+                compile.json, where something is compiled
 """
 
 from __future__ import annotations

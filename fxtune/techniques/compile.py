@@ -1,10 +1,24 @@
-"""torch.compile, decoder layer by decoder layer.
+"""torch.compile, decoder layer by decoder layer or the decoder as a whole, and a report of what the compiler did.
 
-All layers of a kind share one compiled graph, so compiling one costs what compiling the model's depth would not. What it
-buys: norms, RoPE, SwiGLU and residuals are fused into few kernels (10-16 % of a step on an H200). Shapes are static: each
-length of a row compiles once, which is why packing or a few buckets are asked for. Parameter names stay as they are.
+By layer, all layers of a kind share one compiled graph, so compiling one costs what compiling the model's depth would not.
+What it buys: norms, RoPE, SwiGLU and residuals are fused into few kernels (10-16 % of a step on an H200). As a whole, the
+compile time grows with the depth (minutes at 32 layers), and the CPU has nothing left to do between layers, which is what
+small models wait for; `mode=reduce_overhead` goes on and records the decoder as CUDA graphs, one launch in place of hundreds.
+The head and the loss stay outside. Parameter names stay as they are.
 
-A forward with a KV cache (generation) runs uncompiled: every token would be another shape.
+Shapes are static unless `dynamic` says otherwise: each length of a row compiles once, which is why packing or a few buckets
+are asked for. A graph break or a recompilation is told with its place and its reason (fxtune/dynamo.py), and the run fails
+beyond `max_graph_breaks` and `max_recompiles`: both cost time and change no number, so nobody would notice.
+
+CUDA graphs write their results to the same memory each time. So a decoder's output is used before the next micro-batch runs
+(each call is marked as a new step), and gradients are added to memory of the optimizer's own (`keep_gradients`): torch takes
+the recorded backward pass's memory for the first micro-batch's gradient and adds nothing to it (pytorch#169545, #96693).
+
+What was compiled is kept in ~/.cache/fxtune/inductor ($XDG_CACHE_HOME; TORCHINDUCTOR_CACHE_DIR names another place), so a
+second start compiles nothing anew: 3.3 s in place of 25.3 s for two layers of the tiny Llama of the tests on one CPU core.
+
+A forward with a KV cache (generation) runs uncompiled: every token would be another shape. Mixtures of experts compile where
+transformers multiplies their experts in groups (`grouped_mm`, its own choice), not where it loops over them.
 """
 
 from __future__ import annotations
@@ -22,62 +36,174 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.technique import Evidence, Technique, decoder_layers, observed
-from fxtune.world import Facts, World
+from fxtune.dynamo import CompileReport, Watch
+from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
+from fxtune.world import Facts, World, c_compiler, cache_home
 
 MOST_LENGTHS = 8
-GRAPHS = 64
-"""How many graphs one layer's code may have: lengths x (training, evaluation, the probe's) x kinds of layers."""
+
+
+class Scope(str, Enum):
+    layers = "layers"
+    model = "model"
 
 
 class CompileMode(str, Enum):
     default = "default"
+    reduce_overhead = "reduce_overhead"
     max_autotune = "max_autotune"
+
+
+class Dynamic(str, Enum):
+    never = "never"
+    auto = "auto"
+    always = "always"
+
+
+MODES = {CompileMode.default: "default", CompileMode.reduce_overhead: "reduce-overhead",
+         CompileMode.max_autotune: "max-autotune-no-cudagraphs"}
+SHAPES = {Dynamic.never: False, Dynamic.auto: None, Dynamic.always: True}
 
 
 @dataclass
 class Compile(Technique):
+    scope: Scope = Scope.layers
+    """`layers`: each decoder layer by itself, one graph for all of a kind. `model`: the whole decoder in one graph."""
     mode: CompileMode = CompileMode.default
-    """`max_autotune` times several kernels for each matmul: minutes more at the start."""
+    """`reduce_overhead` records CUDA graphs, for small models (scope=model); `max_autotune` times several kernels for each
+    matmul: minutes more at the start."""
     fullgraph: bool = True
     """Fail on a graph break, in place of going on slowly."""
+    dynamic: Dynamic = Dynamic.never
+    """`never`: a graph for each length of a row. `always`: one for all lengths, somewhat slower; `auto`: for the first length
+    one of its own, one for all others."""
+    max_graph_breaks: int = 0
+    """With fullgraph=false: fail where the compiler breaks off at more places than this."""
+    max_recompiles: int = 8
+    """Fail where rows of one length are compiled again more often than this. Training, evaluation, the first layer (whose
+    input needs no gradient) and each kind of layer take one each."""
+
+    def __post_init__(self) -> None:
+        self._watch = self._new_watch()
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if not facts.rows and not facts.packing:
-            yield "enabled: rows of any length would each compile anew. Set data.packing=true, or data.buckets."
-        if len(facts.rows) > MOST_LENGTHS:
-            yield f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}."
-        compiler = os.environ.get("CXX", "g++")
-        if not shutil.which(compiler) and not shutil.which("clang++"):
-            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt "
-                   "install g++), or set it to false.")
-        header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-        if facts.device == "cpu" and not header.exists():
-            yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set "
-                   "it to false.")
+        if self.dynamic is Dynamic.never:
+            if not facts.rows and not facts.packing:
+                yield ("enabled: rows of any length would each compile anew. Set data.packing=true, or data.buckets, or "
+                       "dynamic=always.")
+            if len(facts.rows) > MOST_LENGTHS:
+                yield (f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}, or "
+                       "dynamic=always.")
+        if self.fullgraph and self.max_graph_breaks:
+            yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."
+        if self.mode is CompileMode.reduce_overhead:
+            yield from self._without_cuda_graphs(facts)
+        yield from _without_compiler(facts)
+
+    def _without_cuda_graphs(self, facts: Facts) -> Iterator[str]:
+        if facts.device != "cuda":
+            yield f"mode: reduce_overhead records CUDA graphs, and the device is {facts.device}. Use default."
+        if self.scope is Scope.layers:
+            yield ("mode: reduce_overhead by layer would record each of the layers anew, for their weights lie in other places. "
+                   "Set scope=model, or mode=default.")
+        if self.dynamic is not Dynamic.never:
+            yield f"mode: reduce_overhead records one graph for each length. Set dynamic=never (it is {self.dynamic.value})."
+        if not self.fullgraph:
+            yield ("mode: reduce_overhead records graphs, and around a graph break their memory is overwritten while it is "
+                   "read. Set fullgraph=true, or mode=default.")
+
+    @property
+    def keep_gradients(self) -> bool:
+        """Whether the optimizer must add gradients to memory of its own, see above."""
+        return self.enabled and self.mode is CompileMode.reduce_overhead
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-        mode = "default" if self.mode is CompileMode.default else "max-autotune-no-cudagraphs"
-        for layer in decoder_layers(model):
-            compiled = torch.compile(layer.forward, mode=mode, fullgraph=self.fullgraph, dynamic=False)
-            layer.forward = partial(_dispatched, layer.forward, compiled)
+        keep_on_disk()
+        self._watch = self._new_watch()
+        self._watch.begin()
+        lengths = MOST_LENGTHS + 1  # the probe's is one more
+        limit = lengths * (self.max_recompiles + 1) + 1  # the budget speaks before torch gives up
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
+        for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
+            compiled = torch.compile(part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph, dynamic=SHAPES[self.dynamic])
+            if self.mode is CompileMode.reduce_overhead:
+                compiled = partial(_next_step, compiled)
+            part.forward = partial(_dispatched, part.forward, partial(self._watch.call, compiled), self.scope is Scope.model)
         return model
+
+    def report(self) -> CompileReport:
+        """What the compiler did so far to the model that apply() was given."""
+        return self._watch.report()
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Profile one forward after a first one that compiles: torch marks each entry into compiled code."""
-        layers = len(decoder_layers(model))
+        parts = len(decoder_layers(model)) if self.scope is Scope.layers else 1
         with observed(model), torch.enable_grad():
-            model(**probe)
+            for _ in range(2 if self.mode is CompileMode.reduce_overhead else 1):  # CUDA graphs are recorded in the second
+                model(**probe)
             compiled_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
                 model(**probe)
         anew = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled_before
         regions = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
-        yield Evidence("compile", f"{layers} layers run compiled code, without compiling again",
+        wanted = f"{parts} layers run" if self.scope is Scope.layers else "the decoder runs"
+        yield Evidence("compile", f"{wanted} compiled code, without compiling again",
                        f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew",
-                       regions >= layers and anew == 0)
+                       regions >= parts and anew == 0)
+        seen = self.report()
+        yield Evidence("compile", f"at most {self.max_graph_breaks} graph breaks",
+                       f"{seen.graphs} graphs in {seen.seconds:.1f} s, {len(seen.breaks)} graph breaks"
+                       + "".join(f"; {each.where}: {each.reason}" for each in seen.breaks),
+                       seen.graphs > 0 and len(seen.breaks) <= self.max_graph_breaks)
+        if self.mode is CompileMode.reduce_overhead:
+            skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+            yield Evidence("compile", "recorded as CUDA graphs",
+                           f"{skips} graphs not recorded" + "".join(f"; {reason}" for reason in seen.skipped_cuda_graphs),
+                           skips == 0)
+
+    def _new_watch(self) -> Watch:
+        return Watch("layer" if self.scope is Scope.layers else "decoder", self.mode.value, self.max_graph_breaks,
+                     self.max_recompiles)
 
 
-def _dispatched(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return (plain if kwargs.get("past_key_values") is not None else compiled)(*args, **kwargs)
+def keep_on_disk() -> None:
+    """Where the compiler keeps what it made: the folder that the environment names, or fxtune's own."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch writes its default, below /tmp, into the environment when it is asked for the first time.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        folder = cache_home() / "inductor"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # a home that cannot be written: /tmp it is
+            return
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def _without_compiler(facts: Facts) -> Iterator[str]:
+    """On a CPU torch.compile writes C++; on a GPU Triton compiles C to launch its kernels. Both read Python's headers."""
+    if facts.device == "cuda":
+        if not c_compiler():
+            yield ("enabled: torch.compile needs a C compiler to launch its kernels, and none is on the PATH (gcc, clang or "
+                   "$CC). Install one (Debian: apt install gcc), or set it to false.")
+    else:
+        compiler = os.environ.get("CXX", "g++")
+        if not shutil.which(compiler) and not shutil.which("clang++"):
+            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt "
+                   "install g++), or set it to false.")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set "
+               "it to false.")
+
+
+def _dispatched(plain: Callable[..., Any], compiled: Callable[..., Any], whole: bool, *args: Any, **kwargs: Any) -> Any:
+    # A decoder makes the cache itself where it is not told otherwise; a layer is handed one.
+    caching = kwargs.get("past_key_values") is not None or (whole and kwargs.get("use_cache") is not False)
+    return (plain if caching else compiled)(*args, **kwargs)
+
+
+def _next_step(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    torch.compiler.cudagraph_mark_step_begin()
+    return compiled(*args, **kwargs)

@@ -1,45 +1,223 @@
-"""torch.compile by layer: the same numbers from compiled code, one graph a kind of layer, generation left alone."""
+"""torch.compile by layer and by model: the same numbers from compiled code, what the compiler did is told and held to a budget,
+generation is left alone. Where the subject is not the code that comes out, `quick` leaves out the slow last stage.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 
 import pytest
 import torch
 from architectures import built, facts_of, lora, random_model
+from conftest import history
 
+from fxtune import train
 from fxtune.errors import ConfigError
 from fxtune.pipeline import make_probe
+from fxtune.technique import decoder_layers, model_inputs
 from fxtune.techniques.checkpointing import Checkpointing
-from fxtune.techniques.compile import Compile
+from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope
+from fxtune.tracking import Display
 from fxtune.world import Facts
 
 PACKED = Facts(packing=True)
+ONE = {"num_hidden_layers": 1}
+FAMILIES = ["llama", "qwen3", "mistral", "gemma"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Each test compiles for itself, and leaves torch's limits as they were."""
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=config.recompile_limit, accumulated_recompile_limit=config.accumulated_recompile_limit):
+        torch._dynamo.reset()
+        yield
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Trace, guard and break as ever, and run the graphs as they are: no C++ is written."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def compiled(family="llama", architecture=None, **options):
+    pipeline = lora()
+    pipeline.compile = Compile(enabled=True, **options)
+    model = built(pipeline, random_model(family, **architecture or {}))
+    return pipeline.compile, model.train()
+
+
+def row(model, length=64, document=20):
+    """One packed row of documents of this many tokens."""
+    ids = (torch.arange(length) * 31 + document) % 128
+    starts = torch.arange(0, length + document, document).clamp(max=length).int()
+    return model_inputs(model, ids[None], (torch.arange(length) % document)[None], starts)
+
+
+def learn(model, given):
+    model.zero_grad()
+    model(**given).logits.logsumexp(-1).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_gradients_and_one_graph_serves_all(tmp_path):
+@pytest.mark.parametrize("scope", list(Scope))
+def test_compiled_code_gives_the_same_gradients_and_one_graph_serves_all_layers(scope):
     model, plain, pipeline = random_model("llama", num_hidden_layers=6), lora(), lora()
-    pipeline.compile, pipeline.checkpointing = Compile(enabled=True), Checkpointing(enabled=True)
-    reference, compiled = built(plain, model), built(pipeline, model)
-    assert list(compiled.state_dict()) == list(reference.state_dict())
-    (evidence,) = pipeline.compile.verify(compiled, make_probe(compiled))
-    assert evidence.acted, evidence
-    row = {"input_ids": torch.arange(64).unsqueeze(0), "position_ids": (torch.arange(64) % 20).unsqueeze(0)}
+    pipeline.compile, pipeline.checkpointing = Compile(enabled=True, scope=scope), Checkpointing(enabled=True)
+    reference, ours = built(plain, model).train(), built(pipeline, model)
+    assert list(ours.state_dict()) == list(reference.state_dict())
+    seen = list(pipeline.compile.verify(ours, make_probe(ours)))
+    assert all(one.acted for one in seen), seen
     graphs = []
-    for step in range(3):
-        for one in (reference, compiled):
-            one.train()
-            one(**row, use_cache=False).logits.logsumexp(-1).sum().backward()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert step == 0 or graphs[-1] == graphs[0], "no step compiles again"
+    for document in (20, 7, 33):
+        theirs, mine = (learn(one.train(), row(one, document=document)) for one in (reference, ours))
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-5)
+        graphs.append(pipeline.compile.report().graphs)
+    assert len(set(graphs)) == 1, "no step compiles again"
     assert graphs[0] <= 8, "graphs do not multiply with the layers"
-    theirs = dict(reference.named_parameters())
-    for name, parameter in compiled.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
-    assert compiled.eval().generate(input_ids=row["input_ids"][:, :4], max_new_tokens=4).shape == (1, 8)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[-1], "generation runs uncompiled"
+    assert ours.eval().generate(input_ids=torch.arange(4)[None], max_new_tokens=4).shape == (1, 8)
+    assert pipeline.compile.report().graphs == graphs[-1], "generation runs uncompiled"
+
+
+@pytest.mark.parametrize(("family", "scope"), [*((family, Scope.layers) for family in FAMILIES), ("gemma", Scope.model)])
+def test_rows_with_other_contents_meet_the_graphs_of_the_first(family, scope, quick):
+    technique, model = compiled(family, scope=scope)
+    plain = built(lora(), random_model(family)).train()
+    known = None
+    for document in (20, 7, 33):
+        mine, theirs = (learn(one, row(one, document=document)) for one in (model, plain))
+        assert all(torch.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
+        report = technique.report()
+        known = known or report.graphs
+        assert report.graphs == known == (2 if scope is Scope.layers else 1)
+    assert report.breaks == []
+    assert report.lengths == {"1x64": known}
+    assert len(report.recompiles) == known - 1
+    with torch.no_grad():
+        model.eval()(**row(model))
+    assert "grad_mode" in technique.report().recompiles[-1]
+
+
+def test_the_report_is_for_people_and_for_files(quick):
+    technique, model = compiled()
+    learn(model, row(model))
+    report = technique.report()
+    assert json.loads(json.dumps(report.plain()))["graphs"] == 2
+    assert report.seconds > 0
+    first, again = report.lines()
+    assert first.startswith("compiled by layer (mode default): 2 graphs in ")
+    assert "0 graph breaks, 1 recompilations; rows 1x64: 2; disk cache" in first
+    assert again.startswith("  compiled again: ")
+    assert "requires_grad mismatch" in again
+
+
+def test_what_others_compile_is_not_counted(quick):
+    technique, model = compiled()
+    learn(model, row(model))
+    before = technique.report()
+    torch.compile(torch.sin)(torch.ones(3))
+    assert technique.report() == before
+
+
+def broken(model, layer=0):
+    """A layer that asks the device for a number and goes on by it."""
+    part = decoder_layers(model)[layer]
+    part.mlp.register_forward_hook(lambda module, given, out: out if out.sum().item() < 1e9 else -out)
+
+
+def test_a_graph_break_under_fullgraph_says_where_and_why(quick):
+    _, model = compiled()
+    broken(model)
+    with pytest.raises(ConfigError) as told:
+        learn(model, row(model))
+    text = str(told.value)
+    assert "techniques.compile.fullgraph: the layer cannot be one graph" in text
+    assert "test_compile.py:" in text
+    assert "item()" in text
+    assert "fullgraph=false" in text
+
+
+def test_graph_breaks_have_a_budget(quick):
+    technique, model = compiled(fullgraph=False, max_graph_breaks=3)
+    broken(model)
+    learn(model, row(model))
+    (seen,) = technique.report().breaks
+    assert "test_compile.py:" in seen.where
+    assert "item()" in seen.reason
+    assert any("graph break at" in line for line in technique.report().lines())
+    torch._dynamo.reset()
+    _, model = compiled(fullgraph=False)
+    broken(model)
+    with pytest.raises(ConfigError, match=r"max_graph_breaks=0, and the compiler broke off at 1 places:\n.*compile.py:\d+: "):
+        learn(model, row(model))
+
+
+def test_recompilations_have_a_budget(quick):
+    _, model = compiled(max_recompiles=3)
+    counter = decoder_layers(model)[0]
+    counter.calls = 0
+
+    def count(module, given):
+        counter.calls += 1
+
+    counter.mlp.register_forward_pre_hook(count)  # a number in a guard that is another one each time
+    for _ in range(3):
+        learn(model, row(model))
+    with pytest.raises(ConfigError, match="max_recompiles=3, and rows of 1x64 were compiled again 4 times:") as told:
+        learn(model, row(model))
+    assert "self.calls == 2 # counter.calls += 1 # " in str(told.value)
+    assert "dynamic=always" in str(told.value)
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(Dynamic.always, 1), (Dynamic.auto, 2), (Dynamic.never, 3)])
+def test_dynamic_says_how_many_lengths_share_a_graph(dynamic, graphs, quick):
+    technique, model = compiled(scope=Scope.model, dynamic=dynamic, architecture=ONE)
+    plain = built(lora(), random_model("llama", **ONE)).train()
+    for length in (48, 56, 64):
+        mine, theirs = (learn(one, row(one, length)) for one in (model, plain))
+        assert all(torch.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
+    assert technique.report().graphs == graphs
+
+
+def test_a_run_tells_what_the_compiler_did_and_keeps_it(small, cwd, capsys, quick):
+    small.data.packing, small.data.eval_fraction = True, 0.2
+    small.data.sequence_length, small.train.micro_batch_size = 64, 2
+    small.train.max_steps, small.train.eval_every, small.train.log_every = 4, 2, 1
+    small.techniques.compile.enabled = True
+    small.tracking.display = Display.plain
+    train.run(small)
+    (folder,) = (cwd / "runs").iterdir()
+    kept = json.loads((folder / "compile.json").read_text())
+    assert kept["breaks"] == []
+    assert set(kept["lengths"]) == {"1x24", "2x64"}, "the probe's row, and all others"
+    assert any("grad_mode" in reason for reason in kept["recompiles"]), "evaluation is in it"
+    told = [line for line in capsys.readouterr().out.splitlines() if "compiled by layer" in line]
+    assert len(told) == 2, "after the first steps and after the first evaluation"
+    logged = [line for line in history(folder) if "compile/graphs" in line]
+    assert [line["compile/graph_breaks"] for line in logged] == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_second_start_is_warm(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reports = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        technique, model = compiled(architecture=ONE)
+        with torch.no_grad():
+            model(**row(model))
+        reports.append(technique.report())
+    cold, warm = reports
+    assert cold.cache == str(tmp_path / "fxtune" / "inductor")
+    assert (cold.from_disk, warm.anew) == (0, 0)
+    assert cold.anew == warm.from_disk > 0
+    assert "disk cache cold" in next(cold.lines())
+    assert "disk cache warm" in next(warm.lines())
 
 
 def test_layers_that_are_not_compiled_are_noticed():
@@ -50,18 +228,48 @@ def test_layers_that_are_not_compiled_are_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_rows_of_any_length_are_refused(monkeypatch):
+def test_rows_of_any_length_are_refused_unless_they_share_a_graph():
     asked = Compile(enabled=True)
     assert "rows of any length" in next(asked.check(Facts()))
     assert "9 data.buckets" in next(asked.check(Facts(rows=tuple(range(1, 10)))))
     assert not list(asked.check(PACKED))
     assert not list(asked.check(facts_of(random_model("llama"), packing=False, rows=(32, 64))))
+    for dynamic in (Dynamic.auto, Dynamic.always):
+        assert not list(Compile(enabled=True, dynamic=dynamic).check(Facts()))
+
+
+CUDA = dataclasses.replace(PACKED, device="cuda")
+
+
+@pytest.mark.parametrize(("options", "facts", "told"), [
+    (dict(scope=Scope.model), PACKED, "mode: reduce_overhead records CUDA graphs, and the device is cpu"),
+    (dict(), CUDA, "mode: reduce_overhead by layer"),
+    (dict(scope=Scope.model, dynamic=Dynamic.always), CUDA, "one graph for each length. Set dynamic=never (it is always)"),
+    (dict(scope=Scope.model, fullgraph=False), CUDA, "Set fullgraph=true"),
+], ids=["cpu", "layers", "dynamic", "breaks"])
+def test_cuda_graphs_are_refused_where_they_would_be_wrong(options, facts, told):
+    (reason,) = Compile(enabled=True, mode=CompileMode.reduce_overhead, **options).check(facts)
+    assert told in reason
+
+
+def test_cuda_graphs_need_gradients_that_stay():
+    assert not list(Compile(enabled=True, mode=CompileMode.reduce_overhead, scope=Scope.model).check(CUDA))
+    assert Compile(enabled=True, mode=CompileMode.reduce_overhead).keep_gradients
+    assert not Compile(mode=CompileMode.reduce_overhead).keep_gradients
+    assert not Compile(enabled=True).keep_gradients
+
+
+def test_a_budget_that_fullgraph_never_spends_is_refused():
+    (reason,) = Compile(enabled=True, max_graph_breaks=2).check(PACKED)
+    assert reason.startswith("max_graph_breaks: with fullgraph")
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
     assert "needs a C++ compiler, and g++ is not on the PATH" in next(Compile(enabled=True).check(PACKED))
+    assert "needs a C compiler to launch its kernels" in next(Compile(enabled=True).check(CUDA))
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     assert "Python.h" in list(Compile(enabled=True).check(PACKED))[1]
-    assert len(list(Compile(enabled=True).check(dataclasses.replace(PACKED, device="cuda")))) == 1
+    assert "Python.h" in list(Compile(enabled=True).check(CUDA))[1]

@@ -75,13 +75,14 @@ class Trainer:
                         "learning rates learn little. optimizer.stochastic_rounding=true loses none on average; "
                         "model.dtype=float32 with techniques.precision.autocast=bfloat16 loses none, for twice the memory.")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
-        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.optimizer = Optimizer(self.model, config.optimizer, self.techniques.compile.keep_gradients)
         self.loss_scale = self.techniques.precision.loss_scale(self.facts.dtype, self.world.device)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)
         self.state = self._load_state()
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
                                         self.state.step, note=screen.note)
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
+        self.told: set[str] = set()
 
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
@@ -109,6 +110,7 @@ class Trainer:
                 figures = interval.read()
                 state.skipped_steps = interval.skipped
                 self._log({"train/epoch": plan.epoch(state.step), "train/lr": lr, **figures, **meter.read()})
+                self._tell_compiled("training")
                 self._stop_on_bad_numbers(interval)
             evaluate, save = (last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every))
             if evaluate or save:
@@ -145,6 +147,7 @@ class Trainer:
             return False
         loss = mean_loss(self.loss, self.held_out, self.techniques.precision)
         self._log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
+        self._tell_compiled("evaluation")
         if self.state.best_loss is not None and not loss < self.state.best_loss:
             return False
         self.state.best_loss, self.state.best_step = loss, self.state.step
@@ -154,6 +157,18 @@ class Trainer:
         self.state.figures.update({"train/step": self.state.step, **figures})
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
+
+    def _tell_compiled(self, after: str) -> None:
+        """Once after the first steps of each kind: what the compiler made of the model, and what it could not."""
+        if after in self.told or not self.techniques.compile.enabled:
+            return
+        self.told.add(after)
+        report = self.techniques.compile.report()
+        (self.folder.path / "compile.json").write_text(json.dumps(report.plain(), indent=1))
+        self.tracker.log(self.state.step, {"compile/graphs": report.graphs, "compile/graph_breaks": len(report.breaks),
+                                           "compile/recompilations": report.recompilations, "compile/seconds": report.seconds})
+        for line in report.lines():
+            self.screen.note(line)
 
     def _say_setting(self) -> None:
         """What `auto` and null became here, and what the data came to."""

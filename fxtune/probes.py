@@ -240,8 +240,8 @@ def _there(module: str) -> bool:
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False
-    # flash-attn and flash-attn-4 share a folder: either can be there without the other.
-    if top == "flash_attn":
+    # flash-attn and flash-attn-4 share a folder, and PyPI's apex is another project than NVIDIA's.
+    if top in ("flash_attn", "apex"):
         return any(Path(place, f"{inner[0]}{suffix}").exists() for place in spec.submodule_search_locations or ()
                    for suffix in ("", ".py"))
     return True

@@ -39,7 +39,8 @@ def test_every_command_in_the_documents_composes(line, cwd, monkeypatch):
     word = words.pop(0) if words and words[0] in command.WORDS else "train"
     assert word in command.WORDS
     words = [text for text in words if text not in ("-m", "--cfg", "job")]
-    if not command.WORDS[word].plain or any("=" in text for text in words):
+    alone = command.WORDS[word].plain or command.WORDS[word].alone
+    if not alone or any("=" in text for text in words):
         chosen = config.prepare([text for text in words if "=" in text], multirun="-m" in line)
         assert chosen
         config.check_jobs(chosen)

@@ -271,8 +271,9 @@ def _tried(package: Package, answer: dict[str, Any]) -> Finding:
     version = _version(package.distributions)
     state, seen = answer["state"], answer["seen"]
     if state == "missing":
-        if package.probe == "apex" and version:  # another project has that name on PyPI
-            return Finding("apex", f"{version} is not NVIDIA's", State.broken, f"pip uninstall apex; {package.install}")
+        if version:  # PyPI's apex
+            return Finding(package.probe, f"{version} is another project of that name ({package.need})", State.missing,
+                           f"pip uninstall {package.probe}; {package.install}")
         return Finding(package.probe, f"not installed ({package.need})", State.missing, package.install)
     named = f"{version}: {seen}" if version else seen
     if state == "broken":

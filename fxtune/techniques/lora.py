@@ -101,7 +101,8 @@ class Lora(Technique):
             task_type="CAUSAL_LM")
         before = _sketch(model)
         try:
-            with warnings.catch_warnings():
+            # Factorisations (PiSSA, OLoRA) and norms (DoRA) are taken in full precision, whatever training computes in.
+            with warnings.catch_warnings(), torch.autocast(world.device.type, enabled=False):
                 warnings.simplefilter("ignore")
                 adapted: Any = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
         except ValueError as error:
@@ -160,11 +161,11 @@ class Lora(Technique):
         if start := getattr(model, "adapter_start", None):
             yield Evidence("lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0)
             return
-        now = _sketch(model)
-        shift = ((now - model.base_logits).abs().max() / model.base_logits.abs().max()).item()
+        now, before = _sketch(model), model.base_logits
+        shift = ((now.float() - before.float()).abs().max() / before.float().abs().max()).item()
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        # Two matmuls round differently from one, and DoRA divides by a norm that it multiplies with; B = 0 adds exactly nothing.
-        allowed = {torch.float32: 1e-4}.get(next(model.parameters()).dtype, 5e-2) if factored or self.dora else 1e-6
+        # B = 0 adds exactly nothing, but two matmuls round differently from one, and so do tiles of one (mlp_tiles).
+        allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2)
         yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
                        f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits within {shift:.1e} of the base's",
                        shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
@@ -219,12 +220,12 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _sketch(model: Any) -> torch.Tensor:
-    """Logits of eight fixed tokens: what the model computes, small enough to keep."""
+    """Logits of eight fixed tokens under the autocast around this call: what the model computes, small enough to keep."""
     device = next(model.parameters()).device
     ids = torch.arange(8, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits.float()
+    return logits
 
 
 def _size(parameter: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,16 +100,22 @@ class Pipeline:
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for _, technique in self.enabled():
-                built = technique.apply(built, world)
+                # Adapters are measured against the base here and in verify(), both times under training's autocast.
+                with self.precision.context(world.device) if technique is self.lora else nullcontext():
+                    built = technique.apply(built, world)
                 if technique is self.lora and model.adapter:
                     self.lora.start_from(built, model.adapter)
         return built
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
-        """What can be observed of every enabled technique on the built model. `probe`: see Technique.verify, on any device."""
+        """What can be observed of every enabled technique on the built model, under the autocast that training has.
+
+        `probe`: see Technique.verify, on any device.
+        """
         device = next(model.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
-        return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
+        with self.precision.context(device):
+            return [evidence for _, technique in self.enabled() for evidence in technique.verify(model, probe)]
 
     def prove(self, model: nn.Module, probe: dict[str, Any]) -> list[Evidence]:
         """verify(), and one ConfigError that lists what was asked for and did not act."""

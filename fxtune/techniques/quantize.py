@@ -176,6 +176,8 @@ class Quantize(Technique):
         targets = list(self._targets(model))
         if not targets:
             raise ConfigError("techniques.quantize.enabled: this model has no linears besides its head. Set it to false.")
+        every = sum(parameter.numel() for parameter in model.parameters())
+        share = sum(linear.weight.numel() for *_, linear in targets) / every
         before = after = 0
         error = math.nan
         for index, (_, parent, name, linear) in enumerate(targets):
@@ -195,7 +197,7 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # what training takes is to be seen, not this
         if self.library is Library.bitsandbytes:  # what peft asks before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error}
+        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error, "share": share}
         return model
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -203,10 +205,10 @@ class Quantize(Technique):
         kinds = {module.fxtune_quantized for module in linears}
         done, what = model.quantization, f"{self.type.value}/{self.library.value}"
         stored = sum(stored_bytes(module) for module in linears)
-        shrunk = stored < done["before"] and stored == done["after"]
+        whole = len(linears) == done["linears"] and kinds == {what} and stored == done["after"] < done["before"]
         yield Evidence("quantize", f"{done['linears']} linears in {what}",
-                       f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['before'] / GIB:.3g} GiB of weights "
-                       f"became {stored / GIB:.3g} GiB", len(linears) == done["linears"] and kinds == {what} and shrunk)
+                       f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
+                       f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB", whole)
         worst = WORST_ERROR[self.type.value]
         yield Evidence("quantize", f"weights near those of the base (relative error below {worst})",
                        f"{done['error']:.4f} in the first linear", 0 < done["error"] < worst)

@@ -173,8 +173,6 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(small, cwd
     scales = [line["train/loss_scale"] for line in lines if "train/loss_scale" in line]
     assert scales[0] == 2.0**34
     assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
-    found = [loss for loss in losses(Path("whole")) if loss is not None]
-    assert found[-1] < found[0]
 
     small.run.dir = "broken"
     for _ in range(2):

@@ -1,0 +1,168 @@
+"""Frozen linears in 4 and 8 bits on a card: exact with the weights that they stand for, in little memory, also compiled."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import reference
+import torch
+
+from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized
+from fxtune.model import DType, Init, ModelConfig, load_config
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.attention import Backend
+from fxtune.techniques.checkpointing import Checkpointing
+from fxtune.techniques.quantize import Library, Quantize, Type
+from fxtune.world import World
+
+KINDS = {"nf4": ("nf4", "bitsandbytes"), "int8": ("int8", "bitsandbytes"), "nf4_torchao": ("nf4", "torchao"),
+         "int8_torchao": ("int8", "torchao")}
+GIB = 2**30
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def qlora(kind: str, **lora) -> Pipeline:
+    made = Pipeline()
+    made.attention.backend = Backend.sdpa
+    made.lora.enabled = True
+    for name, value in lora.items():
+        setattr(made.lora, name, value)
+    made.quantize = Quantize(True, Type(KINDS[kind][0]), Library(KINDS[kind][1]))
+    return made
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 24, 700, 4096])  # bitsandbytes has a kernel of its own for few
+def test_outputs_and_gradients_against_the_dequantised_weight_in_float32(kind, dtype, tokens):
+    half = getattr(torch, dtype)
+    source = torch.nn.Linear(4096, 1024, bias=False, device="cuda", dtype=half)
+    torch.nn.init.normal_(source.weight, std=0.02)
+    name, library = KINDS[kind]
+    made = quantized(source, name, library, True, half, torch.device("cuda"))
+    weight = dequantized(made).float()
+    assert reference.relative(weight, source.weight.float()) < {"nf4": 0.1, "int8": 0.011}[name]
+    ours = torch.randn(tokens, 4096, device="cuda").to(half).requires_grad_()
+    plain = ours.detach().float().requires_grad_()
+    gradient = torch.randn(tokens, 1024, device="cuda").to(half)
+    output, expected = made(ours), plain @ weight.t()
+    output.backward(gradient)
+    expected.backward(gradient.float())
+    assert reference.relative(output, expected) < reference.LIMITS[dtype]
+    assert reference.relative(ours.grad, plain.grad) < reference.LIMITS[dtype]
+
+
+def dequantise_into(model, source) -> None:
+    """Give `model` the weights that the quantised linears of `source` multiply by."""
+    theirs = dict(source.named_modules())
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if is_quantized(theirs[name]):
+                module.weight.copy_(dequantized(theirs[name]))
+
+
+def passed(model, made, given) -> reference.Result:
+    model.zero_grad()
+    loss = reference.loss_of(made, model, given)
+    loss.backward()
+    grads = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return reference.Result(loss.item(), reference.logits(made, model, given).cpu(), grads)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("shape", reference.SHAPES)
+def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_same_weights(shape, kind):
+    given = reference.batch(shape)
+    ours, made, _, _ = reference.build(qlora(kind), shape, given)
+    assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
+    plainly = qlora(kind)
+    plainly.quantize.enabled = False
+    results = {"ours": passed(ours, made, given)}
+    for dtype in ("bfloat16", "float32"):
+        plain, chosen, _, _ = reference.build(plainly, shape, given, dtype=dtype)
+        torch.set_float32_matmul_precision("highest")  # the reference's; the technique's own choice may be TF32
+        dequantise_into(plain, ours)
+        results[dtype] = passed(plain, chosen, given)
+    mine = reference.apart(results["ours"], results["float32"])
+    theirs = reference.apart(results["bfloat16"], results["float32"])
+    assert mine["logits"] < 1.2 * theirs["logits"], (mine, theirs)
+    assert mine["grads"] < 1.2 * theirs["grads"], (mine, theirs)
+
+
+@kinds
+def test_compiled_layers_compute_the_same(kind):
+    given = reference.batch("llama")
+    plain, made, _, _ = reference.build(qlora(kind), "llama", given)
+    eager = passed(plain, made, given)
+    asked = qlora(kind)
+    asked.compile.enabled = True
+    model, chosen, evidence, _ = reference.build(asked, "llama", given)
+    assert [one for one in evidence if one.technique == "compile"]
+    apart = reference.apart(passed(model, chosen, given), eager)
+    assert apart["logits"] < reference.LIMITS["float16"], apart
+    assert apart["grads"] < 2 * reference.LIMITS["float16"], apart
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_dora_and_generation_work_over_quantised_weights(kind):
+    given = reference.batch("llama")
+    model, made, _, _ = reference.build(qlora(kind, dora=True), "llama", given)
+    first = passed(model, made, given)
+    model.eval()
+    told = model.generate(given.input_ids[:, :16], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert told.shape == (1, 24)
+    again = passed(model.train(), made, given)
+    assert torch.equal(first.logits, again.logits)
+    assert all(torch.isfinite(gradient).all() for gradient in again.grads.values())
+
+
+WIDE = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+            vocab_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (4, 1.5, "host")])
+def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not_fit(layers, limit, home):
+    """Two layers (0.9 GiB) are drawn on the card; four (1.7 GiB) in host memory, since the card may use 1.5 GiB only."""
+    sizes = dict(WIDE, num_hidden_layers=layers)
+    model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)
+    given = reference.batch(sizes, lengths=(700, 600, 748))
+    asked = qlora("nf4")
+    asked.checkpointing = Checkpointing(True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        world = World.create(memory_gib=limit)
+        hf_config = load_config(model)
+        facts = world.facts(model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,))
+        whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
+        assert (whole > facts.free_memory) == (home == "host")
+        chosen, _ = asked.ready(facts)
+        built = chosen.build(model, hf_config, world, 0)
+        linears = [module for module in built.modules() if is_quantized(module)]
+        weights = sum(module.in_features * module.out_features for module in linears)
+        small = whole - weights * (2 - bytes_per_weight({"type": "nf4", "double": True}))
+        adapters = sum(4 * parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
+        assert torch.cuda.memory_allocated() < 1.02 * (small + adapters) + 2**20
+        assert torch.cuda.memory_reserved() < 1.3 * (small + adapters) + 64 * 2**20, "the 16-bit weights' memory was given back"
+        chosen.prove(built, make_probe(built))
+        built.train()
+        optimizer = torch.optim.AdamW([parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3)
+        losses = []
+        for _ in range(4):
+            loss = reference.loss_of(chosen, built, given) / given.supervised
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        assert torch.cuda.max_memory_reserved() <= limit * GIB
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _meta(hf_config):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config)

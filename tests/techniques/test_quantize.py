@@ -1,0 +1,304 @@
+"""Frozen linears in 4 and 8 bits: near the weights they stand for, exact in what they compute, and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+from conftest import losses
+from safetensors.torch import load_file
+
+from fxtune import model as models
+from fxtune import train
+from fxtune.commands.merge import merge
+from fxtune.errors import ConfigError
+from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.model import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.lora import AdapterInit
+from fxtune.techniques.precision import Autocast
+from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.world import Facts, World
+
+KINDS = {"nf4": ("nf4", "bitsandbytes", True), "nf4_single": ("nf4", "bitsandbytes", False),
+         "int8": ("int8", "bitsandbytes", True), "nf4_torchao": ("nf4", "torchao", True),
+         "int8_torchao": ("int8", "torchao", True)}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+"""Weights of 16,384 elements and more, as torchao's nf4 needs."""
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def qlora(kind: str = "nf4", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options) -> Pipeline:
+    pipeline = lora(**options)
+    name, library, double = KINDS[kind]
+    pipeline.quantize = Quantize(True, Type(name), Library(library), double, compute, list(skip))
+    return pipeline
+
+
+def linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(512, 384, bias=bias).to(dtype)
+
+
+def stored(kind: str, source: torch.nn.Linear, compute: torch.dtype = torch.float32) -> torch.nn.Linear:
+    name, library, double = KINDS[kind]
+    return quantized(source, name, library, double, compute, CPU.device)
+
+
+@kinds
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_computes_exactly_with_the_weight_that_it_stands_for(kind, bias):
+    source = linear(bias)
+    made = stored(kind, source)
+    assert is_quantized(made)
+    assert not is_quantized(source)
+    weight = dequantized(made)
+    lost = ((weight - source.weight).norm() / source.weight.norm()).item()
+    assert 0 < lost < {"nf4": 0.1, "int8": 0.01}[kind.partition("_")[0]]  # uniform weights lose less than normal ones
+    ours, plain = (torch.randn(2, 5, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2))
+    output = made(ours)
+    expected = torch.nn.functional.linear(plain, weight, source.bias)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    output.cos().sum().backward()
+    expected.cos().sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-5)
+    assert not any(parameter.requires_grad for parameter in made.parameters())
+
+
+@kinds
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_it_computes_in_its_own_dtype_and_answers_in_the_input_s(kind, given):
+    made = stored(kind, linear(True, torch.bfloat16), torch.bfloat16)
+    assert dequantized(made).dtype is torch.bfloat16
+    inputs = torch.randn(3, 512, dtype=given, requires_grad=True)
+    output = made(inputs)
+    output.sum().backward()
+    assert output.dtype is inputs.grad.dtype is given
+    assert torch.equal(output, output.bfloat16().to(given))
+
+
+@kinds
+def test_it_takes_the_bytes_that_are_planned_for_it_and_keeps_no_whole_weight(kind):
+    source = torch.nn.Linear(4096, 256, bias=False)
+    made = stored(kind, source)
+    name, _, double = KINDS[kind]
+    planned = bytes_per_weight({"type": Type(name), "double": double}) * source.weight.numel()
+    assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # tables of 16 and 256 values come on top
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        made(torch.randn(2, 4096, requires_grad=True))
+    assert not [one for one in kept if type(one) is torch.Tensor and one.is_floating_point() and one.numel() > 4096]
+
+
+def test_bytes_per_weight_are_the_paper_s():
+    assert bytes_per_weight({"type": "nf4", "double": True}) * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
+    assert bytes_per_weight({"type": "nf4", "double": False}) * 8 == 4.5
+    assert bytes_per_weight(dataclasses.asdict(Quantize(type=Type.int8))) == pytest.approx(1.001, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao", "int8_torchao"])
+def test_compiled_code_sees_no_graph_break(kind):
+    made = stored(kind, linear(True))
+    compiled = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    ours, plain = (torch.randn(6, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2))
+    compiled(ours).cos().sum().backward()
+    made(plain).cos().sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+@kinds
+def test_a_quantised_model_is_near_its_base_and_trains_adapters_only(kind):
+    model = random_model("llama", **WIDE)
+    pipeline, notes = qlora(kind).ready(facts_of(model))
+    assert not [note for note in notes if note.startswith("quantize")], "nothing was left to choose"
+    mine = built(pipeline, model)
+    evidence = pipeline.prove(mine, make_probe(mine))
+    assert [one.acted for one in evidence if one.technique == "quantize"] == [True] * 3
+    assert "14 in " in next(one.observed for one in evidence if one.technique == "quantize")
+    assert any("of 378,496 parameters trained" in one.observed for one in evidence), "packed weights count in full"
+    assert not is_quantized(mine.get_output_embeddings())
+    exact = logits(built(lora(), model))
+    lost = ((logits(mine) - exact).norm() / exact.norm()).item()
+    assert 0 < lost < (0.3 if "nf4" in kind else 0.03)
+    mine.train()
+    mine(**make_probe(mine)).logits.logsumexp(-1).sum().backward()
+    assert {name for name, parameter in mine.named_parameters() if parameter.grad is not None} == {
+        name for name, parameter in mine.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "int8_torchao"])
+def test_gradients_are_those_of_the_dequantised_model_also_after_an_evaluation_and_a_generation(kind):
+    model = random_model("llama", **WIDE)
+    mine, plain = trained(built(qlora(kind), model)), built(lora(), model)
+    with torch.no_grad():
+        ours = dict(mine.named_modules())
+        for name, module in plain.named_modules():
+            if is_quantized(ours[name]):
+                module.weight.copy_(dequantized(ours[name]))
+        adapters = dict(mine.named_parameters())
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(adapters[name])
+    torch.testing.assert_close(logits(mine), logits(plain), rtol=0, atol=1e-5)
+    asked = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(mine.generate(**asked), plain.generate(**asked))
+    gradients = []
+    for one in (mine, plain):
+        one.train()
+        one.zero_grad()
+        one(**make_probe(one)).logits.logsumexp(-1).sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad]))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return on_disk(tmp_path_factory.mktemp("quantize") / "base", **WIDE)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("nf4", {}), ("nf4", {"dora": True}), ("int8", {"dora": True}),
+                                               ("nf4_torchao", {"modules_to_save": ["lm_head"]}), ("int8_torchao", {})])
+def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = ModelConfig(path=str(base))
+    mine = trained(built(qlora(kind, **options), model))
+    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    weights = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
+    ours = dict(mine.named_parameters())
+    assert weights
+    assert all(torch.equal(parameter, ours[name]) for name, parameter in weights.items())
+    assert (logits(theirs) - logits(mine)).norm() < 0.4 * logits(mine).norm()
+    merged = AutoModelForCausalLM.from_pretrained(merge(adapter, tmp_path / "merged"), dtype="auto")
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8_torchao"])
+def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, small, cwd, monkeypatch):
+    small.techniques.quantize = qlora(kind).quantize
+    small.techniques.quantize.compute_dtype = ComputeDtype.auto
+    small.techniques.precision.autocast = Autocast.bfloat16
+    small.data.packing, small.checkpoint.every, small.run.dir = True, 2, "whole"
+    small.train.max_steps, small.train.global_batch_size, small.train.micro_batch_size = 5, 2, 1
+    train.run(small)
+    real, seen = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return real(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    small.run.dir = "broken"
+    with pytest.raises(KeyboardInterrupt):
+        train.run(small)
+    train.run(small)
+    assert seen == [0, 1, 2, 3, 2, 3, 4]
+    assert losses(Path("broken")) == losses(Path("whole"))
+    whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def test_what_it_left_open_is_chosen_by_what_is_here():
+    model = random_model("llama", **WIDE)
+    asked = qlora(compute=ComputeDtype.auto)
+    asked.quantize.library, asked.precision.autocast = Library.auto, Autocast.bfloat16
+    chosen, notes = asked.ready(facts_of(model))
+    assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.bitsandbytes, ComputeDtype.bfloat16)
+    assert "quantize: bitsandbytes stores the nf4 weights; matmuls run in bfloat16 like the rest of the model" in notes
+    without = {name: version for name, version in facts_of(model).packages.items() if name != "bitsandbytes"}
+    chosen, _ = asked.ready(facts_of(model, packages=without))
+    assert chosen.quantize.library is Library.torchao
+
+
+def test_skipped_linears_and_the_head_stay_as_they_are():
+    mine = built(qlora(skip=("down_proj", "layers.0.self_attn.q_proj")), random_model("llama"))
+    left = [name for name, module in mine.named_modules()
+            if isinstance(module, torch.nn.Linear) and not is_quantized(module) and "lora_" not in name]
+    assert [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in left] == [
+        "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
+
+
+T4 = dict(device="cuda", device_name="Tesla T4", capability=(7, 5))
+H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
+
+
+def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False, **options) -> str:
+    here = options.pop("here", {})
+    pipeline = qlora(**options)
+    for name, value in here.items():
+        setattr(pipeline.quantize, name, value)
+    pipeline.lora.enabled = not full
+    known = facts_of(random_model(family, **(sizes or {})), **(facts or {}))
+    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"full": True}, "enabled: weights in nf4 cannot be trained, only adapters over them. Set techniques.lora.enabled=true"),
+    ({"facts": {"packages": {}}}, "library: bitsandbytes is not installed. Install it: pip install 'fxtune[quant]'"),
+    ({"facts": {"packages": {}}, "here": {"library": Library.auto}}, "library: neither bitsandbytes nor torchao is installed"),
+    ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
+    ({"kind": "nf4_torchao"}, "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
+                              "model.layers.0.self_attn.q_proj"),
+    ({"kind": "int8", "facts": {**T4, "capability": (7, 0)}}, "type: int8 needs compute capability 7.5, and Tesla T4 has 7.0."),
+    ({"facts": {**T4, "capability": (5, 2)}}, "type: nf4 needs compute capability 6.0"),
+    ({"facts": T4, "compute": ComputeDtype.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
+    ({"facts": H200, "compute": ComputeDtype.float16}, "compute_dtype: float16 needs loss scaling"),
+    ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+    ({"init": AdapterInit.olora}, "enabled: techniques.lora.init=olora"),
+    ({"kind": "int8_torchao", "dora": True}, "library: techniques.lora.dora=true"),
+    ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
+    ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model. Its linears are down_proj, gate_proj"),
+    ({"skip": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}, "enabled: 0 % of this model's"),
+    ({"facts": {**H200, "free_memory": 60_000}}, "enabled: the quantised model takes 0.0 GiB, and the card has 0.0 GiB free"),
+    ({"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}}, "enabled: before it is quantised, the model takes"),
+])
+def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
+    assert reason in refused(**options)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"kind": "int8"}, {"facts": H200}, {"facts": T4, "kind": "int8"}, {"kind": "nf4_torchao", "sizes": WIDE},
+    {"facts": {**T4, "dtype": "float16"}, "compute": ComputeDtype.float16}, {"dora": True}, {"kind": "int8", "dora": True},
+    {"modules_to_save": ["lm_head", "norm"]}, {"modules_to_save": ["down_proj"], "skip": ("down_proj",)},
+    {"facts": {**H200, "free_memory": 110_000, "host_memory": 2**30}}, {"family": "gemma"}])
+def test_what_can_act_is_not(options):
+    assert refused(**options) == ""
+
+
+def test_a_mixture_s_experts_are_left_and_told():
+    model = random_model("llama", model_type="mixtral", num_local_experts=4)
+    pipeline = qlora()
+    mine = built(pipeline, model)
+    seen = next(iter(pipeline.quantize.verify(mine, {})))
+    assert seen.observed.startswith("8 in nf4/bitsandbytes, 13.0% of the model")
+
+
+def test_a_linear_that_was_missed_or_thawed_is_noticed():
+    pipeline = qlora()
+    mine = built(pipeline, random_model("llama"))
+    layer = mine.get_base_model().model.layers[1].mlp.up_proj
+    layer.base_layer, kept = torch.nn.Linear(64, 96, bias=False).requires_grad_(False), layer.base_layer
+    with pytest.raises(ConfigError, match="asked for 14 linears in nf4/bitsandbytes; seen: 13 in nf4/bitsandbytes"):
+        pipeline.prove(mine, make_probe(mine))
+    layer.base_layer = kept
+    mine.quantization["error"] = 0.5
+    with pytest.raises(ConfigError, match=r"relative error below 0\.15\); seen: 0\.5000 in the first linear"):
+        pipeline.prove(mine, make_probe(mine))
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, monkeypatch):
+    """Where weights lie before they are quantised, without a card: the world says it has one, with 1 kB of memory free."""
+    model = ModelConfig(path=str(base)) if pretrained else random_model("llama")
+    model.dtype = DType.bfloat16
+    monkeypatch.setattr(World, "facts", lambda self: Facts(device="cuda", free_memory=1000, host_memory=2**40))
+    made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True)
+    assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
+    assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}

@@ -86,7 +86,8 @@ def main() -> None:
             seconds = args.minutes * 60 - (time.monotonic() - began)
             if key in rows and not args.again:
                 continue
-            if seconds <= 0:
+            siblings = [row["seconds"] for row in rows.values() if (row["shape"], row["length"]) == (shape, length)]
+            if seconds <= max(siblings, default=0):  # it would be broken off
                 left_out.append(key)
                 continue
             print(f"{key} ...", flush=True)
@@ -256,28 +257,29 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Tokens a second against peak memory, a panel for each shape and length; what did not run is named below its panel."""
+    """Tokens a second and peak memory, two panels for each shape and length; what did not run says why."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8})
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8,
+                                "font.sans-serif": ["DejaVu Sans"]})
     shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows.values())]
     lengths = sorted({row["length"] for row in rows.values()})
     cases = [case for case in CASES if any(row["case"] == case for row in rows.values())]
     figure, panels = pyplot.subplots(len(shapes) * 2, len(lengths), figsize=(4 * len(lengths), 5.2 * len(shapes)), squeeze=False,
                                      sharey=True)
-    colors = pyplot.get_cmap("tab20").colors
+    colors = {"plain": "darkgray", "base": "darkgray", "together": "tab:orange", "memory": "tab:green"}
     for down, shape in enumerate(shapes):
         for across, length in enumerate(lengths):
-            for offset, (key, unit) in enumerate((("tokens_per_second", "tokens/s"), ("memory_gib", "peak GiB"))):
+            for offset, (key, unit, digits) in enumerate((("tokens_per_second", "tokens/s", 0), ("memory_gib", "peak GiB", 1))):
                 panel = panels[2 * down + offset][across]
                 for at, case in enumerate(cases):
                     row = rows.get(f"{shape} {length} {case}", {})
                     if key in row:
-                        panel.barh(at, row[key], color=colors[at % 20])
-                        panel.text(row[key], at, f" {row[key]:,.0f}", va="center", fontsize=6)
+                        panel.barh(at, row[key], color=colors.get(case, "tab:blue"), clip_on=False)
+                        panel.text(row[key], at, f" {row[key]:,.{digits}f}", va="center", fontsize=6)
                     elif row:
                         panel.text(0, at, f" {row['error'].partition(':')[0]}", va="center", fontsize=6, color="gray")
                 panel.set_yticks(range(len(cases)), cases)

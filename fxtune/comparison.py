@@ -17,7 +17,7 @@ import copy
 import gc
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from fxtune.data.batch import IGNORED, Batch
 from fxtune.data.plan import Plan
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.loss import Loss
+from fxtune.loss import backward
 from fxtune.pipeline import Pipeline
 from fxtune.setting import Setting
 from fxtune.techniques.attention import Attention
-from fxtune.techniques.precision import Precision
+from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
 
 OPTIONAL = ("liger", "attention", "checkpointing", "compile")
@@ -116,26 +116,17 @@ def precision_of(setting: Setting) -> str:
     return "tf32" if ampere and torch.get_float32_matmul_precision() != "highest" else "float32"
 
 
-def backward(setting: Setting, loss: Loss, batches: Iterable[Batch], supervised: int, scale: float = 1.0) -> torch.Tensor:
-    """The mean loss over `supervised` tokens as training computes it, on the device; the gradients, times `scale`, are left in
-    the parameters.
-    """
-    total = torch.zeros((), device=setting.world.device)
-    for batch in batches:
-        with setting.techniques.precision.context(setting.world.device):
-            part = loss.sum(batch) / supervised
-        (part * scale).backward()
-        total += part.detach()
-    return total
+def loss_scale(setting: Setting, supervised: int) -> LossScale:
+    """A scale at which float16 loses no small gradient: that of the sum over tokens. The trainer finds its own as it goes."""
+    half = precision_of(setting) == "float16"
+    return LossScale(setting.world.device, 2.0 ** round(math.log2(supervised)) if half else 1.0, active=half)
 
 
 class _Comparison:
     def __init__(self, setting: Setting, plan: Plan, tell: Callable[[str], None]) -> None:
         self.setting, self.plan, self.tell = setting, plan, tell
         self.supervised = plan.supervised(0)
-        # float16 loses small gradients; a power of two is taken out again without rounding.
-        half = precision_of(setting) == "float16"
-        self.scale = 2.0 ** round(math.log2(self.supervised)) if half else 1.0
+        self.scale = loss_scale(setting, self.supervised)
         self.techniques = copy.deepcopy(setting.techniques)
         self.techniques.lora.dropout = 0.0
         self.hf_config = copy.deepcopy(setting.hf_config)
@@ -221,7 +212,7 @@ class _Comparison:
                     logits = model(input_ids=ids[None, begin:end], use_cache=False).logits[0]
                 kept = logits[wanted].float()
                 part = F.cross_entropy(kept, targets[begin:end][wanted], reduction="sum") / self.supervised
-                (part * self.scale).backward()
+                self.scale.scaled(part).backward()
                 loss += part.detach()
         return loss
 
@@ -235,7 +226,7 @@ class _Comparison:
                 title = f"{name}, {whole // size} x {size}{' as configured' if size == self.plan.sizes.micro_batch_size else ''}"
                 self.tell(f"{title} ...")
                 try:
-                    loss = backward(setting, setting.loss(model), self._batches(size), self.supervised, self.scale)
+                    loss = backward(setting.loss(model), self._batches(size), self.supervised, pipeline.precision, self.scale)
                     yield self._compared(title, self._result(model, loss), self.bounds)
                 except torch.OutOfMemoryError:
                     if size <= self.plan.sizes.micro_batch_size:
@@ -259,12 +250,13 @@ class _Comparison:
             yield plan.batch(0, micro).to(self.setting.world.device)
 
     def _result(self, model: nn.Module, loss: torch.Tensor) -> _Result:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.scale.unscale(list(trained.values()))
         gradients = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                gradients[name] = gradient.float().cpu() / self.scale
-                parameter.grad = None
+        for name, parameter in trained.items():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            gradients[name] = gradient.float().cpu()
+            parameter.grad = None
         return _Result(loss.item(), gradients)
 
     def _compared(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:

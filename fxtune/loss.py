@@ -16,6 +16,7 @@ itself gives. Where they differ, the model's own forward is used, with all its l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from fxtune.data.loader import Loader
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
 from fxtune.technique import Evidence, backbone, model_inputs, observed
 from fxtune.techniques.liger import Liger, Switch
-from fxtune.techniques.precision import Precision
+from fxtune.techniques.precision import LossScale, Precision
 
 LOGITS = {"logits_scaling": lambda value: 1.0 / value,  # Granite
           "logit_scale": lambda value: value,  # Cohere
@@ -158,6 +159,22 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 def batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Loss.sum() by plain operations."""
     return Loss(model).sum(batch)
+
+
+def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale) -> torch.Tensor:
+    """Forward and backward of an optimizer step: the gradients, times `scale`, are left in the parameters.
+
+    `supervised`: targets of all the step's micro-batches together. Returns the mean loss over them, a scalar on the device.
+    Training and `fxtune verify` share this, so what the one proves is what the other does.
+    """
+    total: torch.Tensor | None = None
+    for batch in batches:
+        with precision.context(batch.input_ids.device):
+            part = loss.sum(batch) / supervised
+        scale.scaled(part).backward()
+        total = part.detach() if total is None else total + part.detach()
+    assert total is not None, "a step has a micro-batch"
+    return total
 
 
 @torch.no_grad()

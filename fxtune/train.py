@@ -22,7 +22,7 @@ from fxtune.data.loader import Loader, Step, load
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, NumbersError, UserError
 from fxtune.generation import Exam
-from fxtune.loss import mean_loss
+from fxtune.loss import backward, mean_loss
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
 from fxtune.runfolder import RunFolder, claim
@@ -127,12 +127,7 @@ class Trainer:
         """
         torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
-        loss = torch.zeros((), device=self.world.device)
-        for batch in step.micro_batches:
-            with self.techniques.precision.context(self.world.device):
-                part = self.loss.sum(batch) / supervised
-            self.loss_scale.scaled(part).backward()
-            loss += part.detach()
+        loss = backward(self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale)
         self.loss_scale.unscale(list(self.optimizer.names))
         norm = self.optimizer.clip(self.config.train.max_grad_norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)

@@ -236,10 +236,9 @@ def test_a_loss_that_depends_on_the_split_is_outside(cwd, monkeypatch):
     """The mean of each micro-batch in place of the mean of the step: right for one micro-batch, wrong for several."""
     true = comparison.backward
 
-    def mean_of_means(setting, loss, batches, supervised, scale=1.0):
+    def mean_of_means(loss, batches, supervised, precision, scale):
         kept = list(batches)
-        total = sum(true(setting, loss, [batch], batch.supervised, scale / len(kept)) for batch in kept)
-        return total / len(kept)
+        return sum(true(loss, [batch], batch.supervised * len(kept), precision, scale) for batch in kept)
 
     monkeypatch.setattr(comparison, "backward", mean_of_means)
     code, found = verified(cwd, "--loss")

@@ -31,7 +31,7 @@ from fxtune.data.formats import RowFormat
 from fxtune.data.plan import Plan, Prepared
 from fxtune.display import evidence_table
 from fxtune.errors import CheckError, StorageError
-from fxtune.loss import Loss
+from fxtune.loss import Loss, backward
 from fxtune.optimizer import Optimizer
 from fxtune.setting import Setting, out_of_memory
 from fxtune.technique import Evidence, observed
@@ -119,7 +119,9 @@ def observe_step(setting: Setting, model: nn.Module, plan: Plan) -> Iterator[Evi
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
-    found = comparison.backward(setting, loss, [batch], batch.supervised)
+    scale = comparison.loss_scale(setting, batch.supervised)
+    found = backward(loss, [batch], batch.supervised, setting.techniques.precision, scale)
+    scale.unscale(list(optimizer.names))
     gradients = {name: parameter.grad for parameter, name in optimizer.names.items()}
     yield _trained(setting, model, gradients)
     norm = optimizer.clip(setting.config.train.max_grad_norm)

@@ -64,7 +64,8 @@ class Setting:
 
     def loss(self, model: nn.Module) -> Loss:
         """The loss of `model`, as the techniques want it."""
-        return Loss(model, self.techniques.liger)
+        with self.techniques.precision.context(self.world.device):  # it looks at the model as training will run it
+            return Loss(model, self.techniques.liger)
 
     def prove(self, model: nn.Module) -> list[Evidence]:
         """What is observed of every technique and of the loss on `model`. Raises ConfigError where one did not act."""

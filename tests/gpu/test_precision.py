@@ -12,7 +12,6 @@ import torch
 from fxtune.errors import ConfigError
 from fxtune.model import DType
 from fxtune.pipeline import Pipeline, make_probe
-from fxtune.techniques.attention import Backend
 from fxtune.techniques.precision import Autocast, LossScale, Precision
 from fxtune.world import World
 
@@ -21,7 +20,7 @@ GIB = 2**30
 
 def pipeline(**options) -> Pipeline:
     made = Pipeline()
-    made.attention.backend = Backend.sdpa
+    made.attention.backend = "sdpa"
     made.precision = Precision(True, **options)
     return made
 
@@ -95,7 +94,7 @@ def test_fifty_steps_in_float16_fall_as_in_bfloat16(lora, small, cwd):
 
     small.model.dtype = DType.float32
     small.techniques.lora.enabled = lora
-    small.techniques.attention.backend = Backend.sdpa
+    small.techniques.attention.backend = "sdpa"
     small.train.max_steps, found, skipped = 50, {}, {}
     for autocast in (Autocast.bfloat16, Autocast.float16):
         small.techniques.precision.autocast, small.run.dir = autocast, autocast.value

@@ -135,14 +135,9 @@ class Optimizer:
         for parameter in self.names if keep_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
 
-    def clip(self, max_norm: float, scale: float = 1.0) -> torch.Tensor:
-        """The norm of the whole gradient, a scalar on the device; the gradient is scaled down to `max_norm` (0: it is not).
-
-        `scale`: what the loss was multiplied with for the backward pass; the gradient is divided by it first.
-        """
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """The norm of the whole gradient, a scalar on the device; the gradient is scaled down to `max_norm` (0: it is not)."""
         gradients = [parameter.grad for parameter in self.names if parameter.grad is not None]
-        if scale != 1.0:
-            torch._foreach_div_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(list(self.names), max_norm, norm, foreach=True)

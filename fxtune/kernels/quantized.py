@@ -122,9 +122,11 @@ def _nf4_torchao(linear: nn.Linear, weight: torch.Tensor, compute: torch.dtype, 
 
 
 def _int8_bitsandbytes(linear: nn.Linear, weight: torch.Tensor, compute: torch.dtype, double: bool) -> Any:
-    library = bitsandbytes().nn
+    library = bitsandbytes()
     made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
-    made.weight = library.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(weight.device)
+    # Not Int8Params.to(), which quantises what comes from a CPU and leaves what is on a card as it is.
+    codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
+    made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
     made.init_8bit_state()  # where peft looks for the scales
     return _with_codes(made, made.state.CB, made.state.SCB / 127, compute, "int8/bitsandbytes")
 

@@ -81,7 +81,8 @@ def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_sam
     results = {"ours": passed(ours, made, given)}
     for dtype in ("bfloat16", "float32"):
         plain, chosen, _, _ = reference.build(plainly, shape, given, dtype=dtype)
-        torch.set_float32_matmul_precision("highest")  # the reference's; the technique's own choice may be TF32
+        if dtype == "float32":
+            torch.set_float32_matmul_precision("highest")  # the reference's; the technique's own choice is TF32
         dequantise_into(plain, ours)
         results[dtype] = passed(plain, chosen, given)
     mine = reference.apart(results["ours"], results["float32"])
@@ -121,9 +122,9 @@ WIDE = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_a
             vocab_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5)
 
 
-@pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (4, 1.5, "host")])
+@pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (5, 2.0, "host")])
 def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not_fit(layers, limit, home):
-    """Two layers (0.9 GiB) are drawn on the card; four (1.7 GiB) in host memory, since the card may use 1.5 GiB only."""
+    """Two layers (0.9 GiB) are drawn on the card; five (2.1 GiB) in host memory, since the card may use 2 GiB only."""
     sizes = dict(WIDE, num_hidden_layers=layers)
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)
     given = reference.batch(sizes, lengths=(700, 600, 748))
@@ -143,8 +144,9 @@ def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not
         weights = sum(module.in_features * module.out_features for module in linears)
         small = whole - weights * (2 - bytes_per_weight({"type": "nf4", "double": True}))
         adapters = sum(4 * parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
-        assert torch.cuda.memory_allocated() < 1.02 * (small + adapters) + 2**20
-        assert torch.cuda.memory_reserved() < 1.3 * (small + adapters) + 64 * 2**20, "the 16-bit weights' memory was given back"
+        # cuBLAS has a workspace of 32 MiB or more
+        assert torch.cuda.memory_allocated() < 1.02 * (small + adapters) + 80 * 2**20
+        assert torch.cuda.memory_reserved() < 1.2 * (small + adapters) + 160 * 2**20, "the 16-bit weights' memory is not given back"
         chosen.prove(built, make_probe(built))
         built.train()
         optimizer = torch.optim.AdamW([parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3)

@@ -1,0 +1,229 @@
+"""How much memory a training step will need: arithmetic on the model's shape, before a weight is loaded.
+
+Bytes a token and layer, for hidden size h, heads x head size q, key-value heads x head size k, intermediate size i (of all
+experts that a token visits), e bytes a number in matmuls:
+
+    compiled, everything kept     e (4h + 2q + 2k' + 3i)   x and both norms' output, the middle of the residual; q, attention's
+                                                           output; k', v'; gate, up and their product (they feed matmuls)
+    compiled, selective           e (2h + 2q + 2k + 2i)    products and attention's output; norms and SwiGLU are repeated
+      less gate, up               e (2h + 2q + 2k)
+    eager, everything kept        8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter its own copy of its input
+    eager, selective              e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which eager cannot tell is unused
+    checkpointed whole            e h                      its input; offloaded: two layers' on the device
+
+k' is q where the attention backend wants keys and values repeated for each query head (all but flash). To these come 4 bytes a
+head of attention's log-sum-exp (where attention's output is kept) and e r for each adapter of rank r. `every` layers of n are
+treated so, the others keep everything; a compiler's budget b keeps e h + b (everything - e h).
+
+While one layer is in its backward pass it also holds, a token, the larger of
+
+    the MLP's part       e (3i + 3i) / tiles + 4 e h + e (2q + 2k + 2h)   gate, up, product and their gradients; what waits for
+                                                                          attention's turn (where it is recomputed)
+    attention's part     e (2q + 2k) + 4q + e (2q + 2k + 4h)              gradients, the float32 sums of dq, what is recomputed
+
+(what is kept and so counted already is left out), and eager ones hold everything of one layer besides.
+
+Around the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
+autocast, copies of float32 weights; the loss, which has the logits of some rows at a time and is done before the layers'
+backward pass begins.
+
+Checked on an H200 by tests/gpu/test_checkpointing.py to 15 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fxtune.world import Facts
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
+"""Numbers of the parameter's dtype that an optimizer keeps for each one (8-bit ones: of float32)."""
+SPARE = 0.04
+"""Share of the need that goes to fragments between blocks."""
+CONTEXT = 3 << 28
+"""Bytes for libraries' workspaces."""
+LOGITS = 5 << 28
+"""Bytes of logits, and of float32 parts of them, that the loss holds at a time (kernels/linear_cross_entropy.py)."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What layers keep from their forward to their backward pass."""
+
+    policy: str = "none"
+    """none, selective, full or budget."""
+    wide: bool = True
+    """selective: whether the products that are wider than the hidden size (gate, up) are kept, too."""
+    every: int = 1
+    budget: float = 1.0
+    offload: bool = False
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes, by what they are for."""
+
+    weights: int
+    trained: int
+    """Gradients and the optimizer's moments."""
+    kept: int
+    """What all layers keep for the backward pass, on the device."""
+    layer: int
+    """What one layer holds besides, while it computes."""
+    loss: int
+    host: int = 0
+    """Pinned host memory."""
+
+    @property
+    def device(self) -> int:
+        """The peak, fragments and workspaces included."""
+        return int((self.weights + self.trained + self.kept + max(self.layer, self.loss)) * (1 + SPARE)) + CONTEXT
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder, from its Hugging Face config."""
+
+    hidden: int
+    inner: int
+    """Width of the MLP, of all experts that a token visits."""
+    experts: float
+    """Experts a layer over experts that a token visits."""
+    heads: int
+    q: int
+    k: int
+    layers: int
+    vocabulary: int
+    tied: bool
+
+    @staticmethod
+    def of(text: dict[str, Any]) -> Shape:
+        """`text`: the config as a dict. Sizes that it does not say are those of a Llama of its width."""
+        hidden = text.get("hidden_size") or 0
+        heads = text.get("num_attention_heads") or 1
+        head = text.get("head_dim") or hidden // heads
+        experts = text.get("num_local_experts") or text.get("num_experts") or 1
+        visited = text.get("num_experts_per_tok") or 1
+        inner = (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
+        return Shape(hidden, inner * (visited if experts > 1 else 1), experts / visited if experts > 1 else 1.0, heads,
+                     heads * head, (text.get("num_key_value_heads") or heads) * head, text.get("num_hidden_layers") or 1,
+                     text.get("vocab_size") or 0, bool(text.get("tie_word_embeddings")))
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's linears under Llama's names."""
+        h, i = self.hidden, self.inner
+        return {"q_proj": (h, self.q), "k_proj": (h, self.k), "v_proj": (h, self.k), "o_proj": (self.q, h),
+                "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h)}
+
+    @property
+    def in_linears(self) -> int:
+        """Parameters of all layers' linears."""
+        each = {name: inward * outward for name, (inward, outward) in self.linears.items()}
+        mlp = each["gate_proj"] + each["up_proj"] + each["down_proj"]
+        return int(self.layers * (sum(each.values()) - mlp + mlp * self.experts))
+
+    @property
+    def around(self) -> int:
+        """Parameters of the embedding, the head and the norms."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden
+
+
+def forecast(facts: Facts, keeping: Keeping) -> Need:
+    """The bytes that a step needs under `facts` if its layers keep what `keeping` says. See the module's docstring."""
+    shape = Shape.of(facts.text)
+    number = BYTES.get(facts.compute_dtype, 4)
+    tokens = facts.micro_batch_size * (max(facts.rows, default=0) or facts.sequence_length)
+    kept = _kept(facts, shape, keeping, number) * tokens
+    host = 0
+    if keeping.offload:
+        inputs = number * shape.hidden * tokens
+        treated = -(-shape.layers // keeping.every)
+        kept -= (treated - 2) * inputs  # one in use, one on its way
+        host = max(treated - 1, 0) * (1 << (max(inputs, 1) - 1).bit_length())  # pinned memory comes in powers of two
+    weights, trained = _parameters(facts, shape)
+    return Need(weights, trained, int(max(kept, 0)), int(_working(facts, shape, keeping, number) * tokens),
+                _loss(facts, shape, number, tokens), host)
+
+
+def _kept(facts: Facts, shape: Shape, keeping: Keeping, number: int) -> float:
+    """Bytes a token, all layers together."""
+    treated = -(-shape.layers // keeping.every) if keeping.policy != "none" else shape.layers
+    everything = _everything(facts, shape, number, keeping.tiles)
+    narrow = number * (2 * shape.hidden + 2 * shape.q + 2 * shape.k) + 4 * shape.heads + _adapters(facts, number)
+    whole = number * shape.hidden
+    each = {
+        "none": everything, "full": whole, "budget": whole + keeping.budget * (everything - whole),
+        "selective": narrow + number * (2 * shape.inner if keeping.wide else 0)
+        + (0 if _compiled(facts) else number * shape.hidden)}[keeping.policy]
+    return treated * min(each, everything) + (shape.layers - treated) * everything
+
+
+def _everything(facts: Facts, shape: Shape, number: int, tiles: int = 1) -> float:
+    """Bytes a token that one layer keeps without checkpointing."""
+    h, q, i = shape.hidden, shape.q, shape.inner if tiles == 1 else 0  # tiles keep nothing of the MLP but its input
+    k = shape.k if _grouped(facts) else shape.q
+    small = 4 * shape.heads + _adapters(facts, number)
+    if _compiled(facts):
+        return number * (4 * h + 2 * q + 2 * k + 3 * i) + small
+    if "liger" in facts.techniques:  # its norms and SwiGLU keep their inputs alone
+        return number * (7 * h + 3 * q + 2 * k + 3 * i) + small
+    return 8 * h + number * (5 * h + 3 * q + 2 * k + 4 * i) + small
+
+
+def _working(facts: Facts, shape: Shape, keeping: Keeping, number: int) -> float:
+    """Bytes a token that one layer holds in its backward pass beyond what it kept."""
+    h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
+    inside = _everything(facts, shape, number, keeping.tiles) if not _compiled(facts) and keeping.policy != "none" else 0
+    whole = keeping.policy in ("full", "budget")
+    recomputed = i * (3 if whole or not keeping.wide or keeping.tiles > 1 else 1 if keeping.policy == "selective" else 0)
+    waiting = number * (2 * q + 2 * k + 2 * h) if whole and _compiled(facts) else 0
+    mlp = number * ((3 * i + (recomputed if _compiled(facts) or keeping.tiles > 1 else 0)) / keeping.tiles + 4 * h) + waiting
+    attention = number * (2 * q + 2 * k) + 4 * q + waiting + number * 2 * h
+    return inside + max(mlp, attention)
+
+
+def _adapters(facts: Facts, number: int) -> int:
+    lora = facts.techniques.get("lora")
+    return number * 7 * int(lora["r"]) if lora else 0
+
+
+def _compiled(facts: Facts) -> bool:
+    return "compile" in facts.techniques
+
+
+def _grouped(facts: Facts) -> bool:
+    """Whether attention takes fewer key-value heads than query heads as they are."""
+    return "flash" in str(facts.techniques.get("attention", {}).get("backend", ""))
+
+
+def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
+    """Bytes of weights, and of gradients and moments."""
+    number, lora = BYTES.get(facts.dtype, 4), facts.techniques.get("lora")
+    moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
+    total = shape.in_linears + shape.around
+    if not lora:
+        copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
+        return number * total + copies, int(number * total * (1 + moments))
+    wanted = [str(name) for name in lora["target_modules"]]
+    adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
+    adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)
+    base = shape.in_linears * _linear_bytes(facts, number) + shape.around * number
+    return int(base) + 4 * adapters, int(4 * adapters * (1 + moments))
+
+
+def _linear_bytes(facts: Facts, number: int) -> float:
+    """Bytes a parameter of the frozen linears: quantised ones with their scales."""
+    asked = facts.techniques.get("quantize", {})
+    words = " ".join(str(getattr(value, "value", value)) for value in asked.values()).lower()
+    if not asked:
+        return number
+    return 0.53 if any(word in words for word in ("nf4", "fp4", "int4", "4bit", "4 ")) else 1.02
+
+
+def _loss(facts: Facts, shape: Shape, number: int, tokens: int) -> int:
+    """The loss's largest moment: the last hidden states, their norm and its gradient, and some rows of logits."""
+    return tokens * shape.hidden * number * 3 + min(tokens * shape.vocabulary * (number + 4), LOGITS)

@@ -196,11 +196,9 @@ def build(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16",
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     """The project's loss of one batch, summed over its supervised tokens."""
-    from fxtune import loss
+    from fxtune.loss import Loss
 
-    if not hasattr(loss, "Loss"):
-        return loss.batch_loss(model, given)
-    made = loss.Loss(model, pipeline.liger)
+    made = Loss(model, pipeline.liger)
     assert all(one.acted for one in made.evidence), made.evidence
     return made.sum(given)
 

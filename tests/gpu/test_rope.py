@@ -1,0 +1,46 @@
+"""RoPE scaling on a card: frequencies named alike wherever they were computed, and plain transformers at the long length."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import reference
+import torch
+from architectures import word_tokenizer
+
+from fxtune.model import DType, ModelConfig, load_config, save
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.rope import Rope
+from fxtune.world import World
+
+LENGTH = 2000
+"""Of a row: the shapes are taken as trained on 512 positions and scaled to 2,048."""
+
+
+def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_transformers(tmp_path):
+    """One process without fxtune loads all four families; float32, sdpa in both."""
+    wanted, script = {}, "import torch\nfrom transformers import AutoModelForCausalLM\n"
+    ids = ((torch.arange(LENGTH) * 7919 + 3) % 4096).unsqueeze(0)
+    for shape in reference.SHAPES:
+        base = reference.path({**reference.SHAPES[shape], "max_position_embeddings": 512})
+        model, pipeline = ModelConfig(path=str(base), dtype=DType.float32), Pipeline()
+        pipeline.rope, pipeline.attention.backend = Rope(enabled=True, factor=4.0), "sdpa"
+        world, config = World.create(), load_config(model)
+        facts = world.facts(model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,))
+        ready, _ = pipeline.ready(facts)
+        built = ready.build(model, config, world, 0)
+        [seen] = [one for one in ready.prove(built, make_probe(built)) if one.technique == "rope"]
+        names = [re.search(r"inv_freq ([0-9a-f]{12})", text)[1] for text in (seen.asked, seen.observed)]
+        assert names[0] == names[1], seen
+        with torch.no_grad():
+            wanted[shape] = built.eval()(input_ids=ids.cuda()).logits.float().cpu()
+        folder = save(built, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
+        script += (f"ids = ((torch.arange({LENGTH}) * 7919 + 3) % 4096).unsqueeze(0).cuda()\n"
+                   f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda().eval()\n"
+                   f"torch.save(model(input_ids=ids).logits.detach().cpu(), {str(tmp_path / (shape + '.pt'))!r})\n")
+    subprocess.run([sys.executable, "-c", script], check=True)
+    for shape, logits in wanted.items():
+        found = reference.relative(logits, torch.load(tmp_path / f"{shape}.pt"))
+        assert found < reference.LIMITS["float32"], f"{shape}: {found:.1e}"

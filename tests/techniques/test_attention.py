@@ -149,23 +149,22 @@ def test_flash4_compiles_whole_and_is_seen_then_too():
     torch._dynamo.reset()
 
 
-def test_float32_weights_under_autocast_compute_in_its_dtype():
-    model = unchecked("flash4", "llama")
-    seen = []
+def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
+    """In training, and in the proof before it: the kernels have no float32."""
+    pipeline, model = using("flash4"), unchecked("flash4", "llama")
+    pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
+    seen = set()
     original = packed_attention._by_flash4
 
     def spy(q, k, v, *rest):
-        seen.append({q.dtype, k.dtype, v.dtype})
+        seen.update((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *rest)
 
-    packed_attention._by_flash4, kept = spy, original
-    try:
-        packed_attention.register()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(**make_probe(model)).logits.sum().backward()
-    finally:
-        packed_attention._by_flash4 = kept
-    assert seen == [{torch.bfloat16}] * 2
+    monkeypatch.setattr(packed_attention, "_by_flash4", spy)
+    pipeline.prove(model, make_probe(model))
+    with pipeline.precision.context(torch.device("cpu")):
+        model(**make_probe(model)).logits.sum().backward()
+    assert seen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_sliding", "gemma3"])

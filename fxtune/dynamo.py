@@ -49,7 +49,9 @@ class CompileReport:
     anew: int
     """Kernels' code that was made in this process."""
     cache: str
-    skipped_cuda_graphs: list[str]
+    skipped_cuda_graphs: int
+    """With CUDA graphs: how many were not recorded, as torch counts them."""
+    why_skipped: list[str]
 
     @property
     def recompilations(self) -> int:
@@ -68,7 +70,8 @@ class CompileReport:
                f"({self.cache})")
         yield from (f"  graph break at {each.where}: {each.reason}" for each in self.breaks)
         yield from (f"  compiled again: {each}" for each in self.recompiles)
-        yield from (f"  not recorded as a CUDA graph: {each}" for each in self.skipped_cuda_graphs)
+        if self.skipped_cuda_graphs:
+            yield f"  not recorded as CUDA graphs: {self.skipped_cuda_graphs}. " + "; ".join(self.why_skipped)
 
 
 @dataclass
@@ -88,12 +91,15 @@ class Watch:
     """torch's numbers of our compilations; the backward pass of one has the same number."""
     since: float = field(default_factory=time.time)
     """torch counts from the beginning again after a reset."""
+    skips: int = 0
+    """Graphs of this process that torch had not recorded as CUDA graphs before us."""
     told: dict[Any, int] = field(default_factory=dict)
     """How many failures of guards torch had noted, by code, when we looked last."""
 
     def begin(self) -> None:
         """Before the first call."""
         torch._dynamo.utils.set_compilation_metrics_limit(KEPT)
+        self.skips = self._skips()
         self._skip_failures()
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +126,12 @@ class Watch:
             sum(metric.duration_us or 0 for metric in ours) / 1e6,
             sum(metric.inductor_fx_local_cache_hit_count or 0 for metric in ours),
             sum(metric.inductor_fx_local_cache_miss_count or 0 for metric in ours),
-            os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"), self._skips() - self.skips,
             sorted({metric.cudagraph_skip_reason for metric in ours if metric.cudagraph_skip_reason}))
+
+    @staticmethod
+    def _skips() -> int:
+        return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
 
     def _note(self, shape: str, reasons: list[Any], begun: float) -> None:
         self.lengths[shape] += 1

@@ -3,12 +3,15 @@
 import apex_standin
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fxtune import optimizer as optimizers
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.config import Config
+from fxtune.errors import ConfigError
 from fxtune.kernels.stochastic_adamw import round_by_chance
 from fxtune.optimizer import Library, Optimizer, OptimizerConfig, OptimizerName
+from fxtune.setting import Setting
 from fxtune.world import Facts
 
 
@@ -56,10 +59,12 @@ def backward(model, seed):
 
 
 def stored(optimizer, folder):
-    """The state after a way through files, as a checkpoint makes it."""
+    """The state after a way through a checkpoint."""
     tensors, scalars = optimizer.state()
-    save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")
-    return load_file(folder / "state.safetensors"), scalars
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints.save(TrainState(step=3, optimizer=scalars), {"none": torch.zeros(1)}, tensors)
+    saved = checkpoints.newest()
+    return saved.moments, saved.state.optimizer
 
 
 YES = torch.tensor(True)
@@ -112,7 +117,7 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_state_that_went_through_a_file_continues_bit_for_bit(name, fused, tmp_path):
+def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(name, fused, tmp_path):
     model, optimizer = make(name, fused=fused)
     for seed in (1, 2, 3):
         backward(model, seed)
@@ -210,18 +215,18 @@ def test_eight_bits_learn_as_well_in_a_quarter_of_the_memory(case):
 
 @pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
 def test_updates_below_what_bfloat16_resolves_add_up(case):
-    def moved(**options):
+    def moved(steps, **options):
         linear = nn.Linear(64, 64, bias=False).bfloat16()
         nn.init.ones_(linear.weight)
         optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(CASES[case].get("name")), **options))
-        for step in range(1000):
+        for step in range(steps):
             torch.manual_seed(step)
             linear.weight.grad = torch.ones_like(linear.weight)
             optimizer.step(1e-4, YES)  # a constant gradient: AdamW moves each weight by lr
         return 1 - linear.weight.double().mean().item()
 
-    assert moved() == 0
-    assert moved(stochastic_rounding=True) == pytest.approx(0.1, rel=0.03)
+    assert moved(100) == 0
+    assert moved(1000, stochastic_rounding=True) == pytest.approx(0.1, rel=0.03)
 
 
 def test_rounding_by_chance_is_right_on_average_and_leaves_what_fits():
@@ -314,3 +319,15 @@ def test_auto_takes_the_library_that_can_do_it():
     assert optimizers.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
     assert optimizers.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
     assert optimizers.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
+
+
+def test_a_run_is_refused_with_the_reasons_of_optimizer_and_techniques_together():
+    config = Config()
+    config.optimizer.name, config.optimizer.stochastic_rounding = OptimizerName.lion, True
+    config.techniques.compile.enabled, config.techniques.compile.max_graph_breaks = True, 2
+    with pytest.raises(ConfigError) as told:
+        Setting(config)
+    text = str(told.value)
+    assert "techniques.compile.max_graph_breaks: with fullgraph" in text
+    assert "optimizer.stochastic_rounding: lion does not have it" in text
+    assert "optimizer.stochastic_rounding: it is for bfloat16 weights, and these are float32" in text

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +81,9 @@ class StochasticAdamW(torch.optim.Optimizer):
                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
             torch._foreach_add_([self.state[parameter]["step"] for parameter in given], finite.float())
             act: Callable[..., None] = _compiled() if device.type == "cuda" else update
-            for parameter in given:
-                mine = self.state[parameter]
-                act(parameter.detach(), parameter.grad, mine["exp_avg"], mine["exp_avg_sq"], mine["step"], lr, kept, finite,
-                    *group["betas"], group["eps"])
+            # A graph a dtype and a number of dimensions, whatever the sizes: few, but more than torch's limit may let pass.
+            with torch._dynamo.utils.disable_cache_limit() if device.type == "cuda" else nullcontext():
+                for parameter in given:
+                    mine = self.state[parameter]
+                    act(parameter.detach(), parameter.grad, mine["exp_avg"], mine["exp_avg_sq"], mine["step"], lr, kept, finite,
+                        *group["betas"], group["eps"])

@@ -157,10 +157,9 @@ class Compile(Technique):
                        + "".join(f"; {each.where}: {each.reason}" for each in seen.breaks),
                        seen.graphs > 0 and len(seen.breaks) <= self.max_graph_breaks)
         if self.mode is CompileMode.reduce_overhead:
-            skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
             yield Evidence("compile", "recorded as CUDA graphs",
-                           f"{skips} graphs not recorded" + "".join(f"; {reason}" for reason in seen.skipped_cuda_graphs),
-                           skips == 0)
+                           "; ".join([f"{seen.skipped_cuda_graphs} graphs not recorded", *seen.why_skipped]),
+                           seen.skipped_cuda_graphs == 0)
 
     def _new_watch(self) -> Watch:
         return Watch("layer" if self.scope is Scope.layers else "decoder", self.mode.value, self.max_graph_breaks,

@@ -91,10 +91,12 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     with torch.autocast(hidden.device.type, enabled=False):
         head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         most = min(chunk_rows or rows_at_once(vocabulary, dtype), max(rows, 1))
-        # Chunks of equal size: a last chunk of few rows would be a slow matmul. Rows begin on a multiple of 64 numbers: matmuls
-        # and the kernel load 16 bytes at a time.
+        # Chunks of equal size: a last chunk of few rows would be a slow matmul.
         step = -(-rows // -(-rows // most)) if rows else 1
-        buffer = torch.empty(step, -(-vocabulary // 64) * 64, dtype=dtype, device=hidden.device)[:, :vocabulary]
+        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must
+        # not: oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan (torch 2.13).
+        stride = -(-vocabulary // 64) * 64 if hidden.is_cuda else vocabulary
+        buffer = torch.empty(step, stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for start in range(0, rows, step):
             chunk = slice(start, min(start + step, rows))
             inputs, logits = hidden[chunk].to(dtype), buffer[:min(step, rows - start)]

@@ -25,7 +25,6 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -35,7 +34,7 @@ from fxtune.errors import ConfigError
 from fxtune.kernels import liger_timing
 from fxtune.kernels.profiled import operators
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
-from fxtune.world import Facts, World
+from fxtune.world import Facts, World, cache_home
 
 PACKAGE = "liger-kernel"
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
@@ -325,7 +324,7 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
                              in_place=family.in_place)
     versions = {package: facts.packages.get(package) for package in ("torch", PACKAGE)}
     key = json.dumps([facts.device_name, versions, asdict(case)], sort_keys=True)
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxtune" / "liger_times.json"
+    file = cache_home() / "liger_times.json"
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError):

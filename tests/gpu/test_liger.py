@@ -1,0 +1,236 @@
+"""Liger's kernels on a GPU: each operation against plain float32, whole models, compiled layers, the choice by measurement."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import reference
+import torch
+from torch import nn
+
+from fxtune.kernels import liger_timing
+from fxtune.pipeline import Pipeline
+from fxtune.techniques.checkpointing import Policy
+from fxtune.techniques.compile import Compile
+from fxtune.techniques.liger import WHAT, Liger, Switch, _operations
+from fxtune.world import World
+
+DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
+PHI = dict(model_type="phi", hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=8,
+           vocab_size=4096, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+           tie_word_embeddings=False)
+EVERY = {**reference.SHAPES, "phi": PHI,
+         "gemma2": {**reference.SHAPES["gemma"], "model_type": "gemma2", "sliding_window": 512},
+         "phi3": {**reference.SHAPES["mistral"], "model_type": "phi3"}}
+del EVERY["phi3"]["head_dim"]
+
+
+def on(shape, **changes) -> Liger:
+    """All operations of Liger's that this shape has, and the fused loss."""
+    has = _operations(dict(EVERY[shape], hidden_act=activation(shape), hidden_activation=activation(shape)))
+    return Liger(enabled=True, fused_linear_cross_entropy=Switch.on,
+                 **{**{name: Switch.on if name in has else Switch.off for name in WHAT}, **changes})
+
+
+def activation(shape) -> str:
+    return "gelu_new" if shape == "phi" else "gelu_pytorch_tanh" if shape.startswith("gemma") else "silu"
+
+
+def two_models(shape, dtype):
+    """A plain model in float32 and one with Liger's kernels in `dtype`, of the same rounded weights."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_config(reference._config(EVERY[shape])).to("cuda", getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    mine = on(shape).apply(copy.deepcopy(plain), World(torch.device("cuda")))
+    return plain.float(), mine
+
+
+def compare(plain, mine, dtype, *inputs, limit=None):
+    """Outputs, and the gradients of `inputs` and of the modules' parameters, for inputs rounded to `dtype`."""
+    given = [x.to(getattr(torch, dtype)) for x in inputs]
+    results = []
+    for module, cast in ((plain, torch.float32), (mine, getattr(torch, dtype))):
+        leaves = [x.to(cast).requires_grad_() for x in given]
+        outs = module(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        weights = [parameter for parameter in module.parameters() if parameter.requires_grad] if isinstance(
+            module, nn.Module) else []
+        torch.manual_seed(1)
+        seeds = [torch.randn(out.shape, device="cuda").to(getattr(torch, dtype)).to(out.dtype) for out in outs]
+        found = torch.autograd.grad(outs, [*leaves, *weights], seeds)
+        results.append([out.detach() for out in outs] + list(found))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert ours.dtype is getattr(torch, dtype)
+        assert reference.relative(ours, theirs) < (limit or reference.LIMITS[dtype])
+
+
+class Take(nn.Module):
+    """One half of what it gets: stands for gate_proj or up_proj, so that the product is compared without matmuls."""
+
+    def __init__(self, half):
+        super().__init__()
+        self.half = half
+
+    def forward(self, x):
+        return x.chunk(2, -1)[self.half]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", EVERY)
+def test_norms(shape, dtype):
+    plain, mine = two_models(shape, dtype)
+    pairs = [(name, one, mine.get_submodule(name)) for name, one in plain.named_modules()
+             if type(one).__name__.endswith(("RMSNorm", "LayerNorm")) and ("layers.0." in name or "layers" not in name)]
+    assert len(pairs) >= 2
+    for name, one, other in pairs:
+        assert type(other).__name__.startswith("Liger"), name
+        size = one.weight.shape[0]
+        rows = (2, 600, 8, size) if size < 512 else (2, 600, size)
+        compare(one, other, dtype, torch.randn(rows, device="cuda") * 3)
+
+
+@DTYPES
+def test_norms_of_many_short_rows(dtype):
+    """Liger takes another kernel for heads of up to 256 in 32,768 rows or more."""
+    plain, mine = two_models("qwen3", dtype)
+    names = "model.layers.0.self_attn.q_norm"
+    compare(plain.get_submodule(names), mine.get_submodule(names), dtype, torch.randn(1, 6000, 8, 128, device="cuda"))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [shape for shape in EVERY if shape != "phi"])
+def test_gated_products(shape, dtype):
+    pairs = [model.model.layers[0].mlp for model in two_models(shape, dtype)]
+    assert type(pairs[1]).__name__.startswith("Liger")
+    for mlp in pairs:
+        if hasattr(mlp, "gate_up_proj"):
+            mlp.gate_up_proj = nn.Identity()
+        else:
+            mlp.gate_proj, mlp.up_proj = Take(0), Take(1)
+        mlp.down_proj = nn.Identity()
+    compare(*pairs, dtype, torch.randn(2, 600, 2 * 2816, device="cuda"))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", EVERY)
+def test_rope(shape, dtype):
+    plain, mine = two_models(shape, dtype)
+    heads, width = EVERY[shape]["num_attention_heads"], plain.model.layers[0].self_attn.head_dim
+    positions = torch.cat([torch.arange(500), torch.arange(200)]).cuda()[None]
+    cos, sin = plain.model.rotary_emb(torch.zeros(1, 700, 8, device="cuda"), positions)
+    turned = cos.shape[-1]
+    own, ligers = (type(model.model.layers[0].self_attn).forward.__globals__["apply_rotary_pos_emb"] for model in (plain, mine))
+    assert own is not ligers
+    rounded = [x.to(getattr(torch, dtype)) for x in (cos, sin)]
+    q, k = torch.randn(1, 700, heads, turned if shape == "phi" else width, device="cuda"), torch.randn(
+        1, 700, 2, turned if shape == "phi" else width, device="cuda")
+    compare(lambda q, k: own(q.transpose(1, 2), k.transpose(1, 2), *[x.float() for x in rounded]),
+            lambda q, k: ligers(q.transpose(1, 2), k.transpose(1, 2), *rounded), dtype, q, k)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("shape", EVERY)
+def test_models_with_all_of_them_in_float32(shape, lora):
+    pipeline = Pipeline()
+    pipeline.precision.tf32 = False
+    pipeline.liger = on(shape)
+    given = reference.batch(EVERY[shape])
+    seen = reference.ours(pipeline, EVERY[shape], given, dtype="float32", lora=lora)
+    apart = reference.apart(seen, reference.plain(EVERY[shape], given, lora=lora))
+    ran = [f"  {one.asked}: {one.observed}" for one in seen.evidence if one.technique == "liger"]
+    print(f"\n{shape}: {apart}", *ran, sep="\n")
+    assert max(apart.values()) < 2e-5, apart
+
+
+@pytest.mark.parametrize("shape", EVERY)
+def test_models_with_all_of_them_in_bfloat16(shape):
+    pipeline = Pipeline()
+    pipeline.liger = on(shape)
+    given = reference.batch(EVERY[shape])
+    exact = reference.plain(EVERY[shape], given)
+    usual = reference.apart(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
+    seen = reference.ours(pipeline, EVERY[shape], given)
+    apart = reference.apart(seen, exact)
+    print(f"\n{shape}: plain bfloat16 {usual}, with Liger {apart}")
+    ran = [one for one in seen.evidence if one.technique == "liger"]
+    assert len(ran) == len([name for name in WHAT if getattr(pipeline.liger, name) is Switch.on])
+    for name, value in apart.items():
+        assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
+
+
+@pytest.mark.parametrize("policy", [Policy.full, Policy.selective], ids=lambda policy: policy.value)
+def test_checkpointing_changes_nothing(policy):
+    """Kernels that write in place, and results that are kept for the backward pass."""
+    given, found = reference.batch("llama"), []
+    for enabled in (False, True):
+        pipeline = Pipeline()
+        pipeline.precision.tf32 = False
+        pipeline.liger = on("llama")
+        pipeline.checkpointing.enabled, pipeline.checkpointing.policy = enabled, policy
+        found.append(reference.ours(pipeline, "llama", given, dtype="float32"))
+    apart = reference.apart(*found)
+    assert max(apart.values()) < 1e-5, apart
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma", "phi"])
+def test_inside_compiled_layers(shape):
+    """All that can be compiled: seen in the profile of compiled code, and as near to float32 as plain bfloat16."""
+    pipeline = Pipeline()
+    pipeline.liger = on(shape, rope=Switch.off)
+    pipeline.compile = Compile(enabled=True)
+    given = reference.batch(EVERY[shape])
+    exact = reference.plain(EVERY[shape], given)
+    usual = reference.apart(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
+    seen = reference.ours(pipeline, EVERY[shape], given)
+    apart = reference.apart(seen, exact)
+    print(f"\n{shape}: {apart}", *[f"  {one.technique}: {one.observed}" for one in seen.evidence], sep="\n")
+    for name, value in apart.items():
+        assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
+
+
+def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts = World(torch.device("cuda")).facts(
+        model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336}, dtype="bfloat16",
+        rows=(16384,), packing=True, sequence_length=16384, techniques={"compile": {}, "lora": {}})
+    took, notes = [], []
+    for _ in range(2):
+        start = time.perf_counter()
+        chosen = Liger(enabled=True)
+        notes.append(chosen.resolve(facts))
+        took.append(time.perf_counter() - start)
+    print(f"\n{notes[0]}\n  {took[0]:.1f} s, again {took[1]:.3f} s")
+    assert notes[0] == notes[1]
+    assert notes[0].count("measured: compiled") + notes[0].count("does not compile here") == 2
+    assert took[1] < 0.1
+    assert chosen.rope is Switch.off
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_what_is_measured(width):
+    """Every operation that can be compiled, both ways, at 16k tokens."""
+    inside = int(3.5 * width)
+    for operation, size in (("rms_norm", width), ("layer_norm", width), ("swiglu", inside), ("geglu", inside)):
+        compiled, ligers = liger_timing.times(liger_timing.Case(operation, 16384, size, "bfloat16", False))
+        print(f"\n{operation} {size}: compiled {compiled:.3f} ms, Liger {ligers and round(ligers, 3)} ms", end="")
+        assert compiled > 0
+        assert ligers is None or ligers > 0
+
+
+def test_a_plain_model_of_the_same_process_stays_plain():
+    from transformers import AutoModelForCausalLM
+
+    two_models("llama", "bfloat16")
+    plain = AutoModelForCausalLM.from_config(reference._config("llama")).cuda()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        plain(input_ids=torch.arange(64, device="cuda")[None])
+        torch.cuda.synchronize()
+    names = " ".join(event.name for event in seen.events())
+    assert names
+    assert not any(kernel in names for kernel in ("_rms_norm_forward", "_triton_rope", "_swiglu_forward"))

@@ -7,13 +7,14 @@ experts that a token visits), e bytes a number in matmuls:
                                                            output; k', v'; gate, up and their product (they feed matmuls)
     compiled, selective           e (2h + 2q + 2k + 2i)    products and attention's output; norms and SwiGLU are repeated
       less gate, up               e (2h + 2q + 2k)
-    eager, everything kept        8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter its own copy of its input
+    eager, everything kept        8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter its own of its input
+    ... with Liger's kernels      e (7h + 3q + 2k' + 3i)
     eager, selective              e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which eager cannot tell is unused
     checkpointed whole            e h                      its input; offloaded: two layers' on the device
 
-k' is q where the attention backend wants keys and values repeated for each query head (all but flash). To these come 4 bytes a
-head of attention's log-sum-exp (where attention's output is kept) and e r for each adapter of rank r. `every` layers of n are
-treated so, the others keep everything; a compiler's budget b keeps e h + b (everything - e h).
+k' is q where the attention backend wants keys and values repeated for each query head (on a GPU only eager does). To these
+come 4 bytes a head of attention's log-sum-exp (where attention's output is kept) and e r for each adapter of rank r. One layer
+in `every` is treated so, the others keep everything; a compiler's budget b keeps e h + b (everything - e h).
 
 While one layer is in its backward pass it also holds, a token, the larger of
 
@@ -24,8 +25,8 @@ While one layer is in its backward pass it also holds, a token, the larger of
 (what is kept and so counted already is left out), and eager ones hold everything of one layer besides.
 
 Around the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
-autocast, copies of float32 weights; the loss, which has the logits of some rows at a time and is done before the layers'
-backward pass begins.
+autocast, copies of float32 weights; the loss, which has all logits, or those of some rows at a time where Liger's is on, and is
+done before the layers' backward pass begins.
 
 Checked on an H200 by tests/gpu/test_checkpointing.py to 15 %.
 """
@@ -35,6 +36,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fxtune.kernels.linear_cross_entropy import BUFFER, PART
+from fxtune.kernels.quantized import bytes_per_weight
 from fxtune.world import Facts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,8 +47,6 @@ SPARE = 0.04
 """Share of the need that goes to fragments between blocks."""
 CONTEXT = 3 << 28
 """Bytes for libraries' workspaces."""
-LOGITS = 5 << 28
-"""Bytes of logits, and of float32 parts of them, that the loss holds at a time (kernels/linear_cross_entropy.py)."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,8 @@ def _everything(facts: Facts, shape: Shape, number: int, tiles: int = 1) -> floa
     small = 4 * shape.heads + _adapters(facts, number)
     if _compiled(facts):
         return number * (4 * h + 2 * q + 2 * k + 3 * i) + small
-    if "liger" in facts.techniques:  # its norms and SwiGLU keep their inputs alone
-        return number * (7 * h + 3 * q + 2 * k + 3 * i) + small
-    return 8 * h + number * (5 * h + 3 * q + 2 * k + 4 * i) + small
+    norms = number * 2 * h if _on(facts, "rms_norm") else 8 * h  # Liger's kernels keep their inputs alone
+    return norms + number * (5 * h + 3 * q + 2 * k + (3 if _on(facts, "swiglu") else 4) * i) + small
 
 
 def _working(facts: Facts, shape: Shape, keeping: Keeping, number: int) -> float:
@@ -197,7 +197,13 @@ def _compiled(facts: Facts) -> bool:
 
 def _grouped(facts: Facts) -> bool:
     """Whether attention takes fewer key-value heads than query heads as they are."""
-    return "flash" in str(facts.techniques.get("attention", {}).get("backend", ""))
+    return facts.device == "cuda" and facts.techniques.get("attention", {}).get("backend") != "eager"
+
+
+def _on(facts: Facts, kernel: str) -> bool:
+    """Whether techniques.liger has this kernel on."""
+    switch = facts.techniques.get("liger", {}).get(kernel, "off")
+    return getattr(switch, "value", switch) == "on"
 
 
 def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
@@ -217,13 +223,15 @@ def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
 
 def _linear_bytes(facts: Facts, number: int) -> float:
     """Bytes a parameter of the frozen linears: quantised ones with their scales."""
-    asked = facts.techniques.get("quantize", {})
-    words = " ".join(str(getattr(value, "value", value)) for value in asked.values()).lower()
-    if not asked:
-        return number
-    return 0.53 if any(word in words for word in ("nf4", "fp4", "int4", "4bit", "4 ")) else 1.02
+    asked = facts.techniques.get("quantize")
+    return bytes_per_weight(asked) if asked else number
 
 
 def _loss(facts: Facts, shape: Shape, number: int, tokens: int) -> int:
-    """The loss's largest moment: the last hidden states, their norm and its gradient, and some rows of logits."""
-    return tokens * shape.hidden * number * 3 + min(tokens * shape.vocabulary * (number + 4), LOGITS)
+    """The loss's largest moment: the last hidden states, their norm and its gradient, and logits with what becomes of them."""
+    states, numbers = tokens * shape.hidden * number * 3, tokens * shape.vocabulary
+    if not _on(facts, "fused_linear_cross_entropy"):
+        return states + numbers * (2 * number + 8)
+    rows = facts.techniques["liger"].get("chunk_rows")
+    held = rows * shape.vocabulary * number if rows else BUFFER
+    return states + min(numbers * number, held) + 4 * min(numbers, PART)

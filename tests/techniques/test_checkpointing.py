@@ -11,6 +11,7 @@ from architectures import CPU, FAMILIES, built, facts_of, lora, random_model
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.offload import Offload
+from fxtune.kernels.selective import group_of, weight_shape
 from fxtune.memory import Keeping, forecast
 from fxtune.model import load_config
 from fxtune.pipeline import Pipeline, make_probe
@@ -128,6 +129,36 @@ def test_what_is_saved_is_not_run_again_and_what_is_named_is():
     assert "aten.mm (k_proj, v_proj) 4+0" in told
     assert "aten.mm (gate_proj, up_proj) 4+4" in told
     assert "flash_attention_for_cpu 2+0" in told
+
+
+def test_our_own_attention_operator_is_saved_by_its_name():
+    model = random_model("llama")
+    config = load_config(model)
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
+    pipeline.attention.backend = "flash4"
+    ours = moved(pipeline.build(model, config, CPU, 0))
+    told = seen(pipeline, ours)
+    assert "fxtune.flash4 2+0" in told
+    assert "aten.mm (q_proj, o_proj) 4+4" in told
+    plain = lora()
+    plain.attention.backend = "flash4"
+    expected = gradients(moved(plain.build(model, config, CPU, 0)))
+    assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
+
+
+@pytest.mark.parametrize(("name", "second", "shape"), [
+    ("aten.mm", torch.empty(3, 5), (3, 5)), ("aten.addmm", torch.empty(3, 5), (3, 5)), ("aten.bmm", torch.empty(2, 3, 5), None),
+    ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)), ("bitsandbytes.gemm_4bit", [5, 3], (3, 5))])
+def test_a_product_is_known_by_its_weight(name, second, shape):
+    at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
+    assert group_of(name) == "matmuls"
+    assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
+
+
+@pytest.mark.parametrize("name", ["fxtune.flash4_backward", "aten._scaled_dot_product_flash_attention_backward", "aten.add",
+                                  "aten._fused_sdp_choice", "aten.linalg_vector_norm", "bitsandbytes.dequantize_4bit"])
+def test_what_is_neither_attention_nor_a_product(name):
+    assert group_of(name) is None
 
 
 def test_attention_alone_is_saved():
@@ -346,7 +377,7 @@ def test_good_names_are_not_refused():
 LLAMA = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
              num_key_value_heads=8, vocab_size=128256)
 TECHNIQUES = {"lora": {"r": 16, "target_modules": ["all-linear"]}, "compile": {}, "attention": {"backend": "flash4"},
-              "precision": {"autocast": "bfloat16"}}
+              "precision": {"autocast": "bfloat16"}, "liger": {"fused_linear_cross_entropy": "on"}}
 GIB = 1 << 30
 
 
@@ -367,7 +398,8 @@ def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
     (139, 4096, 4, "none: "), (80, 4096, 4, "selective: "), (48, 4096, 4, "selective, gate_proj and up_proj recomputed: "),
     (28, 4096, 4, "full: "), (24, 4096, 4, "full + offload: "), (38, 4096, 1, "none: "),
     (139, 65536, 1, "selective, gate_proj and up_proj recomputed: "), (80, 65536, 1, "full: "),
-    (40, 65536, 1, "full + offload: "), (32, 65536, 1, "full + offload + mlp_tiles=4: "), (80, 262144, 1, "full + offload + mlp_tiles=4: ")])
+    (40, 65536, 1, "full + offload: "), (32, 65536, 1, "full + offload + mlp_tiles=4: "),
+    (80, 262144, 1, "full + offload + mlp_tiles=4: ")])
 def test_auto_takes_the_fastest_that_fits(gib, length, rows, said):
     _, why = chosen(card(gib, length, rows))
     assert why.startswith(said), why
@@ -419,7 +451,7 @@ def test_the_forecast_is_the_arithmetic_of_its_formula():
 
 def test_a_quantised_base_and_fewer_adapters_weigh_less():
     facts = card(24, 8192)
-    small = replace(facts, techniques={**TECHNIQUES, "quantize": {"method": "nf4"}})
+    small = replace(facts, techniques={**TECHNIQUES, "quantize": {"type": "nf4", "double": True}})
     assert forecast(small, Keeping()).weights < 0.4 * forecast(facts, Keeping()).weights
     full = replace(facts, techniques={"compile": {}}, dtype="float32")
     assert forecast(full, Keeping()).trained > 8e9 * 12

@@ -234,4 +234,5 @@ def _loss(facts: Facts, shape: Shape, number: int, tokens: int) -> int:
         return states + numbers * (2 * number + 8)
     rows = facts.techniques["liger"].get("chunk_rows")
     held = rows * shape.vocabulary * number if rows else BUFFER
-    return states + min(numbers * number, held) + 4 * min(numbers, PART)
+    head = 0 if "lora" in facts.techniques else 4 * shape.vocabulary * shape.hidden  # its gradient is summed in float32
+    return states + min(numbers * number, held) + 4 * min(numbers, PART) + head

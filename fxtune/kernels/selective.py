@@ -91,16 +91,21 @@ def group_of(name: str) -> str | None:
         return None
     if any(word in own for word in ("attention", "flash", "attn", "fmha")) and not own.startswith("_fused_sdp_choice"):
         return "attention"
-    if name in MATMULS or (space != "aten" and (own.endswith("mm") or "matmul" in own or "linear" in own)):
+    foreign = space != "aten" and (own.endswith("mm") or any(word in own for word in ("matmul", "linear", "gemm", "gemv")))
+    if name in MATMULS or foreign:
         return "matmuls"
     return None
 
 
 def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | None:
     """(in, out) of a product's second operand; None where it is no matrix."""
-    at = _SECOND.get(name, 1)
-    shape: Any = getattr(arguments[at], "shape", None) if len(arguments) > at else None
-    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
+    packed = name.startswith("bitsandbytes.")  # stored as [out, in], in 4 bits next to its shape
+    at = 2 if packed and ("4bit" in name or "mixed" in name) else _SECOND.get(name, 1)
+    second: Any = arguments[at] if len(arguments) > at else None
+    shape = second if isinstance(second, (list, tuple)) else getattr(second, "shape", ())
+    if len(shape) != 2:
+        return None
+    return (shape[1], shape[0]) if packed else (shape[0], shape[1])
 
 
 def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,235 @@
+"""Checkpointing on a card: the bits of the plain backward pass, the memory that each policy claims, and offload's time.
+
+`pytest tests/gpu/test_checkpointing.py -s` prints what was forecast and what was measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+
+from fxtune.memory import Keeping, forecast
+from fxtune.pipeline import Pipeline
+from fxtune.techniques.checkpointing import Checkpointing, Policy
+
+GIB = 1 << 30
+BIG = dict(reference.SHAPES["llama"], hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
+           num_key_value_heads=4, vocab_size=32000, max_position_embeddings=65536)
+NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "full": {},
+    "offload": {"offload": True}, "offload_tiles": {"offload": True, "mlp_tiles": 8}}
+
+
+def pipeline(compiled: bool = True, backend: str = "auto", **options: Any) -> Pipeline:
+    made = Pipeline(checkpointing=Checkpointing(enabled=True, **options))
+    made.precision.autocast = type(made.precision.autocast)("bfloat16")
+    made.attention.backend = backend
+    made.liger.enabled = True
+    made.compile.enabled = compiled
+    return made
+
+
+class Measured:
+    """A built model, and what its steps on one packed row take."""
+
+    def __init__(self, made: Pipeline, shape: dict[str, Any], tokens: int, lora: bool = True) -> None:
+        self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4))
+        torch.manual_seed(0)
+        self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
+        from fxtune.loss import Loss
+
+        self.loss = Loss(self.model, self.pipeline.liger)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def step(self) -> torch.Tensor:
+        for parameter in self.trained:
+            parameter.grad = None
+        with self.pipeline.precision.context(self.given.input_ids.device):
+            loss = self.loss.sum(self.given)
+        loss.backward()
+        return loss.detach()
+
+    def peak(self) -> int:
+        for _ in range(2):
+            self.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    def seconds(self, steps: int = 6) -> float:
+        self.step()
+        times = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[len(times) // 2]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+
+
+def freed() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
+    """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
+    from fxtune.world import World
+
+    options = measured.pipeline.checkpointing
+    facts = World(torch.device("cuda")).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens, rows=(tokens,),
+                                              micro_batch_size=1, optimizer="none")
+    facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
+    need = forecast(facts, Keeping(options.policy.value, not options.recompute, options.every, options.budget, options.offload,
+                                   options.mlp_tiles))
+    return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
+
+
+@pytest.fixture
+def _deterministic(monkeypatch):
+    """Attention's backward pass adds in any order otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("shape", reference.SHAPES)
+def test_recomputing_eagerly_changes_no_bit(shape, lora):
+    given = reference.batch(shape)
+    plain = reference.ours(pipeline(False, "sdpa", policy=Policy.none), shape, given, lora=lora)
+    for name, options in {"full": {}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "offload": {"offload": True},
+                          "narrow_offload": {**NARROW, "offload": True}}.items():
+        seen = reference.ours(pipeline(False, "sdpa", **options), shape, given, lora=lora)
+        wrong = [key for key in plain.grads if not torch.equal(seen.grads[key], plain.grads[key])]
+        assert seen.loss == plain.loss, name
+        assert not wrong, (name, wrong[:3], reference.apart(seen, plain))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", reference.SHAPES)
+def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
+    given = reference.batch(shape)
+    exact = reference.plain(shape, given, lora=True)
+    none = reference.apart(reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact)
+    for name, options in {"full": {}, "narrow": NARROW, "offload": {"offload": True}, "tiles": {"mlp_tiles": 4}}.items():
+        seen = reference.apart(reference.ours(pipeline(compiled, **options), shape, given, lora=True), exact)
+        assert seen["grads"] < 1.1 * none["grads"] + 1e-3, (name, seen, none)
+        assert seen["logits"] < 1.1 * none["logits"] + 1e-3, (name, seen, none)
+        print(f"\n{shape} {name}: {seen}, without checkpointing {none}")
+
+
+def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast():
+    peaks, forecasts = {}, {}
+    for name, options in POLICIES.items():
+        measured = Measured(pipeline(**options), BIG, 8192)
+        peaks[name], forecasts[name] = measured.peak(), expected(measured, BIG, 8192)
+        print(f"\n{name:14} measured {peaks[name] / GIB:6.2f} GiB, forecast {forecasts[name] / GIB:6.2f} "
+              f"({forecasts[name] / peaks[name] - 1:+.1%})")
+        for seen in measured.evidence:
+            if seen.technique == "checkpointing":
+                print(f"    {seen.asked} | {seen.observed}")
+        del measured
+        freed()
+    order = list(peaks.values())
+    assert order == sorted(order, reverse=True)
+    assert len(set(order)) == len(order)
+    off = {name: forecasts[name] / peaks[name] - 1 for name in peaks}
+    assert all(abs(error) < 0.15 for error in off.values()), off
+
+
+@pytest.mark.parametrize("options", [{"policy": Policy.none}, NARROW, {}], ids=["none", "narrow", "full"])
+def test_the_forecast_holds_for_eager_layers(options):
+    measured = Measured(pipeline(False, **options), BIG, 8192)
+    peak, said = measured.peak(), expected(measured, BIG, 8192)
+    print(f"\neager: measured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%})")
+    assert abs(said / peak - 1) < 0.15
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_offload_costs_no_time_and_changes_nothing(compiled):
+    """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back."""
+    found = {}
+    for name, options in {"full": {}, "offload": {"offload": True}}.items():
+        measured = Measured(pipeline(compiled, **options), BIG, 32768)
+        losses = [measured.step().item() for _ in range(3)]
+        found[name] = losses, measured.gradients(), measured.seconds(), measured.peak()
+        if name == "offload":
+            offload = measured.model.offload
+            assert len(offload.pool) == 7
+            assert offload.stored == offload.fetched
+        del measured
+        freed()
+    (losses, gradients, seconds, peak), (sent, others, longer, less) = found["full"], found["offload"]
+    for key, value in gradients.items():
+        assert reference.relative(others[key], value) < 5e-3, key  # attention's backward pass adds in any order
+    assert all(abs(one - other) < 1e-3 * other for one, other in zip(sent, losses, strict=True))
+    print(f"\nfull {seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB; offloaded {longer * 1e3:.0f} ms, {less / GIB:.2f} GiB")
+    assert longer < 1.15 * seconds
+    assert peak - less > 0.8 * 6 * 2 * 2048 * 32768  # of eight layers' inputs two stay
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
+    peaks = {}
+    for tiles in (1, 8):
+        measured = Measured(pipeline(compiled, mlp_tiles=tiles), BIG, 32768)
+        peaks[tiles] = measured.peak(), measured.seconds(3)
+        del measured
+        freed()
+    (whole, seconds), (tiled, longer) = peaks[1], peaks[8]
+    wide = 2 * 8192 * 32768  # one tensor of the MLP's width
+    print(f"\nwhole {whole / GIB:.2f} GiB, {seconds * 1e3:.0f} ms; in 8 tiles {tiled / GIB:.2f} GiB, {longer * 1e3:.0f} ms; "
+          f"{(whole - tiled) / wide:.1f} tensors of the MLP's width less")
+    assert whole - tiled > 1.5 * wide
+
+
+def test_the_compilers_budget_is_kept_to():
+    peaks = {}
+    for share in (1.0, 0.6, 0.2):
+        measured = Measured(pipeline(policy=Policy.budget, budget=share), BIG, 8192)
+        peaks[share] = measured.peak()
+        print(f"\nbudget {share}: {peaks[share] / GIB:.2f} GiB, forecast {expected(measured, BIG, 8192) / GIB:.2f}")
+        del measured
+        freed()
+    assert peaks[1.0] > peaks[0.6] > peaks[0.2]
+
+
+def test_our_attention_operator_is_not_run_again():
+    pytest.importorskip("flash_attn.cute")
+    measured = Measured(pipeline(backend="flash4", policy=Policy.selective, save=["fxtune.flash4", "matmuls"]), BIG, 8192)
+    told = [seen.observed for seen in measured.evidence if seen.technique == "checkpointing"]
+    assert any("fxtune.flash4 8+0" in one for one in told), told
+
+
+def test_auto_chooses_by_the_memory_that_is_free():
+    measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
+    (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
+    print(f"\n{note}")
+    assert note.startswith("checkpointing: none: "), note
+    before = torch.cuda.get_per_process_memory_fraction()
+    try:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 7 * GIB / torch.cuda.get_device_properties(0).total_memory))
+        del measured
+        freed()
+        measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
+        (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
+        print(f"\n{note}")
+        assert "none would need" in note
+        measured.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)

@@ -16,6 +16,7 @@ from fxtune import model as models
 from fxtune.errors import ConfigError
 from fxtune.model import ModelConfig
 from fxtune.technique import Evidence, Technique, model_inputs
+from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import Attention
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile
@@ -33,6 +34,7 @@ class Pipeline:
     attention: Attention = field(default_factory=Attention)  # likewise: layers choose their kernel when they are built
     precision: Precision = field(default_factory=Precision)  # on the built base, before adapters copy its dtype
     liger: Liger = field(default_factory=Liger)  # replaces modules of the base; adapters wrap what it leaves, never the reverse
+    apex: Apex = field(default_factory=Apex)  # likewise; these two exclude each other
     quantize: Quantize = field(default_factory=Quantize)  # the frozen linears, before adapters wrap them
     lora: Lora = field(default_factory=Lora)  # wraps the base's linears, so all that edits the base is done
     checkpointing: Checkpointing = field(default_factory=Checkpointing)  # wraps whole layers, adapters included

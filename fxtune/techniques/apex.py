@@ -1,0 +1,100 @@
+"""NVIDIA Apex's norms, for those who have Apex: FusedLayerNorm and FusedRMSNorm, one kernel each in CUDA C++.
+
+A norm written out in torch is six kernels that each read and write all hidden states. Apex's is one, as Liger's is and as what
+torch.compile makes is; with either of these there is nothing left for it to do, so they are refused together. Apex is not on
+PyPI (the `apex` there is another project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers.
+Its optimizer is `optimizer.name=apex_adamw`.
+
+A norm is replaced where Apex computes the same: torch's own, and those of Llama's kind (`variance_epsilon`, a weight that
+multiplies). Gemma's, which adds 1 to its weight, stays. That the numbers are the same is measured, norm by norm, not assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.technique import Evidence, Technique
+from fxtune.world import APEX, Facts, World
+
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""How far a norm's output may be from what it was, relative to its norm."""
+
+
+@dataclass
+class Apex(Technique):
+    layer_norm: bool = True
+    """Replace LayerNorm."""
+    rms_norm: bool = True
+    """Replace RMSNorm."""
+
+    def __post_init__(self) -> None:
+        self._apart: list[float] = []
+
+    def check(self, facts: Facts) -> Iterator[str]:
+        if facts.device != "cuda":
+            yield f"enabled: Apex's kernels run on a GPU, and the device is {facts.device}. Set it to false."
+        elif APEX not in facts.packages:
+            found = ("the package `apex` that is installed has no CUDA extensions: it is PyPI's, which is another project, or "
+                     "was built without them" if "apex" in facts.packages else "NVIDIA's Apex is not installed")
+            yield (f"enabled: {found}. Build it from github.com/NVIDIA/apex with its cpp_ext and cuda_ext, or use "
+                   "techniques.liger.")
+        if not self.layer_norm and not self.rms_norm:
+            yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
+        for other, why in (("liger", "Liger's kernels replace the same norms"),
+                           ("compile", "torch.compile fuses norms itself, and cannot look into Apex's")):
+            if other in facts.techniques:
+                yield f"enabled: {why}. Set it to false, or techniques.{other}.enabled."
+        autocast = facts.techniques.get("precision", {}).get("autocast", "none")
+        if autocast != "none":
+            yield (f"enabled: Apex's norms would compute in {autocast} under autocast, where torch's stay in float32. Set "
+                   "techniques.precision.autocast=none, or this to false.")
+
+    def apply(self, model: nn.Module, world: World) -> nn.Module:
+        from apex.normalization import FusedLayerNorm, FusedRMSNorm
+
+        for parent in list(model.modules()):
+            for name, norm in list(parent.named_children()):
+                if self.layer_norm and type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None:
+                    fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps)
+                    fused.bias = norm.bias
+                elif self.rms_norm and (eps := _rms_epsilon(norm)) is not None:
+                    weight: Any = norm.weight
+                    fused = FusedRMSNorm(tuple(weight.shape), eps=eps)
+                else:
+                    continue
+                fused.weight = norm.weight
+                self._apart.append(_apart(fused, norm))
+                setattr(parent, name, fused.train(norm.training))
+        return model
+
+    def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
+        fused = [module for module in model.modules() if type(module).__module__.startswith("apex.")]
+        largest = max(self._apart, default=0.0)
+        yield Evidence("apex", "norms by Apex's kernels, with the numbers that they gave before",
+                       f"{len(fused)} norms are Apex's, at most {largest:.1e} apart from what they were",
+                       bool(fused) and len(fused) == len(self._apart)
+                       and largest <= CLOSE[next(model.parameters()).dtype])
+
+
+def _rms_epsilon(norm: nn.Module) -> float | None:
+    """The epsilon of an RMSNorm that Apex computes as it is, or None."""
+    if isinstance(norm, nn.RMSNorm) and norm.weight is not None:
+        return norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
+    known = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
+    return getattr(norm, "variance_epsilon", None) if known else None
+
+
+@torch.no_grad()
+def _apart(fused: nn.Module, norm: nn.Module) -> float:
+    """How far the outputs of the two are apart on random rows, relative to their norm."""
+    weight: Any = norm.weight
+    with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        torch.manual_seed(0)
+        rows = 3 * torch.randn(16, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+    wanted, seen = norm(rows).double(), fused(rows).double()
+    return ((seen - wanted).norm() / wanted.norm()).item()

@@ -1,0 +1,75 @@
+"""Apex's norms in place of the model's own. No machine of ours has Apex: apex_standin.py says what this shows and what not."""
+
+from __future__ import annotations
+
+import apex_standin
+import pytest
+import torch
+from architectures import built, logits, lora, random_model
+from torch import nn
+
+from fxtune.errors import ConfigError
+from fxtune.pipeline import make_probe
+from fxtune.techniques.apex import Apex
+from fxtune.world import APEX, Facts
+
+HERE = Facts(device="cuda", packages={APEX: "0.1"})
+
+
+@pytest.fixture(autouse=True)
+def _apex(monkeypatch):
+    apex_standin.install(monkeypatch)
+    monkeypatch.setattr(Apex, "check", lambda self, facts: iter(()))
+
+
+def asked(**options):
+    pipeline = lora()
+    pipeline.apex = Apex(True, **options)
+    return pipeline
+
+
+@pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("qwen3", 9), ("phi", 3)])
+def test_the_norms_are_replaced_and_the_numbers_stay(family, norms):
+    pipeline, model = asked(), random_model(family)
+    with_apex, plain = built(pipeline, model), built(lora(), model)
+    (seen,) = pipeline.apex.verify(with_apex, make_probe(with_apex))
+    assert seen.acted, seen
+    assert seen.observed.startswith(f"{norms} norms are Apex's")
+    assert list(with_apex.state_dict()) == list(plain.state_dict())
+    torch.testing.assert_close(logits(with_apex), logits(plain), rtol=1e-4, atol=1e-5)
+    assert not any(type(module).__name__.endswith("LlamaRMSNorm") for module in with_apex.modules())
+
+
+def test_a_norm_of_another_kind_stays_and_a_model_of_these_is_noticed():
+    pipeline = asked()
+    model = built(pipeline, random_model("gemma"))
+    assert not any(type(module).__module__.startswith("apex.") for module in model.modules())
+    with pytest.raises(ConfigError, match="seen: 0 norms are Apex's"):
+        pipeline.prove(model, make_probe(model))
+
+
+def test_a_kernel_that_computes_something_else_is_noticed(monkeypatch):
+    monkeypatch.setattr(apex_standin.FusedRMSNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=0.1))
+    pipeline = asked()
+    model = built(pipeline, random_model("llama"))
+    with pytest.raises(ConfigError, match="apart from what they were"):
+        pipeline.prove(model, make_probe(model))
+
+
+REFUSED = [
+    (Facts(), {}, "the device is cpu"),
+    (Facts(device="cuda"), {}, "NVIDIA's Apex is not installed"),
+    (Facts(device="cuda", packages={"apex": "0.9"}), {}, "it is PyPI's, which is another project"),
+    (HERE, dict(layer_norm=False, rms_norm=False), "both false"),
+    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"liger": {}}), {}, "Liger's kernels replace the same norms"),
+    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"compile": {}}), {}, "torch.compile fuses norms itself"),
+    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"precision": {"autocast": "bfloat16"}}), {}, "under autocast"),
+]
+
+
+@pytest.mark.parametrize(("facts", "options", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_had_is_refused(facts, options, told, monkeypatch):
+    monkeypatch.undo()
+    (reason,) = Apex(True, **options).check(facts)
+    assert told in reason
+    assert not list(Apex(True).check(HERE))

@@ -7,13 +7,14 @@ stays on in it: scaled RoPE, adapters, a quantised base. Dropout is off in all o
 In float32 the two must agree to rounding. In bfloat16 and float16 no two orders of summation agree, so plain transformers in
 that precision says how far from float32 rounding alone leads: fxtune may be twice as far, plus a part of the dtype's epsilon.
 
-A new adapter's B is zero, which would hide its A; each gets fixed values here. One model is in memory at a time, and plain
-ones come first: some kernels patch transformers for the whole process when they are applied.
+A new adapter's B is zero, which would hide its A; each gets fixed values here. One model is in memory at a time, and the plain
+ones come first, before anything of fxtune's own runs on the batch.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import math
 import zlib
@@ -36,8 +37,9 @@ from fxtune.techniques.attention import Attention
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
 
-OPTIONAL = ("liger", "attention", "checkpointing", "compile")
-"""Techniques that must not change what is computed. Liger first: once applied, it is in the process."""
+BY_DESIGN = ("rope", "precision", "quantize", "lora")
+"""Techniques that change what is computed, and so stay on in the reference. All others must not."""
+OPTIONAL = tuple(entry.name for entry in dataclasses.fields(Pipeline) if entry.name not in BY_DESIGN)
 EXACT = (1e-5, 1e-5, 1e-4)
 """Relative bounds in float32: the loss, the whole gradient, the worst parameter's gradient."""
 SLACK = (1 / 8, 1 / 2, 1.0)
@@ -87,7 +89,7 @@ def compare(setting: Setting, plan: Plan, each: bool, tell: Callable[[str], None
     """The first step of `plan`: reference, variants, each micro-batch split, and with `each` each technique off in turn.
 
     `tell` gets a line a variant when it begins. Raises ConfigError where no reference can be had, HardwareError where it does
-    not fit. After this the process is good for nothing but plain reports: kernels may be patched.
+    not fit.
     """
     if setting.techniques.rope.enabled and setting.techniques.rope.type is RopeType.dynamic:
         raise ConfigError("techniques.rope.type=dynamic turns a document's tokens by angles that depend on the row around it, so "
@@ -109,11 +111,9 @@ def explained(setting: Setting) -> str:
 
 def precision_of(setting: Setting) -> str:
     """What matmuls round to: float32, tf32, bfloat16 or float16."""
-    facts = replace(setting.facts, techniques=setting.techniques.asked())
-    if facts.compute_dtype != "float32":
-        return facts.compute_dtype
-    ampere = facts.device == "cuda" and (facts.capability or (0, 0)) >= (8, 0)
-    return "tf32" if ampere and torch.get_float32_matmul_precision() != "highest" else "float32"
+    computed = replace(setting.facts, techniques=setting.techniques.asked()).compute_dtype
+    precision = setting.techniques.precision
+    return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
 def loss_scale(setting: Setting, supervised: int) -> LossScale:

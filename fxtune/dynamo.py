@@ -123,11 +123,9 @@ class Watch:
         return CompileReport(
             self.scope, self.mode, self.graphs, list(self.breaks),
             [f"{reason} ({times}x)" if times > 1 else reason for reason, times in self.again.items()], dict(self.lengths),
-            sum(metric.duration_us or 0 for metric in ours) / 1e6,
-            sum(metric.inductor_fx_local_cache_hit_count or 0 for metric in ours),
-            sum(metric.inductor_fx_local_cache_miss_count or 0 for metric in ours),
-            os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"), self._skips() - self.skips,
-            sorted({metric.cudagraph_skip_reason for metric in ours if metric.cudagraph_skip_reason}))
+            _sum(ours, "duration_us") / 1e6, _sum(ours, "inductor_fx_local_cache_hit_count"),
+            _sum(ours, "inductor_fx_local_cache_miss_count"), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
+            self._skips() - self.skips, sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}))
 
     @staticmethod
     def _skips() -> int:
@@ -180,6 +178,11 @@ class Watch:
 def _compilations(since: float) -> list[Any]:
     """torch's figures of what was compiled, here and in other places, from the time `since` on."""
     return [metric for metric in torch._dynamo.utils.get_compilation_metrics() if (metric.start_time or 0) >= since - 0.001]
+
+
+def _sum(metrics: list[Any], name: str) -> int:
+    """Of a figure that not every compilation has, nor every release of torch."""
+    return sum(getattr(metric, name, None) or 0 for metric in metrics)
 
 
 def _why(reason: str) -> str:

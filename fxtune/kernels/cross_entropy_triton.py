@@ -46,14 +46,14 @@ def _softmax_gradient(logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, sc
     # Before anything is overwritten. A label outside of the vocabulary shows as nan; reading there would be another's memory.
     inside = (label >= 0) & (label < vocabulary)
     target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
-    target, _ = _bend(target, scale, cap, CAP)
+    target = _bend(target, scale, cap, CAP)[0]
     columns = tl.arange(0, BLOCK)
     highest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         at = start + columns
         x = tl.load(logits_ptr + at, mask=at < vocabulary, other=0.0).to(tl.float32)
-        x, _ = _bend(x, scale, cap, CAP)
+        x = _bend(x, scale, cap, CAP)[0]
         x = tl.where(at < vocabulary, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)

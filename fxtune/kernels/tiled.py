@@ -54,13 +54,13 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
     flat = hidden.flatten(0, -2)
     size = -(-flat.shape[0] // tiles)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        kept = checkpointed or not torch.is_grad_enabled()
-        out = torch.cat([(forward(piece.unsqueeze(0)) if kept else checkpoint(forward, piece.unsqueeze(0), use_reentrant=False)
+        once = checkpointed or not torch.is_grad_enabled()
+        out = torch.cat([(forward(piece.unsqueeze(0)) if once else checkpoint(forward, piece.unsqueeze(0), use_reentrant=False)
                           ).squeeze(0) for piece in flat.split(size)])
     else:
-        node = _Keep.apply(flat, torch.empty(0, requires_grad=True)).grad_fn
+        kept = [_Keep.apply(flat, torch.empty(0, requires_grad=True))]  # in a list: no input of the function, so no edge
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
-        out = _Tiles.apply(forward, size, node, flat, *trained)
+        out = _Tiles.apply(forward, size, kept, flat, *trained)
     return out.view(hidden.shape)
 
 
@@ -95,7 +95,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (flat,) = ctx.kept.saved_tensors
+        (flat,) = ctx.kept[0].grad_fn.saved_tensors  # the tensor was held: a node alone drops what it saved (torch 2.11)
         trained, wanted = ctx.trained, ctx.needs_input_grad[3]
         ctx.kept = ctx.trained = None  # this node may live on in the graph; what it kept must not
         into = torch.empty_like(flat) if wanted else None

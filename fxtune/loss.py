@@ -156,11 +156,6 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     return Loss(model).tokens(batch)
 
 
-def batch_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss.sum() by plain operations."""
-    return Loss(model).sum(batch)
-
-
 def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale) -> torch.Tensor:
     """Forward and backward of an optimizer step: the gradients, times `scale`, are left in the parameters.
 

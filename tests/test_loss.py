@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxtune.data.batch import Pieces, assemble
 from fxtune.errors import ConfigError
 from fxtune.kernels import linear_cross_entropy as kernel
-from fxtune.loss import Loss, batch_loss, token_losses
+from fxtune.loss import Loss, token_losses
 from fxtune.pipeline import Pipeline, refuse
 from fxtune.technique import model_inputs
 from fxtune.techniques.liger import Liger, Switch
@@ -149,7 +149,7 @@ def test_the_head_sees_supervised_rows_only():
 
 def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
     model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
-    wanted = batch_loss(model, given)
+    wanted = Loss(model).sum(given)
     for rows in (1, 3, 7, 1000):
         torch.testing.assert_close(Loss(model, replace(FUSED, chunk_rows=rows)).sum(given), wanted, rtol=1e-6, atol=1e-6)
 
@@ -159,7 +159,7 @@ def test_losses_of_tokens_stand_where_their_targets_stand():
     losses = token_losses(model, given)
     assert losses.shape == given.targets.shape
     assert torch.equal(losses != 0, given.targets != -100)
-    torch.testing.assert_close(losses.sum(), batch_loss(model, given).detach())
+    torch.testing.assert_close(losses.sum(), Loss(model).sum(given).detach())
 
 
 class Shifted(torch.nn.Module):
@@ -184,7 +184,7 @@ def test_a_model_with_logits_of_another_make_keeps_its_own_forward():
     assert loss.evidence[0].acted
     assert "Shifted: its logits are not those of its head" in loss.evidence[0].observed
     same(model, loss, batch())
-    with pytest.raises(ConfigError, match="loss: asked for .*fused with the head; seen: Shifted"):
+    with pytest.raises(ConfigError, match=r"loss: asked for .*fused with the head; seen: Shifted"):
         refuse(Loss(model, FUSED).evidence)
 
 

@@ -10,18 +10,13 @@ built later is plain no more. Here each module of this one model gets a class of
 another forward: names, weights, isinstance and adapters are as before. RoPE is a function of the attention's module; that
 attention gets a copy of its forward which sees Liger's function under that name.
 
-Liger's RoPE overwrites its inputs, which autograd does not see; they may be results that checkpointing has saved. So it gets
-copies: 20 KiB a token a layer of an 8B model, 0.3 % of a step.
-
 `fused_linear_cross_entropy` is our own (kernels/linear_cross_entropy.py); it needs no GPU and no package.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -30,7 +25,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from fxtune.errors import ConfigError
+from fxtune.kernels import liger_forwards as forwards
 from fxtune.kernels import liger_timing
 from fxtune.kernels.profiled import operators
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
@@ -162,7 +157,7 @@ class Liger(Technique):
         for module in backbone(model).modules():
             for name in switched:
                 if forward := _forward(name, module, family):
-                    module.__class__ = _variant(type(module), name, forward)  # type: ignore[arg-type]
+                    module.__class__ = forwards.variant(type(module), name, forward)  # type: ignore[arg-type]
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -203,101 +198,20 @@ def _norms(text: dict[str, Any]) -> int:
 
 def _forward(name: str, module: nn.Module, family: Family) -> Callable[..., Any] | None:
     """The forward by Liger's kernel that `module` gets, or None where it is nothing that `name` replaces."""
-    kind = type(module).__name__
-    if name == "rms_norm" and kind.endswith("RMSNorm"):
+    kind: Any = type(module)
+    if name == "rms_norm" and kind.__name__.endswith("RMSNorm"):
         eps = getattr(module, "variance_epsilon", None) or module.eps
-        return _rms_norm(_function("LigerRMSNormFunction"), float(eps), family)  # type: ignore[arg-type]
-    if name == "layer_norm" and type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
-        return _layer_norm(_function("LigerLayerNormFunction"), module.eps)
-    if name in ("swiglu", "geglu") and hasattr(module, "gate_up_proj"):
-        return _gated_at_once(_function("LigerFusedGateUpSiLUMulFunction")) if name == "swiglu" else _split(
-            _function("LigerGELUMulFunction"))
-    if name in ("swiglu", "geglu") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
-        return _swiglu(_function("LigerSiLUMulFunction")) if name == "swiglu" else _geglu(_function("LigerGELUMulFunction"))
-    if name == "rope" and kind.endswith("Attention"):
-        return _rotated(type(module), _function("LigerRopeFunction"))  # type: ignore[arg-type]
+        return forwards.rms_norm(float(eps), family.offset, family.casting, family.in_place)  # type: ignore[arg-type]
+    if name == "layer_norm" and kind is nn.LayerNorm and module.weight is not None and module.bias is not None:
+        return forwards.layer_norm(float(module.eps))  # type: ignore[arg-type]
+    if name in ("swiglu", "geglu"):
+        if hasattr(module, "gate_up_proj"):
+            return forwards.swiglu_at_once() if name == "swiglu" else forwards.geglu_at_once()
+        if hasattr(module, "gate_proj"):
+            return forwards.swiglu() if name == "swiglu" else forwards.geglu()
+    if name == "rope" and kind.__name__.endswith("Attention"):
+        return forwards.rotated(kind)
     return None
-
-
-def _function(name: str) -> Any:
-    from liger_kernel import ops
-
-    return getattr(ops, name)
-
-
-# Each of these is made once for its arguments, so that all layers share it and one compiled graph.
-@functools.cache
-def _variant(kind: Any, name: str, forward: Callable[..., Any]) -> type:
-    return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "liger": name, "__module__": kind.__module__})
-
-
-@functools.cache
-def _rms_norm(function: Any, eps: float, family: Family) -> Callable[..., Any]:
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return function.apply(hidden_states, self.weight, eps, family.offset, family.casting, family.in_place, None)
-
-    return forward
-
-
-@functools.cache
-def _layer_norm(function: Any, eps: float) -> Callable[..., Any]:
-    def forward(self: Any, input: torch.Tensor) -> Any:
-        return function.apply(input, self.weight, self.bias, eps)
-
-    return forward
-
-
-@functools.cache
-def _swiglu(function: Any) -> Callable[..., Any]:
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x), 1.0, 1.0))
-
-    return forward
-
-
-@functools.cache
-def _geglu(function: Any) -> Callable[..., Any]:
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
-
-    return forward
-
-
-@functools.cache
-def _gated_at_once(function: Any) -> Callable[..., Any]:
-    """Phi 3 has gate and up in one linear; the kernel reads both halves where they are."""
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_up_proj(hidden_states)))
-
-    return forward
-
-
-@functools.cache
-def _split(function: Any) -> Callable[..., Any]:
-    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
-
-    return forward
-
-
-@functools.cache
-def _rotated(attention: Any, function: Any) -> Callable[..., Any]:
-    """The attention's forward, compiled from the same source, that finds Liger's RoPE where it looks for its own."""
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, length, head_dim] as it is, of memory of its own laid out as [rows, length, heads, head_dim]."""
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        return function.apply(copied(q), copied(k), cos, sin, None, unsqueeze_dim, None)
-
-    forward: Any = attention.forward
-    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
-        raise ConfigError(f"techniques.liger.rope: {attention.__name__} of this transformers does not call apply_rotary_pos_emb. "
-                          "Set it to off.")
-    copy = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": rotate}, forward.__name__,
-                              forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
 
 
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from architectures import ADAPTERS, FAMILIES, SIZES, built, lora, random_model, trained
 from torch.nn import functional as F
 
+from fxtune import train
 from fxtune.data.batch import Pieces, assemble
 from fxtune.errors import ConfigError
 from fxtune.kernels import linear_cross_entropy as kernel
@@ -225,3 +227,16 @@ def test_a_checkpointed_model_is_that_of_training():
     one, two = (gradients(model, Loss(model, liger).sum(batch())) for liger in (PLAIN, FUSED))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_with_the_fused_loss_is_the_run_without(small, cwd):
+    """Training and evaluation, with the evidence kept in the run's folder."""
+    small.data.eval_fraction, small.train.max_steps, seen = 0.2, 2, {}
+    for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7, rms_norm=Switch.auto))):
+        small.run.dir, small.techniques.liger = str(cwd / name), liger
+        result = train.run(small)
+        evidence = json.loads((cwd / name / "evidence.json").read_text())
+        seen[name] = [result["train/loss"], result["train/grad_norm"], result["eval/loss"]]
+        assert [one["asked"].endswith(name if name == "plain" else "fused with the head") for one in evidence
+                if one["technique"] == "loss"] == [True]
+    assert seen["fused"] == pytest.approx(seen["plain"], rel=1e-5)

@@ -201,6 +201,8 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
     choices = config.prepare(overrides, multirun=flags.multirun, everything=bool(flags.info))
     told = [choice.text for choice in choices]
     if flags.multirun:
+        if _own(word, flags).get("json"):
+            raise ConfigError("--json names one file, and -m makes several runs: leave one of them out")
         config.check_jobs(choices)
         with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:  # Hydra leaves a multirun.yaml where it sweeps
             job = _Job(word, _own(word, flags), True, frozenset(choice.key for choice in choices if choice.sweeps))

@@ -154,6 +154,12 @@ class _Comparison:
         without = {name: replace(chosen, **{name: getattr(plain, name)}) for name in OPTIONAL
                    if each and getattr(chosen, name).enabled and getattr(chosen, name) != getattr(plain, name)}
         for name, pipeline in without.items():
+            try:
+                if name != "attention":  # what takes its place isolates documents, which the check of packing cannot know
+                    pipeline.check(self.setting.facts)
+            except ConfigError as error:
+                self.tell(f"fxtune, without {name}: left out, the others need it. {error}")
+                continue
             yield from self._ours(pipeline, f"fxtune, without {name}", [self.plan.sizes.micro_batch_size])
         yield from self._ours(chosen, "fxtune", self._splits())
 

@@ -170,6 +170,7 @@ def test_mistakes_keep_their_exit_codes(cwd, capsys):
     assert main(["verify", QUICK, "data.sources.0.path=nowhere.jsonl"]) == 3
     assert main(["verify", QUICK, *TINY, "--json", "no/such/folder.json"]) == 6
     assert main(["verify", QUICK, "--los"]) == 2
+    assert main(["verify", "-m", QUICK, "run.seed=1,2", "--json", "one.json"]) == 2
     assert main(["preview", QUICK, "--loss"]) == 2
     assert "unrecognized arguments: --loss" in capsys.readouterr().err
 
@@ -209,6 +210,21 @@ def test_each_takes_one_technique_away_at_a_time(cwd):
     assert code == 0
     assert {name for name in compared(found) if "without" in name} == {
         "fxtune, without attention, 1 x 4 as configured", "fxtune, without checkpointing, 1 x 4 as configured"}
+
+
+def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypatch):
+    def check(self, facts):
+        if "checkpointing" not in facts.techniques:
+            yield "fullgraph: needs checkpointing, says this test."
+
+    monkeypatch.setattr("fxtune.techniques.compile.Compile.check", check)
+    monkeypatch.setattr("fxtune.techniques.compile.Compile.apply", lambda self, model, world: model)
+    monkeypatch.setattr("fxtune.techniques.compile.Compile.verify", lambda self, model, probe: iter(()))
+    code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true", "techniques.compile.enabled=true")
+    assert code == 0
+    assert not any("without checkpointing" in name for name in compared(found))
+    assert any("without compile" in name for name in compared(found))
+    assert "without checkpointing: left out" in capsys.readouterr().out
 
 
 def test_documents_that_see_each_other_are_outside(cwd, monkeypatch, capsys):

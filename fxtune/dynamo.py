@@ -63,7 +63,7 @@ class CompileReport:
 
     def lines(self) -> Iterator[str]:
         """For people, most important first."""
-        state = "cold" if not self.from_disk else "warm" if not self.anew else f"{self.from_disk} of {self.from_disk + self.anew}"
+        state = "cold" if not self.from_disk else "warm" if not self.anew else "warm in part"
         rows = ", ".join(f"{shape}: {count}" for shape, count in self.lengths.items())
         yield (f"compiled by {self.scope} (mode {self.mode}): {self.graphs} graphs in {self.seconds:.1f} s, "
                f"{len(self.breaks)} graph breaks, {self.recompilations} recompilations; rows {rows}; disk cache {state} "
@@ -125,7 +125,8 @@ class Watch:
             [f"{reason} ({times}x)" if times > 1 else reason for reason, times in self.again.items()], dict(self.lengths),
             _sum(ours, "duration_us") / 1e6, _sum(ours, "inductor_fx_local_cache_hit_count"),
             _sum(ours, "inductor_fx_local_cache_miss_count"), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
-            self._skips() - self.skips, sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}))
+            self._skips() - self.skips,
+            sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}))
 
     @staticmethod
     def _skips() -> int:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxtune import probes
+from fxtune import machine, probes
 from fxtune.__main__ import main
 from fxtune.commands import doctor
-from fxtune.commands.doctor import Finding, State
+from fxtune.machine import Finding, State
 
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "hf_canary0123456789abcdef"
@@ -196,7 +196,7 @@ def test_a_gpu_that_torch_does_not_use_is_broken_and_other_processes_are_told(cw
 
 def test_a_folder_that_cannot_be_written_is_broken(cwd, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(cwd)))
-    assert {one.what: one.state for one in doctor.disks(None)}["runs"] is State.broken
+    assert {one.what: one.state for one in machine.disks()}["runs"] is State.broken
 
 
 def test_little_disk_few_files_and_little_shared_memory_are_warnings(cwd, monkeypatch, small):
@@ -206,8 +206,8 @@ def test_little_disk_few_files_and_little_shared_memory_are_warnings(cwd, monkey
     usage = shutil.disk_usage(cwd)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 ** 20))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
-    assert {one.state for one in doctor.disks(None)} == {State.warning}
-    assert {one.what: one.remedy for one in doctor.host()}["open files"] == "ulimit -n 4096"
+    assert {one.state for one in machine.disks()} == {State.warning}
+    assert {one.what: one.remedy for one in machine.host()}["open files"] == "ulimit -n 4096"
     small.data.sequence_length = 65536
     shared, = doctor._loaders(small)
     assert shared.state is State.warning
@@ -218,7 +218,7 @@ def test_a_container_s_memory_counts(monkeypatch):
     limits = {"/sys/fs/cgroup/memory.max": "2147483648\n", "/sys/fs/cgroup/memory.current": "1073741824\n"}
     true = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: limits.get(str(self)) or true(self, *a, **k))
-    assert doctor._memory() == (2 << 30, 1 << 30)
+    assert machine._memory() == (2 << 30, 1 << 30)
 
 
 # --- the network
@@ -240,8 +240,8 @@ def server():
     running.server_close()
 
 
-@pytest.mark.parametrize(("check", "variable", "switch"), [(doctor.hub, "HF_ENDPOINT", "HF_HUB_OFFLINE"),
-                                                           (doctor.wandb, "WANDB_BASE_URL", "WANDB_MODE")])
+@pytest.mark.parametrize(("check", "variable", "switch"), [(machine.hub, "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+                                                           (machine.wandb, "WANDB_BASE_URL", "WANDB_MODE")])
 def test_servers_answer_do_not_answer_or_are_not_asked(server, tmp_path, monkeypatch, check, variable, switch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -260,10 +260,10 @@ def test_servers_answer_do_not_answer_or_are_not_asked(server, tmp_path, monkeyp
 
 def test_a_stored_token_is_found_and_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert "no token" in doctor.hub().seen
+    assert "no token" in machine.hub().seen
     (tmp_path / "token").write_text(CANARY)
-    assert "a token in" in doctor.hub().seen
-    assert CANARY not in doctor.hub().seen
+    assert "a token in" in machine.hub().seen
+    assert CANARY not in machine.hub().seen
 
 
 # --- a recipe

@@ -13,64 +13,38 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from rich.text import Text
 
-from fxtune import probes, wandb_link
+from fxtune import machine, probes
 from fxtune.console import plain, say, table, unicode
 from fxtune.errors import CheckError, StorageError, UserError
+from fxtune.machine import GIB, Finding, State
 from fxtune.redact import redact
 
 if TYPE_CHECKING:
     from fxtune.config import Config
 
-GIB = 2 ** 30
-PATIENCE = 30.0
+PATIENCE = 45.0
 """Seconds that a probe has on a machine without a GPU."""
 PATIENCE_GPU = 180.0
 """With one: FlashAttention-4 compiles its kernels on first use."""
-ANSWER = 3.0
-"""Seconds that a server has to answer."""
-LITTLE_DISK = 5 * GIB
-FEW_FILES = 1024
 BATCH_TOKENS = 2 ** 18
 """Without a recipe: tokens of the micro-batches that loader processes are to hold."""
 DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Where a GPU shows, also when nvidia-smi is not installed."""
 TOKEN_BYTES = 3 * 8
 """Of a batch: ids, targets, positions."""
-
-
-class State(str, Enum):
-    works = "works"
-    told = "told"
-    """Nothing to judge."""
-    warning = "warning"
-    missing = "missing"
-    broken = "broken"
-
-
-@dataclass(frozen=True)
-class Finding:
-    what: str
-    seen: str
-    state: State = State.told
-    remedy: str = ""
-    """The command, or what to do."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +96,14 @@ def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
 
 def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
     """Title and findings of each part of the page, as they come to be known. The slow ones are under way all the time."""
-    cards = gpus()
+    cards = machine.gpus()
     gpu = bool(cards) or any(Path(name).exists() for name in DRIVERS)
-    with ThreadPoolExecutor(max_workers=min(4, max(2, _cores()))) as pool, ThreadPoolExecutor(max_workers=2) as network:
+    with ThreadPoolExecutor(max_workers=min(4, max(2, machine.cores()))) as pool, ThreadPoolExecutor(max_workers=2) as network:
         answers = {name: pool.submit(probe, name, gpu, PATIENCE_GPU if gpu else PATIENCE) for name in probes.PROBES}
-        servers = [network.submit(check) for check in (hub, wandb)]
-        machine = [*cards, *_torch(answers["torch"].result(), bool(cards)), *host(), *disks(config), *_loaders(config)]
-        yield "Machine", machine
+        servers = [network.submit(check) for check in (machine.hub, machine.wandb)]
+        here = [*cards, *_torch(answers["torch"].result(), bool(cards)), *machine.host(),
+                *machine.disks(*_folders(config)), *_loaders(config)]
+        yield "Machine", here
         yield "Network", [server.result() for server in servers]
         tried = [_tried(package, answers[package.probe].result()) for package in PACKAGES]
         yield "Packages", [_compiler(answers["torch.compile"].result()), *tried]
@@ -162,84 +137,6 @@ def probe(name: str, gpu: bool, patience: float) -> dict[str, Any]:
         return {"state": "broken", "seen": f"its process was killed by {signal.Signals(-process.returncode).name}"}
     last = (err.strip().splitlines() or ["no message"])[-1]
     return {"state": "broken", "seen": redact(f"its process ended with {process.returncode}: {last}")}
-
-
-def gpus() -> list[Finding]:
-    """What the driver says, without torch. Empty where there is no driver."""
-    asked = "index,name,memory.total,memory.free,driver_version,compute_cap"
-    rows = _smi(f"--query-gpu={asked}")
-    found = []
-    for index, name, total, free, driver, capability in (row for row in rows if len(row) == 6):
-        found.append(Finding(f"GPU {index}", f"{name}, compute capability {capability}, {_mib(free)} of {_mib(total)} GiB free; "
-                                             f"driver {driver}", State.works))
-    others = [f"{pid} {name} ({_mib(used)} GiB)" for pid, name, used in (row for row in _smi(
-        "--query-compute-apps=pid,process_name,used_memory") if len(row) == 3)]
-    if others:
-        found.append(Finding("other processes", f"on the GPU: {', '.join(others)}", State.warning,
-                             "their memory is not yours; wait for them, or pick another GPU with CUDA_VISIBLE_DEVICES"))
-    return found
-
-
-def host() -> Iterator[Finding]:
-    """Cores, memory, open files."""
-    total, available = _memory()
-    yield Finding("CPU", f"{_cores()} cores for this process, {available / GIB:.0f} of {total / GIB:.0f} GiB memory available")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft < FEW_FILES
-    yield Finding("open files", f"{soft:,} at most (ulimit -n)", State.warning if few else State.told,
-                  f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if few else "")
-
-
-def disks(config: Optional[Config]) -> Iterator[Finding]:
-    """Free space where runs, tokenised data and models are kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    home = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
-    runs = Path((config.run.dir if config else None) or "runs")
-    data = Path((config.data.cache_dir if config else None) or cache / "fxtune")
-    models = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for what, folder in (("runs", runs), ("token cache", data), ("hub cache", models)):
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK):
-            yield Finding(what, f"{folder}: {there} cannot be written", State.broken, f"use another folder, or mend {there}")
-        else:
-            little = free < LITTLE_DISK
-            yield Finding(what, f"{folder}: {free / GIB:,.0f} GiB free", State.warning if little else State.told,
-                          "free some space: a checkpoint is written beside the one before it" if little else "")
-
-
-def hub() -> Finding:
-    """Whether the Hugging Face hub answers, and whether there is a token."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
-    stored = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
-    token = next((f"a token in {name}" for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)),
-                 f"a token in {stored}" if stored.is_file() else "no token (gated models need `hf auth login`)")
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return Finding("Hugging Face hub", f"offline (HF_HUB_OFFLINE): models and data come from the cache or a folder; {token}")
-    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    return _server("Hugging Face hub", address, token, "check the network and HTTPS_PROXY, or give folders as model.path")
-
-
-def wandb() -> Finding:
-    """Whether Weights & Biases answers, and whether there is a key."""
-    key = "logged in" if wandb_link.api_key_at_hand() else "no API key (`wandb login`): runs are kept offline"
-    mode = os.environ.get("WANDB_MODE", "").lower()
-    if mode in ("offline", "disabled", "dryrun"):
-        return Finding("W&B", f"{mode} (WANDB_MODE); {key}")
-    return _server("W&B", wandb_link.server(), key, "runs go on offline; upload them later with `wandb sync`")
-
-
-def _server(what: str, address: str, aside: str, remedy: str) -> Finding:
-    shown = redact(address)
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER):
-            pass
-    except urllib.error.HTTPError:
-        pass  # it answers, that is enough
-    except (OSError, ValueError) as error:
-        reason = redact(str(getattr(error, "reason", error)))
-        return Finding(what, f"{shown} cannot be reached ({reason}); {aside}", State.warning, remedy)
-    return Finding(what, f"{shown} answers; {aside}", State.works)
 
 
 def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
@@ -290,6 +187,10 @@ def _compiler(answer: dict[str, Any]) -> Finding:
                    f"{COMPILERS}  (a C++ compiler and Python's headers), or leave techniques.compile.enabled=false")
 
 
+def _folders(config: Optional[Config]) -> tuple[Optional[str], Optional[str]]:
+    return (config.run.dir, config.data.cache_dir) if config is not None else (None, None)
+
+
 def _loaders(config: Optional[Config]) -> Iterator[Finding]:
     """Shared memory, which batches pass through on their way from loader processes."""
     place = Path("/dev/shm")
@@ -335,41 +236,6 @@ def _write(file: Path, findings: list[Finding]) -> None:
         file.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error
-
-
-def _smi(*arguments: str) -> list[list[str]]:
-    """What nvidia-smi prints, as cells. Empty where it is not there or does not answer."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments, "--format=csv,noheader,nounits"], capture_output=True, text=True,
-                              timeout=2 * ANSWER, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def _mib(text: str) -> str:
-    return f"{float(text) / 1024:.1f}" if text.replace(".", "").isdigit() else "?"
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory in all and available to this process; a container's limit counts."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
-    total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max": no limit, and no number
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, limit), min(available, limit - used)
-    return total, available
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(names: tuple[str, ...]) -> str:

@@ -180,12 +180,14 @@ class LossScale:
 class _Matmuls(TorchDispatchMode):
     """Counts the operators that multiply by a weight, by the dtype of the activations they get."""
 
+    supports_higher_order_operators = True  # flex_attention is one
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
+        name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if _LINEAR.search(name):
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
             self.counts[tensors["addmm" in name].dtype] += 1  # addmm's first is the bias

@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 
-from fxtune.memory import Keeping, forecast
+from fxtune.memory import forecast
 from fxtune.pipeline import Pipeline
 from fxtune.techniques.checkpointing import Checkpointing, Policy
 
@@ -23,7 +23,8 @@ BIG = dict(reference.SHAPES["llama"], hidden_size=2048, intermediate_size=8192, 
            num_key_value_heads=4, vocab_size=32000, max_position_embeddings=65536)
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "full": {},
+    "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW,
+    "attention": {"policy": Policy.selective, "save": ["attention"]}, "full": {},
     "offload": {"offload": True}, "offload_tiles": {"offload": True, "mlp_tiles": 8}}
 
 
@@ -90,12 +91,10 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
     from fxtune.world import World
 
-    options = measured.pipeline.checkpointing
-    facts = World(torch.device("cuda")).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens, rows=(tokens,),
+    facts = World(torch.device("cuda", 0)).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens, rows=(tokens,),
                                               micro_batch_size=1, optimizer="none")
     facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
-    need = forecast(facts, Keeping(options.policy.value, not options.recompute, options.every, options.budget, options.offload,
-                                   options.mlp_tiles))
+    need = forecast(facts, measured.pipeline.checkpointing.keeping())
     return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
 
 

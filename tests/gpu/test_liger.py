@@ -47,7 +47,7 @@ def two_models(shape, dtype):
         for parameter in plain.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    mine = on(shape).apply(copy.deepcopy(plain), World(torch.device("cuda")))
+    mine = on(shape).apply(copy.deepcopy(plain), World(torch.device("cuda", 0)))
     return plain.float(), mine
 
 
@@ -196,7 +196,7 @@ def test_inside_compiled_layers(shape):
 
 def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    facts = World(torch.device("cuda")).facts(
+    facts = World(torch.device("cuda", 0)).facts(
         model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336}, dtype="bfloat16",
         rows=(16384,), packing=True, sequence_length=16384, techniques={"compile": {}, "lora": {}})
     took, notes = [], []

@@ -33,7 +33,7 @@ def config(case: str, **options) -> OptimizerConfig:
 @pytest.fixture(params=CASES)
 def case(request) -> str:
     dtype = "bfloat16" if "stochastic" in request.param else "float32"
-    if reasons := list(check(config(request.param), World(torch.device("cuda")).facts(dtype=dtype))):
+    if reasons := list(check(config(request.param), World(torch.device("cuda", 0)).facts(dtype=dtype))):
         pytest.skip(reasons[0])
     return request.param
 
@@ -88,7 +88,7 @@ def test_adamw_is_torch_adamw_to_the_last_bit():
 
 @pytest.mark.parametrize("name", ["adamw", "stochastic over float32", "apex_adamw"])
 def test_float32_adamws_follow_torch_on_the_cpu(name, monkeypatch):
-    if name == "apex_adamw" and (reasons := list(check(config(name), World(torch.device("cuda")).facts()))):
+    if name == "apex_adamw" and (reasons := list(check(config(name), World(torch.device("cuda", 0)).facts()))):
         pytest.skip(reasons[0])
     chosen = OptimizerConfig(stochastic_rounding=True) if "stochastic" in name else config(name)
     chosen.weight_decay = 0.1

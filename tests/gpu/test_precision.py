@@ -73,7 +73,7 @@ def test_the_cudnn_autotuner_is_refused_where_nothing_would_use_it():
 
 
 def test_loss_scaling_waits_for_nothing():
-    scale = LossScale(torch.device("cuda"), 2.0**16, 2, active=True)
+    scale = LossScale(torch.device("cuda", 0), 2.0**16, 2, active=True)
     weight = torch.randn(1000, device="cuda", requires_grad=True)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -39,7 +39,7 @@ def test_outputs_and_gradients_against_the_dequantised_weight_in_float32(kind, d
     source = torch.nn.Linear(4096, 1024, bias=False, device="cuda", dtype=half)
     torch.nn.init.normal_(source.weight, std=0.02)
     name, library = KINDS[kind]
-    made = quantized(source, name, library, True, half, torch.device("cuda"))
+    made = quantized(source, name, library, True, half, torch.device("cuda", 0))
     weight = dequantized(made).float()
     assert reference.relative(weight, source.weight.float()) < {"nf4": 0.1, "int8": 0.011}[name]
     ours = torch.randn(tokens, 4096, device="cuda").to(half).requires_grad_()

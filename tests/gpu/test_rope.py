@@ -27,6 +27,7 @@ def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_tran
         base = reference.path({**reference.SHAPES[shape], "max_position_embeddings": 512})
         model, pipeline = ModelConfig(path=str(base), dtype=DType.float32), Pipeline()
         pipeline.rope, pipeline.attention.backend = Rope(enabled=True, factor=4.0), "sdpa"
+        pipeline.precision.tf32 = False
         world, config = World.create(), load_config(model)
         facts = world.facts(model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,))
         ready, _ = pipeline.ready(facts)

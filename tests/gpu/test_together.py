@@ -171,7 +171,7 @@ def test_200_steps_with_all_techniques_on_follow_plain_bfloat16_within_one_perce
     line = command(setting, "all", STEPS)
     seen = trained(line)
     evidence = {each["technique"] for each in json.loads((setting.folder / "all" / "evidence.json").read_text())}
-    assert {"attention", "precision", "liger", "lora", "checkpointing", "compile"} <= evidence
+    assert {"attention", "precision", "loss", "lora", "checkpointing", "compile"} <= evidence
     wanted = reference.elsewhere(plain_run, str(setting.folder), documents(setting, line), setting.device)
     assert len(seen) == len(wanted) == STEPS
     ours, plain = smooth(seen), smooth(wanted)

@@ -6,7 +6,8 @@ experts that a token visits), e bytes a number in matmuls:
     compiled, everything kept     e (4h + 2q + 2k' + 3i)   x and both norms' output, the middle of the residual; q, attention's
                                                            output; k', v'; gate, up and their product (they feed matmuls)
     compiled, selective           e (2h + 2q + 2k + 2i)    products and attention's output; norms and SwiGLU are repeated
-      less gate, up               e (2h + 2q + 2k)
+      narrow: less gate, up       e (2h + 2q + 2k)
+      attention alone             e (h + q)
     eager, everything kept        8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter its own of its input
     ... with Liger's kernels      e (7h + 3q + 2k' + 3i)
     eager, selective              e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which eager cannot tell is unused
@@ -16,13 +17,18 @@ k' is q where the attention backend wants keys and values repeated for each quer
 come 4 bytes a head of attention's log-sum-exp (where attention's output is kept) and e r for each adapter of rank r. One layer
 in `every` is treated so, the others keep everything; a compiler's budget b keeps e h + b (everything - e h).
 
-While one layer is in its backward pass it also holds, a token, the larger of
+In its backward pass a compiled layer also holds, a token, the larger of what its MLP and its attention need at their fullest.
+The MLP's part, in numbers of e bytes (what the code has alive that Inductor generates; without adapters in brackets):
 
-    the MLP's part       e (3i + 3i) / tiles + 4 e h + e (2q + 2k + 2h)   gate, up, product and their gradients; what waits for
-                                                                          attention's turn (where it is recomputed)
-    attention's part     e (2q + 2k) + 4q + e (2q + 2k + 4h)              gradients, the float32 sums of dq, what is recomputed
+    everything kept     5i + 2h (3i + 2h)    gradients of the product, of gate and of up; peft adds each adapter's share of them
+                                             and, for its `* scaling`, keeps a scaled copy of each
+    selective           9i + 2h (4i + 2h)    the product again, and what adapters add to gate and up
+      narrow            11i + 3h (6i + 2h)   gate and up again
+    the rest            11i + 6h + 2q + 2k (6i + 5h + 2q + 2k)   all of the layer again, which waits for attention's turn
+    in t tiles          11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   a tile's, and parts of the input's gradient
 
-(what is kept and so counted already is left out), and eager ones hold everything of one layer besides.
+attention's part: e (3h + 4q + 4k) + 4q + 8k, with float32 sums. A layer that runs operator by operator holds, besides
+e (3i + 4h), all that it keeps without checkpointing.
 
 Around the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
 autocast, copies of float32 weights; the loss, which has all logits, or those of some rows at a time where Liger's is on, and is
@@ -54,9 +60,8 @@ class Keeping:
     """What layers keep from their forward to their backward pass."""
 
     policy: str = "none"
-    """none, selective, full or budget."""
-    wide: bool = True
-    """selective: whether the products that are wider than the hidden size (gate, up) are kept, too."""
+    """none, selective, narrow (selective, but for the products that are wider than the hidden size: gate, up), attention
+    (selective, of attention alone), full or budget."""
     every: int = 1
     budget: float = 1.0
     offload: bool = False
@@ -155,11 +160,11 @@ def _kept(facts: Facts, shape: Shape, keeping: Keeping, number: int) -> float:
     treated = -(-shape.layers // keeping.every) if keeping.policy != "none" else shape.layers
     everything = _everything(facts, shape, number, keeping.tiles)
     narrow = number * (2 * shape.hidden + 2 * shape.q + 2 * shape.k) + 4 * shape.heads + _adapters(facts, number)
+    narrow += 0 if _compiled(facts) else number * shape.hidden
     whole = number * shape.hidden
-    each = {
-        "none": everything, "full": whole, "budget": whole + keeping.budget * (everything - whole),
-        "selective": narrow + number * (2 * shape.inner if keeping.wide else 0)
-        + (0 if _compiled(facts) else number * shape.hidden)}[keeping.policy]
+    each = {"none": everything, "full": whole, "budget": whole + keeping.budget * (everything - whole), "narrow": narrow,
+            "selective": narrow + number * 2 * shape.inner, "attention": whole + number * shape.q + 4 * shape.heads,
+            }[keeping.policy]
     return treated * min(each, everything) + (shape.layers - treated) * everything
 
 
@@ -176,14 +181,23 @@ def _everything(facts: Facts, shape: Shape, number: int, tiles: int = 1) -> floa
 
 def _working(facts: Facts, shape: Shape, keeping: Keeping, number: int) -> float:
     """Bytes a token that one layer holds in its backward pass beyond what it kept."""
-    h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    inside = _everything(facts, shape, number, keeping.tiles) if not _compiled(facts) and keeping.policy != "none" else 0
-    whole = keeping.policy in ("full", "budget")
-    recomputed = i * (3 if whole or not keeping.wide or keeping.tiles > 1 else 1 if keeping.policy == "selective" else 0)
-    waiting = number * (2 * q + 2 * k + 2 * h) if whole and _compiled(facts) else 0
-    mlp = number * ((3 * i + (recomputed if _compiled(facts) or keeping.tiles > 1 else 0)) / keeping.tiles + 4 * h) + waiting
-    attention = number * (2 * q + 2 * k) + 4 * q + waiting + number * 2 * h
-    return inside + max(mlp, attention)
+    h, q, k, i, tiles = shape.hidden, shape.q, shape.k, shape.inner, keeping.tiles
+    attention = number * (3 * h + 4 * q + 4 * k) + 4 * q + 8 * k
+    if not _compiled(facts):
+        inside = _everything(facts, shape, number, tiles) if keeping.policy != "none" else 0
+        return inside + number * (3 * i / tiles + 4 * h)
+    adapted = "lora" in facts.techniques
+    if tiles > 1:
+        mlp = (11 if adapted else 6) * i / tiles + (9 if adapted else 8) * h + 2 * q + 2 * k
+    elif keeping.policy == "none":
+        mlp = (5 if adapted else 3) * i + 2 * h
+    elif keeping.policy == "selective":
+        mlp = (9 if adapted else 4) * i + 2 * h
+    elif keeping.policy == "narrow":
+        mlp = (11 if adapted else 6) * i + (3 if adapted else 2) * h
+    else:
+        mlp = (11 if adapted else 6) * i + (6 if adapted else 5) * h + 2 * q + 2 * k
+    return max(number * mlp, attention)
 
 
 def _adapters(facts: Facts, number: int) -> int:

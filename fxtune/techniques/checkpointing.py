@@ -3,12 +3,13 @@
 A layer keeps for its backward pass 139 KB a token (Llama-3-8B, LoRA, compiled). What else it can do, from fast to small:
 
     selective   94 KB   keeps the results of matmuls and attention and repeats what lies between them, a few percent of the time;
-                37 KB   with `recompute: [gate_proj, up_proj]`, the widest ones, one more fifth of the layer's matmuls
+                37 KB   with `recompute: [gate_proj, up_proj]`, the widest ones, half of the layer's matmuls
+                16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
     full         8 KB   keeps the layer's input and repeats all of it: a third more time
     + offload    0 KB   and that input waits in host memory (kernels/offload.py): no more time where a layer computes for longer
                         than its input travels, from some thousand tokens on
     + mlp_tiles         the MLP a part of the sequence at a time (kernels/tiled.py): what one layer holds while it computes falls
-                        from 225 KB a token to 90
+                        from 385 KB a token to 134
     budget              the compiler picks what to keep, up to a share of what it would
     auto                the first of these that fits the memory that is free, by the arithmetic of fxtune/memory.py
 
@@ -46,6 +47,10 @@ from fxtune.world import Facts, World
 GIB = 1 << 30
 TILES = (4, 16)
 """What `auto` tries for mlp_tiles."""
+LONG_TILE = 4096
+"""Tokens in a tile whose matmuls run as fast as those of the whole row."""
+SELECTIVE = {"narrow": "selective", "attention": "selective"}
+"""The policies of what memory.forecast() tells apart."""
 HOST_SHARE = 0.8
 """Of the host's memory, what offloaded inputs may fill."""
 
@@ -128,7 +133,7 @@ class Checkpointing(Technique):
         if _scope(facts) == "model":
             yield ("offload: techniques.compile.scope=model makes one graph of all layers, with no place between them. Use "
                    "scope=layers.")
-        need = forecast(facts, self._keeping()).host
+        need = forecast(facts, self.keeping()).host
         if facts.device == "cuda" and need > HOST_SHARE * facts.host_memory:
             yield (f"offload: the inputs of {facts.text.get('num_hidden_layers')} layers take {need / GIB:.1f} GiB of host "
                    f"memory, and {HOST_SHARE:.0%} of this machine's is {HOST_SHARE * facts.host_memory / GIB:.1f}. Set it to "
@@ -164,8 +169,10 @@ class Checkpointing(Technique):
         else:  # nothing fits by the forecast, which may be wrong by some percent: the smallest is tried
             needs.append(min(needs, key=lambda entry: entry[0]))
         _, name, keeping, need = needs[-1]
-        self.policy, self.offload, self.mlp_tiles = Policy(keeping.policy), keeping.offload, keeping.tiles
-        self.recompute = [] if keeping.wide or keeping.policy != "selective" else _wide(facts)
+        self.policy = Policy(SELECTIVE.get(keeping.policy, keeping.policy))
+        self.offload, self.mlp_tiles = keeping.offload, keeping.tiles
+        self.save = ["attention"] if keeping.policy == "attention" else []
+        self.recompute = _wide(facts) if keeping.policy == "narrow" else []
         free, host = f"{facts.free_memory / GIB:.1f}", f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
         if need.device > facts.free_memory:
             return (f"{name}: the smallest there is, and it needs some {need.device / GIB:.1f} GiB{host} where {free} are free "
@@ -173,28 +180,36 @@ class Checkpointing(Technique):
         return f"{name}: {need.device / GIB:.1f} of {free} GiB free{host} ({_shares(need)}){'; ' * bool(said)}{', '.join(said)}"
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[str, Keeping]]:
-        """What `auto` may become, from fast to small. `every` stays, and so do offload and mlp_tiles where they are asked for."""
-        policies = [("none", Keeping("none")), ("selective", Keeping("selective"))]
-        if wide := _wide(facts):
-            policies.append((f"selective, {' and '.join(wide)} recomputed", Keeping("selective", wide=False)))
-        policies.append(("full", Keeping("full")))
-        sent = replace(policies[-1][1], offload=True)
-        fits = forecast(facts, sent).host <= HOST_SHARE * facts.host_memory
-        if self.offload or (fits and facts.device == "cuda" and _scope(facts) != "model"):
-            policies.append(("full + offload", sent))
-        for name, keeping in policies:
-            told = f"{name} + mlp_tiles={self.mlp_tiles}" if self.mlp_tiles > 1 else name
-            if keeping.offload >= self.offload and not (self.mlp_tiles > 1 and keeping.policy == "selective" and keeping.wide):
-                yield told, replace(keeping, every=1 if keeping.policy == "none" else self.every, tiles=self.mlp_tiles)
-        tiled = replace(self, policy=Policy.full, mlp_tiles=TILES[0])
-        if self.mlp_tiles == 1 and not list(tiled._tiles(facts)):
-            for tiles in TILES:
-                yield f"{name} + mlp_tiles={tiles}", replace(keeping, tiles=tiles)
+        """What `auto` may become, from fast to small. `every` stays, and so do offload and mlp_tiles where they are asked for.
 
-    def _keeping(self) -> Keeping:
-        """These options as the forecast takes them."""
-        policy = Policy.full if self.policy is Policy.auto else self.policy
-        return Keeping(policy.value, not self.recompute, self.every, self.budget, self.offload, self.mlp_tiles)
+        The dearest that can be kept is attention, two thirds of a layer's time at 64k tokens; sending inputs to the host and
+        tiling the MLP cost little where they are needed.
+        """
+        wide, whole = _wide(facts), replace(self, policy=Policy.full)
+        names = {"none": "none", "selective": "selective", "narrow": f"selective, {' and '.join(wide)} recomputed",
+                 "attention": "selective, attention alone kept", "full": "full"}
+        fits = facts.device == "cuda" and _scope(facts) != "model" and (
+            forecast(facts, Keeping("full", every=self.every, offload=True)).host <= HOST_SHARE * facts.host_memory)
+        sent = [True] if self.offload else [False, True] if fits else [False]
+        tokens = facts.micro_batch_size * max(facts.rows, default=facts.sequence_length)
+        more = [] if self.mlp_tiles > 1 or list(replace(whole, mlp_tiles=TILES[0])._tiles(facts)) else list(TILES)
+        for policy, name in names.items():
+            if (policy == "narrow" and not wide) or (policy in ("none", "selective") and (self.offload or self.mlp_tiles > 1)):
+                continue
+            inputs = [False] if policy in ("none", "selective") else sent
+            ways = [(offload, self.mlp_tiles) for offload in inputs]
+            if policy in ("attention", "full"):
+                ways += [(inputs[-1], tiles) for tiles in more if policy == "full" or tokens >= tiles * LONG_TILE]
+            for offload, tiles in ways:
+                yield (name + " + offload" * offload + f" + mlp_tiles={tiles}" * (tiles > 1),
+                       Keeping(policy, 1 if policy == "none" else self.every, 1.0, offload, tiles))
+
+    def keeping(self) -> Keeping:
+        """These options as memory.forecast() takes them."""
+        policy = "full" if self.policy is Policy.auto else self.policy.value
+        if self.policy is Policy.selective:
+            policy = "attention" if self.save == ["attention"] else "narrow" if self.recompute else policy
+        return Keeping(policy, self.every, self.budget, self.offload, self.mlp_tiles)
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         treated = decoder_layers(model)[:: self.every]

@@ -91,8 +91,8 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
     from fxtune.world import World
 
-    facts = World(torch.device("cuda", 0)).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens, rows=(tokens,),
-                                              micro_batch_size=1, optimizer="none")
+    facts = World(torch.device("cuda", 0)).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens,
+                                                 rows=(tokens,), micro_batch_size=1, optimizer="none")
     facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
     need = forecast(facts, measured.pipeline.checkpointing.keeping())
     return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)

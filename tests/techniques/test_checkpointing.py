@@ -396,10 +396,12 @@ def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
 
 @pytest.mark.parametrize(("gib", "length", "rows", "said"), [
     (139, 4096, 4, "none: "), (80, 4096, 4, "selective: "), (48, 4096, 4, "selective, gate_proj and up_proj recomputed: "),
-    (28, 4096, 4, "full: "), (24, 4096, 4, "full + offload: "), (38, 4096, 1, "none: "),
-    (139, 65536, 1, "selective, gate_proj and up_proj recomputed: "), (80, 65536, 1, "full: "),
-    (40, 65536, 1, "full + offload: "), (32, 65536, 1, "full + offload + mlp_tiles=4: "),
-    (80, 262144, 1, "full + offload + mlp_tiles=4: ")])
+    (24, 4096, 4, "full + offload: "), (38, 4096, 1, "none: "),
+    (24, 4096, 1, "selective, gate_proj and up_proj recomputed: "),
+    (139, 65536, 1, "selective, gate_proj and up_proj recomputed: "), (80, 65536, 1, "selective, attention alone kept: "),
+    (60, 65536, 1, "selective, attention alone kept + offload: "),
+    (48, 65536, 1, "selective, attention alone kept + offload + mlp_tiles=4: "),
+    (32, 65536, 1, "full + offload + mlp_tiles=4: "), (80, 262144, 1, "full + offload + mlp_tiles=4: ")])
 def test_auto_takes_the_fastest_that_fits(gib, length, rows, said):
     _, why = chosen(card(gib, length, rows))
     assert why.startswith(said), why
@@ -408,7 +410,7 @@ def test_auto_takes_the_fastest_that_fits(gib, length, rows, said):
 
 def test_auto_says_what_the_faster_ones_would_need():
     _, why = chosen(card(139, 65536))
-    assert "none would need 30" in why
+    assert "none would need 31" in why
     assert "selective would need 2" in why
 
 
@@ -425,8 +427,9 @@ def test_auto_keeps_what_is_asked_for_besides():
 
 
 def test_more_memory_never_gives_a_slower_policy():
-    order = ["none", "selective:", "selective, gate", "full:", "full + offload:", "full + offload + mlp_tiles=4:",
-             "full + offload + mlp_tiles=16:"]
+    order = [f"{policy}{more}: " for policy in ("none", "selective", "selective, gate_proj and up_proj recomputed",
+                                                "selective, attention alone kept", "full")
+             for more in ("", " + offload", " + offload + mlp_tiles=4", " + offload + mlp_tiles=16")]
     for length, rows in ((4096, 4), (65536, 1)):
         ranks = [next(rank for rank, start in enumerate(order) if chosen(card(gib, length, rows))[1].startswith(start))
                  for gib in range(16, 400, 24)]
@@ -440,9 +443,10 @@ def test_the_forecast_is_the_arithmetic_of_its_formula():
     adapters, lse = 2 * 7 * 16, 4 * 32
     for keeping, floats in ((Keeping("none"), 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336),
                             (Keeping("selective"), 4 * 4096 + 2 * 1024 + 2 * 14336),
-                            (Keeping("selective", wide=False), 4 * 4096 + 2 * 1024)):
+                            (Keeping("narrow"), 4 * 4096 + 2 * 1024)):
         assert forecast(facts, keeping).kept == cells * (2 * floats + adapters + lse)
     assert forecast(facts, Keeping("full")).kept == cells * 2 * 4096 == 16 * GIB
+    assert forecast(facts, Keeping("attention")).kept == cells * (4 * 4096 + lse)
     sent = forecast(facts, Keeping("full", offload=True))
     assert sent.kept == GIB  # two layers' inputs
     assert sent.host == 31 * GIB // 2

@@ -255,7 +255,7 @@ class Checkpointing(Technique):
                 yield self._layers_ran(layers, trained, seen)
             yield self._operators_ran(layers, seen)
             if self.policy is not Policy.none and not self.offload:
-                yield self._bytes_kept(model, layers, probe, forward, seen)
+                yield from self._bytes_kept(model, layers, probe, forward, seen)
             if self.offload:
                 yield self._sent(model, layers, lambda: torch.autograd.grad(forward().float().mean(), trained))
         if self.mlp_tiles > 1:
@@ -304,7 +304,7 @@ class Checkpointing(Technique):
                         not wrong and not missing and (twice or self.policy is not Policy.full))
 
     def _bytes_kept(self, model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any],
-                    seen: Counts) -> Evidence:
+                    seen: Counts) -> Iterator[Evidence]:
         """What autograd keeps of the layers, compiled ones as they are compiled, against what the policy leaves it."""
         tokens = probe["input_ids"].numel()
         with torch.compiler.set_stance("force_eager"):
@@ -321,13 +321,16 @@ class Checkpointing(Technique):
                 lambda *_: given.append(torch._functorch.config.activation_memory_budget))
             forward()
             hook.remove()
-            return Evidence("checkpointing", f"a budget of {self.budget:g} for the compiler",
+            yield Evidence("checkpointing", f"a budget of {self.budget:g} for the compiler",
                             f"{given[-1]:g} while layers run; {kept / each:,.0f} of {everything / each:,.0f} bytes a token and "
                             "layer of the probe kept", given[-1] == self.budget)
+            return
+        if self.policy is Policy.selective and kept == everything:
+            return  # layers that are not compiled: torch's policy keeps what it keeps where these hooks do not see it
         if self.every > 1:
             allowed += everything
-        return Evidence("checkpointing", f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
-                        f"{kept / each:,.0f} bytes", kept <= allowed)
+        yield Evidence("checkpointing", f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
+                       f"{kept / each:,.0f} bytes", kept <= allowed)
 
     def _sent(self, model: Any, layers: list[nn.Module], step: Callable[[], Any]) -> Evidence:
         offload = getattr(model, "offload", None)

@@ -1,6 +1,6 @@
 """YaRN really extends: pre-train a small Llama on 1,024 tokens, extend it to 8,192 with a recipe's own means, measure both.
 
-    python scripts/extend.py --out build/extend            # one H200, about six minutes in all
+    python scripts/extend.py --out build/extend            # one H200, about nine minutes in all
     python scripts/extend.py --out build/extend --again --extend-lr 1e-4     # the same base, extended once more
     python scripts/extend.py --out /tmp/extend --smoke     # a few steps of a toy on a CPU: whether it runs, nothing else
 
@@ -363,7 +363,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only whether it runs")
     parser.add_argument("--minutes", type=float, default=2.5, help="of pre-training; the rest takes about 3 (%(default)s)")
-    parser.add_argument("--extend-minutes", type=float, default=1.2, help="of extension, at most (%(default)s)")
+    parser.add_argument("--extend-minutes", type=float, default=3.0, help="of extension, at most (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the short context (%(default)s)")
     parser.add_argument("--factor", type=int, default=8, help="a power of two (%(default)s)")
     parser.add_argument("--hidden", type=int, default=640, help="hidden size (%(default)s)")
@@ -380,8 +380,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="of pre-training (%(default)s)")
     parser.add_argument("--retrieval", type=float, default=0.12, help="of the short tokens in retrieval documents (%(default)s)")
     parser.add_argument("--extend-rows", type=int, default=16, help="rows of a step of extension (%(default)s)")
-    parser.add_argument("--extend-steps", type=int, default=200, help="at most (%(default)s)")
-    parser.add_argument("--extend-lr", type=float, default=2e-4, help="(%(default)s)")
+    parser.add_argument("--extend-steps", type=int, default=500, help="at most (%(default)s)")
+    parser.add_argument("--extend-lr", type=float, default=3e-4, help="(%(default)s)")
     parser.add_argument("--long-share", type=float, default=0.7, help="data.mix.long_share of the extension (%(default)s)")
     parser.add_argument("--long-retrieval", type=float, default=0.1, help="the same of the long tokens (%(default)s)")
     parser.add_argument("--micro-tokens", type=int, default=65536, help="tokens of a micro-batch, at most (%(default)s)")

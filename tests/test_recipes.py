@@ -106,7 +106,7 @@ def test_a_group_option_composes_with_a_recipe_and_does_something_or_says_the_de
 def test_models_of_the_hub_are_pinned():
     for path in library.groups()["model"].values():
         values = OmegaConf.load(path)
-        assert values.path.startswith("builtin:") or re.fullmatch(r"[0-9a-f]{40}", values.revision), path
+        assert values.path is None or values.path.startswith("builtin:") or re.fullmatch(r"[0-9a-f]{40}", values.revision), path
 
 
 def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):

@@ -99,7 +99,9 @@ def _geglu(function: Any) -> Forward:
 @functools.cache
 def _swiglu_at_once(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_up_proj(hidden_states)))
+        both = self.gate_up_proj(hidden_states)
+        # As a matrix: whatever shape the function is given, the gradient that it returns is one (0.8.5).
+        return self.down_proj(function.apply(both.flatten(0, -2)).unflatten(0, both.shape[:-1]))
 
     return forward
 

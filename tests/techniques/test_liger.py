@@ -97,6 +97,7 @@ def swiglu(gate, up, gate_multiplier, down_multiplier):
 
 @stands_in("_swiglu_fused_gate_up_forward_kernel")
 def gate_up(both):
+    assert both.dim() == 2  # the kernel's backward gives a matrix, whatever shape it was given
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -119,6 +119,9 @@ class Compile(Technique):
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         keep_on_disk()
+        # Code of a model before this one in the process (a sweep's) would be taken for this one's: it would run, uncounted, and
+        # hold that model's memory where it is recorded as CUDA graphs.
+        torch._dynamo.reset()
         self._watch = self._new_watch()
         self._watch.begin()
         lengths = MOST_LENGTHS + 1  # the probe's is one more

@@ -129,6 +129,14 @@ def broken(model, layer=0):
     part.mlp.register_forward_hook(lambda module, given, out: out if out.sum().item() < 1e9 else -out)
 
 
+def test_the_second_model_of_a_process_has_its_own_code_and_its_own_report(quick):
+    for _ in range(2):
+        technique, model = compiled()
+        seen = list(technique.verify(model, make_probe(model)))
+        assert all(one.acted for one in seen), seen
+        assert technique.report().graphs == 2
+
+
 def test_a_graph_break_under_fullgraph_says_where_and_why(quick):
     _, model = compiled()
     broken(model)

@@ -4,6 +4,7 @@ and `fxtune doctor` share it, so that what they say of a recipe is what training
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ class Setting:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        _afresh()
         self.world = World.create(config.run.device, config.run.memory_gib)
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
@@ -74,6 +76,20 @@ class Setting:
     def observe(self, model: nn.Module) -> list[Evidence]:
         """prove() without the error."""
         return [*self.techniques.verify(model, make_probe(model, self.config.data.packing)), *self.loss(model).evidence]
+
+
+def _afresh() -> None:
+    """Put away what a run before this one in the same process left on the card: the first of a sweep must not decide what
+    there is room for in the second, nor what its matmuls round to.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    gc.collect()  # wrapped forwards refer to their own modules, so a model does not go with its last name
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    # What techniques.precision sets, for a run that has it off.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> HardwareError:

@@ -24,6 +24,9 @@ PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-ke
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
 
+_LIMITED: set[torch.device] = set()
+"""Cards whose memory a run of this process has limited; the next run of a sweep may not want that."""
+
 
 class Device(str, Enum):
     auto = "auto"
@@ -99,6 +102,9 @@ class World:
         world = World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
         if memory_gib is not None:
             _limit(world.device, memory_gib)
+        elif world.device in _LIMITED:
+            torch.cuda.set_per_process_memory_fraction(1.0, world.device)
+            _LIMITED.discard(world.device)
         return world
 
     def facts(self, **known: Any) -> Facts:
@@ -125,6 +131,7 @@ def _limit(device: torch.device, gib: float) -> None:
         raise ConfigError(f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
                           "remove it.")
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
+    _LIMITED.add(device)
 
 
 def _host_memory() -> int:

@@ -36,3 +36,12 @@ def test_the_figures_are_those_of_the_run(small, cwd, capsys):
 def test_without_held_out_data_there_is_nothing_to_do(small, cwd):
     with pytest.raises(ConfigError, match=r"eval_sources.*eval_fraction.*questions"):
         evaluate.run(small)
+
+
+def test_a_quantised_base_is_evaluated_as_it_lies(small, cwd):
+    small.data.eval_fraction = 0.2
+    whole = evaluate.run(small)["eval/loss"]
+    small.techniques.quantize.enabled = True
+    found = evaluate.run(small)["eval/loss"]
+    assert found != whole
+    assert found == pytest.approx(whole, rel=0.02)

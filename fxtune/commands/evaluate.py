@@ -60,9 +60,13 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _to_evaluate(config: Config) -> Pipeline:
-    """The techniques without an adapter that nobody has trained: a fresh one starts as nothing."""
+    """The techniques without an adapter that nobody has trained: a fresh one starts as nothing. Over a quantised base, which is
+    there for adapters alone, it stays, and adds nothing.
+    """
     techniques = config.techniques
-    return techniques if config.model.adapter else replace(techniques, lora=replace(techniques.lora, enabled=False))
+    if config.model.adapter or techniques.quantize.enabled:
+        return techniques
+    return replace(techniques, lora=replace(techniques.lora, enabled=False))
 
 
 def _held_out(config: Config, tokenizer: Any) -> Plan | None:

@@ -8,6 +8,8 @@ error, never a print. An option's `auto` is decided once, by `resolve`, so that 
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,14 +76,23 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
-    """The model of this config (`Facts.model`) without its weights, or None where only the author's own code can build it."""
+    """The model of this config (`Facts.model`) without its weights, or None where only the author's own code can build it.
+
+    To be read only: whoever asks for the same config gets the same model.
+    """
+    from transformers import CONFIG_MAPPING
+
+    return _skeleton(json.dumps(config, sort_keys=True, default=str)) if config.get("model_type") in CONFIG_MAPPING else None
+
+
+@functools.lru_cache(maxsize=4)
+def _skeleton(architecture: str) -> nn.Module:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    values = {name: value for name, value in config.items() if name != "model_type"}
+    values = json.loads(architecture)
+    kind = values.pop("model_type")
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
+        model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
     return model
 
 

@@ -23,8 +23,6 @@ forward and backward at once, leaves out of both whatever nobody needs.
 from __future__ import annotations
 
 import difflib
-import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -41,7 +39,7 @@ from fxtune.kernels.selective import GROUPS, Rule
 from fxtune.kernels.tiled import tile
 from fxtune.memory import Keeping, Need, forecast
 from fxtune.recount import Counts, count, kept_bytes
-from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
+from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed, skeleton
 from fxtune.world import Facts, World
 
 GIB = 1 << 30
@@ -133,6 +131,10 @@ class Checkpointing(Technique):
         if _scope(facts) == "model":
             yield ("offload: techniques.compile.scope=model makes one graph of all layers, with no place between them. Use "
                    "scope=layers.")
+        layers = facts.text.get("num_hidden_layers")
+        if layers and -(-layers // self.every) < 2:
+            yield (f"offload: the last layer's input stays, and with {layers} layers and every={self.every} there is no other. "
+                   "Set it to false.")
         need = forecast(facts, self.keeping()).host
         if facts.device == "cuda" and need > HOST_SHARE * facts.host_memory:
             yield (f"offload: the inputs of {facts.text.get('num_hidden_layers')} layers take {need / GIB:.1f} GiB of host "
@@ -374,20 +376,8 @@ def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwar
 
 def _layer(config: dict[str, Any]) -> nn.Module | None:
     """The first decoder layer of this model without its weights, or None where only the author's own code can build it."""
-    from transformers import CONFIG_MAPPING
-
-    return _built(json.dumps(config, sort_keys=True, default=str)) if config.get("model_type") in CONFIG_MAPPING else None
-
-
-@functools.lru_cache(maxsize=4)
-def _built(architecture: str) -> nn.Module:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    config = json.loads(architecture)
-    with torch.device("meta"):
-        values = {name: value for name, value in config.items() if name != "model_type"}
-        made: Any = CONFIG_MAPPING[config["model_type"]](**values)
-        return decoder_layers(AutoModelForCausalLM.from_config(made))[0]
+    model = skeleton(config)
+    return None if model is None else decoder_layers(model)[0]
 
 
 def _scope(facts: Facts) -> str:

@@ -348,6 +348,7 @@ def test_a_model_that_lost_its_offload_is_noticed():
     ({"policy": Policy.budget}, "policy: budget is the compiler's"), ({"policy": Policy.budget, "budget": 1.5}, "budget: 1.5"),
     ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
     ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
+    ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers and every=2 there is no other"),
     ({"save": ["attention"], "policy": Policy.none}, "save: read by policy=selective alone"),
     ({"mlp_tiles": 0}, "mlp_tiles: 0 must be at least 1"), ({"mlp_tiles": 2, "every": 2}, "mlp_tiles: with every=2"),
     ({"mlp_tiles": 2, "policy": Policy.selective, "save": ["down_proj"]}, "mlp_tiles: tiles keep nothing .* names down_proj"),

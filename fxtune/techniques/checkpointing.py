@@ -172,7 +172,7 @@ class Checkpointing(Technique):
             needs.append(min(needs, key=lambda entry: entry[0]))
         _, name, keeping, need = needs[-1]
         self.policy = Policy(SELECTIVE.get(keeping.policy, keeping.policy))
-        self.offload, self.mlp_tiles = keeping.offload, keeping.tiles
+        self.offload, self.mlp_tiles, self.every = keeping.offload, keeping.tiles, keeping.every
         self.save = ["attention"] if keeping.policy == "attention" else []
         self.recompute = _wide(facts) if keeping.policy == "narrow" else []
         free, host = f"{facts.free_memory / GIB:.1f}", f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
@@ -190,7 +190,8 @@ class Checkpointing(Technique):
         wide, whole = _wide(facts), replace(self, policy=Policy.full)
         names = {"none": "none", "selective": "selective", "narrow": f"selective, {' and '.join(wide)} recomputed",
                  "attention": "selective, attention alone kept", "full": "full"}
-        fits = facts.device == "cuda" and _scope(facts) != "model" and (
+        several = -(-(facts.text.get("num_hidden_layers") or 2) // self.every) > 1
+        fits = facts.device == "cuda" and _scope(facts) != "model" and several and (
             forecast(facts, Keeping("full", every=self.every, offload=True)).host <= HOST_SHARE * facts.host_memory)
         sent = [True] if self.offload else [False, True] if fits else [False]
         tokens = facts.micro_batch_size * max(facts.rows, default=facts.sequence_length)

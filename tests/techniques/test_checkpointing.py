@@ -427,6 +427,11 @@ def test_auto_keeps_what_is_asked_for_besides():
     assert not chosen(card(40, 65536, host=8))[0].offload  # host memory would not hold 16 GiB
 
 
+def test_auto_drops_every_where_no_layer_is_treated_and_offload_where_none_would_be_sent():
+    assert chosen(card(139, 4096), every=2)[0] == Checkpointing(enabled=True, policy=Policy.none)
+    assert not chosen(card(40, 65536), every=32)[0].offload
+
+
 def test_more_memory_never_gives_a_slower_policy():
     order = [f"{policy}{more}: " for policy in ("none", "selective", "selective, gate_proj and up_proj recomputed",
                                                 "selective, attention alone kept", "full")

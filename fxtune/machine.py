@@ -6,7 +6,6 @@ one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Optional
 
 from fxtune import wandb_link
+from fxtune.host import cores, memory
 from fxtune.redact import redact
 
 GIB = 2 ** 30
@@ -65,7 +65,7 @@ def gpus() -> list[Finding]:
 
 def host() -> Iterator[Finding]:
     """Cores, memory, open files."""
-    total, available = _memory()
+    total, available = memory()
     yield Finding("CPU", f"{cores()} cores for this process, {available / GIB:.0f} of {total / GIB:.0f} GiB memory available")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < FEW_FILES
@@ -138,23 +138,3 @@ def _smi(*arguments: str) -> list[list[str]]:
 
 def _mib(text: str) -> str:
     return f"{float(text) / 1024:.1f}" if text.replace(".", "").isdigit() else "?"
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory in all and available to this process; a container's limit counts."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
-    total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max": no limit, and no number
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, limit), min(available, limit - used)
-    return total, available
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

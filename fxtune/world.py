@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxtune.errors import ConfigError, HardwareError
+from fxtune.host import cores, memory
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
             "flash-attn-4", "kernels", "bitsandbytes", "torchao", "apex", "wandb", "tensorboard", "lion-pytorch")
@@ -116,9 +117,9 @@ class World:
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
             free = min(torch.cuda.mem_get_info(self.device)[0], total)
             here.update(device_name=card.name, capability=(card.major, card.minor), memory=total, free_memory=free,
-                        host_memory=_host_memory())
+                        host_memory=memory()[0])
         else:
-            here.update(memory=_host_memory(), free_memory=_host_memory(), host_memory=_host_memory())
+            here.update(memory=memory()[0], free_memory=memory()[0], host_memory=memory()[0])
         return Facts(**{**here, **known})
 
 
@@ -132,15 +133,6 @@ def _limit(device: torch.device, gib: float) -> None:
                           "remove it.")
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
     _LIMITED.add(device)
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cores() -> int:
-    """CPU cores this process may use (a container's affinity counts, the host's size does not)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _packages() -> dict[str, str]:

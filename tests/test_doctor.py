@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxtune import machine, probes
+from fxtune import host, machine, probes
 from fxtune.__main__ import main
 from fxtune.commands import doctor
 from fxtune.machine import Finding, State
+from fxtune.world import Device, World
 
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "hf_canary0123456789abcdef"
@@ -218,7 +219,8 @@ def test_a_container_s_memory_counts(monkeypatch):
     limits = {"/sys/fs/cgroup/memory.max": "2147483648\n", "/sys/fs/cgroup/memory.current": "1073741824\n"}
     true = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: limits.get(str(self)) or true(self, *a, **k))
-    assert machine._memory() == (2 << 30, 1 << 30)
+    assert host.memory() == (2 << 30, 1 << 30)
+    assert World.create(Device.cpu).facts().host_memory == 2 << 30
 
 
 # --- the network

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 
 FLOORS = [
-    {"__init__", "errors"},
+    {"__init__", "errors", "host"},
     # knows the machine, the disk, a library; nothing of training
     {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo",
      "kernels.*"},  # our own fused operators, each with its plain reference

@@ -29,6 +29,7 @@ from rich.text import Text
 from fxtune import machine, probes
 from fxtune.console import plain, say, table, unicode
 from fxtune.errors import CheckError, StorageError, UserError
+from fxtune.host import cores
 from fxtune.machine import GIB, Finding, State
 from fxtune.redact import redact
 
@@ -98,7 +99,7 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
     """Title and findings of each part of the page, as they come to be known. The slow ones are under way all the time."""
     cards = machine.gpus()
     gpu = bool(cards) or any(Path(name).exists() for name in DRIVERS)
-    with ThreadPoolExecutor(max_workers=min(4, max(2, machine.cores()))) as pool, ThreadPoolExecutor(max_workers=2) as network:
+    with ThreadPoolExecutor(max_workers=min(4, max(2, cores()))) as pool, ThreadPoolExecutor(max_workers=2) as network:
         answers = {name: pool.submit(probe, name, gpu, PATIENCE_GPU if gpu else PATIENCE) for name in probes.PROBES}
         servers = [network.submit(check) for check in (machine.hub, machine.wandb)]
         here = [*cards, *_torch(answers["torch"].result(), bool(cards)), *machine.host(),
@@ -215,7 +216,7 @@ def _recipe(config: Config) -> Finding:
         setting = Setting(config)
     except UserError as error:
         return Finding(config.run.name, f"cannot run here: {redact(str(error))}", State.broken)
-    decided = "".join(f"\n{note}" for note in setting.decided)
+    decided = "".join(f"\n{note}" for note in [*setting.config.techniques.idle(), *setting.decided])
     return Finding(config.run.name, f"can run on {setting.facts.device_name}, weights in {setting.facts.dtype}{decided}\n"
                                     "(`fxtune verify` builds it and proves that it acts)", State.works)
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fxtune.data.batch import Batch, Pieces, assemble
 from fxtune.errors import ConfigError, DataError
-from fxtune.world import cores
+from fxtune.host import cores
 
 if TYPE_CHECKING:
     from fxtune.data.plan import Plan

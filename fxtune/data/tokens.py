@@ -35,6 +35,7 @@ from fxtune.data.rows import Row, Shard
 from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open_source
 from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, read_meta
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
+from fxtune.host import cores
 
 __all__ = ["TokenTable", "tokenize"]
 
@@ -145,8 +146,6 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
 
 def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tuple[Encoded, int]]:
     """Each shard's tokens, in order, with the shard's size in bytes."""
-    from fxtune.world import cores  # imports torch, which the workers that import this file do without
-
     workers = data.workers or cores()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
         for shard in source.shards():

@@ -51,6 +51,18 @@ class Pipeline:
         """The options of the enabled techniques, by name."""
         return {name: dataclasses.asdict(technique) for name, technique in self.enabled()}
 
+    def idle(self) -> list[str]:
+        """What is set of a technique that is off, a line for each such technique: the likely slip is a forgotten `enabled`."""
+        notes = []
+        for entry in dataclasses.fields(self):
+            technique = getattr(self, entry.name)
+            given, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)())
+            told = ", ".join(f"{key}={getattr(value, 'value', value)}" for key, value in given.items()
+                             if key != "enabled" and value != default[key])
+            if told and not technique.enabled:
+                notes.append(f"{entry.name}: off, so {told} does nothing. To have it: techniques.{entry.name}.enabled=true")
+        return notes
+
     def ready(self, facts: Facts, besides: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
         """A copy in which each `auto` is decided for `facts`, and what was decided and why. Raises as check() does.
 

@@ -171,7 +171,7 @@ class Trainer:
         self.screen.note(f"run folder: {self.folder.path}")
         self.screen.note(f"{self.world.device}: {self.facts.device_name}; weights in {self.facts.dtype}; {loader.num_workers} "
                          f"loader processes, pinned memory {'on' if loader.pin_memory else 'off'}")
-        for note in [*self.decided, *self.plan.notes()]:
+        for note in [*self.config.techniques.idle(), *self.decided, *self.plan.notes()]:
             self.screen.note(note)
         seen = self.plan.summary()
         self.screen.note(f"{seen['steps']} steps of {self.config.train.global_batch_size} rows, {seen['epochs']:.2f} epochs; "

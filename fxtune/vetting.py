@@ -200,6 +200,8 @@ class Vetting:
             elif hint is None:
                 self.add(below, self._unknown(keys, inner, str(key), ()))
             else:
+                if isinstance(item, bool) and {"on", "off"} <= set(_options(hint)):
+                    item = value[key] = "on" if item else "off"  # an unquoted `off`, as YAML reads it
                 self.value(hint, item, below)
 
     def _leaf(self, inner: Any, value: Any, keys: Keys) -> None:
@@ -208,8 +210,12 @@ class Vetting:
             options = [member.name for member in inner]
             if value not in options:
                 word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-                reads = f" (YAML reads an unquoted `{word}` as {str(value).lower()})" if isinstance(value, bool) else ""
-                self.add(keys, f"`{name}={word}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}")
+                told, reads = word, ""
+                if isinstance(value, bool) and self.stranger:
+                    reads = f" (YAML reads an unquoted `{word}` as {str(value).lower()})"
+                elif isinstance(value, bool):
+                    told = str(value).lower()  # a command line keeps `on` as it stands
+                self.add(keys, f"`{name}={told}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}")
             return
         wrong, number = isinstance(value, (list, dict)), None
         if inner is str:
@@ -345,6 +351,12 @@ def _below(inner: Any, key: str) -> Any:
     if typing.get_origin(inner) is list:
         return typing.get_args(inner)[0] if key.isdigit() else None
     return typing.get_args(inner)[1] if typing.get_origin(inner) is dict else None
+
+
+def _options(hint: Any) -> list[str]:
+    """The words of a closed choice; none where `hint` is something else."""
+    inner, _ = _strip(hint)
+    return [member.name for member in inner] if isinstance(inner, type) and issubclass(inner, Enum) else []
 
 
 def _underscored(key: str) -> bool:

@@ -318,6 +318,15 @@ def test_a_mistake_without_a_recipe(cwd, trained, capsys, argv, told):
     assert told in refused(capsys, *argv)
 
 
+def test_a_switch_may_be_written_without_quotes(cwd, trained, capsys):
+    recipe("defaults: [quickstart]\ntechniques:\n  liger: {enabled: on, rope: off, swiglu: 'off', rms_norm: on}\n")
+    assert command.main(["train", "+recipe=mine"]) == 0
+    liger = trained[0].techniques.liger
+    assert (liger.enabled, liger.rope.value, liger.swiglu.value, liger.rms_norm.value) == (True, "off", "off", "on")
+    block = refused(capsys, "+recipe=mine", "techniques.liger.rope=true")
+    assert "`techniques.liger.rope=true` is not one of auto, on, off; did you mean `on`?" in block
+
+
 @pytest.mark.parametrize(("text", "line", "told"), [
     ("optimizer:\n  lrr: 1\n", 2, "did you mean `optimizer.lr`?"),
     ("# x\nlearning_rate: 1\n", 2, "did you mean `optimizer.lr`?"),

@@ -12,7 +12,7 @@ from fxtune.errors import ConfigError
 from fxtune.model import DType, ModelConfig, load_config, load_tokenizer, save
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.technique import Technique
-from fxtune.techniques.checkpointing import Checkpointing
+from fxtune.techniques.checkpointing import Checkpointing, Policy
 from fxtune.techniques.precision import Autocast, Precision
 from fxtune.techniques.rope import Rope
 
@@ -103,3 +103,11 @@ def test_a_probe_of_one_document_proves_nothing_about_packing():
     asked = [evidence.asked for evidence in Pipeline().verify(model, make_probe(model, packing=False))]
     assert not any("packed" in line for line in asked)
     assert any("packed" in evidence.asked for evidence in Pipeline().verify(model, make_probe(model)))
+
+
+def test_what_is_set_of_a_technique_that_is_off_is_told():
+    assert Pipeline().idle() == []
+    checkpointing = Checkpointing(policy=Policy.selective)
+    assert Pipeline(checkpointing=checkpointing).idle() == [
+        "checkpointing: off, so policy=selective does nothing. To have it: techniques.checkpointing.enabled=true"]
+    assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).idle() == []

@@ -63,7 +63,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[s
 def _run(config: Config, loss: bool, each: bool, file: Optional[str]) -> None:
     setting = Setting(config)
     _, data = setting.read()
-    for note in setting.decided:
+    for note in [*setting.config.techniques.idle(), *setting.decided]:
         say(note)
     model = setting.build()
     seen = [*setting.observe(model), *observe_data(data), *observe_step(setting, model, data.training)]

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from reference import LIMITS, SHAPES, apart, batch, build, loss_of, ours, plain, relative
+from reference import LIMITS, SHAPES, apart, batch, build, ours, plain, relative
 
 from fxtune.errors import ConfigError
 from fxtune.kernels import packed_attention

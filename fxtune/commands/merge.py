@@ -42,6 +42,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     out = Path(out)
     if out.exists():
         raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
+    models.quiet()
     origin = locate_adapter(str(adapter), key="adapter")
     fetch(origin, ADAPTER_FILES, key="adapter")
     description = _describe(origin)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fxtune import model as models
+from fxtune.backends import BACKENDS
 from fxtune.data.batch import Pieces, assemble
 from fxtune.errors import ConfigError
 from fxtune.generation import Question, answer
@@ -27,7 +28,7 @@ from fxtune.kernels import packed_attention
 from fxtune.model import load_config
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.technique import decoder_layers, model_inputs
-from fxtune.techniques.attention import BACKENDS, Attention
+from fxtune.techniques.attention import Attention
 from fxtune.techniques.precision import Autocast
 from fxtune.world import PACKAGES, Facts
 

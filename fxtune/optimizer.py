@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fxtune.kernels.stochastic_adamw import StochasticAdamW
-from fxtune.world import APEX, Facts, World, c_compiler
+from fxtune.world import Facts, Library, World, c_compiler
 
 Scalar = int | float | bool
 QUANT = "Install it with pip install 'fxtune[quant]'"
@@ -34,12 +34,6 @@ class OptimizerName(str, Enum):
     adafactor = "adafactor"
     lion = "lion"
     muon = "muon"
-
-
-class Library(str, Enum):
-    auto = "auto"
-    bitsandbytes = "bitsandbytes"
-    torchao = "torchao"
 
 
 @dataclass
@@ -79,8 +73,8 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
     elif config.library is not Library.auto:
         yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
-    if config.name is OptimizerName.apex_adamw:
-        yield from _without_apex(facts)
+    if config.name is OptimizerName.apex_adamw and (why := facts.without_apex()):
+        yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _not_rounded(config, facts)
     compiled = facts.device == "cuda" and (config.stochastic_rounding or (
@@ -98,16 +92,6 @@ def library(config: OptimizerConfig, facts: Facts) -> Library:
     if facts.device == "cuda" and not config.stochastic_rounding:
         order.reverse()
     return next((one for one in order if one.value in facts.packages), Library.auto)
-
-
-def _without_apex(facts: Facts) -> Iterator[str]:
-    if facts.device != "cuda":
-        yield f"optimizer.name: apex_adamw runs on a GPU, and the device is {facts.device}. Use adamw."
-    elif APEX not in facts.packages:
-        found = ("the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
-                 "or was built without them" if "apex" in facts.packages else "it is not installed")
-        yield (f"optimizer.name: apex_adamw is FusedAdam of NVIDIA's Apex, and {found}. Build it from github.com/NVIDIA/apex "
-               "with its cpp_ext and cuda_ext, or use adamw.")
 
 
 def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

@@ -69,13 +69,13 @@ class Setting:
         with self.techniques.precision.context(self.world.device):  # it looks at the model as training will run it
             return Loss(model, self.techniques.liger)
 
-    def prove(self, model: nn.Module) -> list[Evidence]:
-        """What is observed of every technique and of the loss on `model`. Raises ConfigError where one did not act."""
-        return refuse(self.observe(model))
+    def prove(self, loss: Loss) -> list[Evidence]:
+        """What is observed of every technique on the model of `loss`, and of that. Raises ConfigError where one did not act."""
+        return refuse(self.observe(loss))
 
-    def observe(self, model: nn.Module) -> list[Evidence]:
+    def observe(self, loss: Loss) -> list[Evidence]:
         """prove() without the error."""
-        return [*self.techniques.verify(model, make_probe(model, self.config.data.packing)), *self.loss(model).evidence]
+        return [*self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)), *loss.evidence]
 
 
 def _afresh() -> None:

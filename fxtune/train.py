@@ -66,8 +66,8 @@ class Trainer:
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_setting()
         self.model = setting.build()
-        evidence = setting.prove(self.model)
         self.loss = setting.loss(self.model)
+        evidence = setting.prove(self.loss)
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
         screen.evidence(evidence)
         if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled and not config.optimizer.stochastic_rounding:

@@ -29,6 +29,14 @@ _LIMITED: set[torch.device] = set()
 """Cards whose memory a run of this process has limited; the next run of a sweep may not want that."""
 
 
+class Library(str, Enum):
+    """Whose 8-bit and 4-bit code runs."""
+
+    auto = "auto"
+    bitsandbytes = "bitsandbytes"
+    torchao = "torchao"
+
+
 class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -69,6 +77,16 @@ class Facts:
     def text(self) -> dict[str, Any]:
         """The config of the language model inside `model`."""
         return self.model.get("text_config") or self.model
+
+    def without_apex(self) -> str | None:
+        """Why NVIDIA's Apex cannot run here and what to change, up to what to use in its place; None: it can."""
+        if self.device != "cuda":
+            return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"
+        if APEX in self.packages:
+            return None
+        found = ("the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
+                 "or was built without them" if "apex" in self.packages else "NVIDIA's Apex is not installed")
+        return f"{found}. Build it from github.com/NVIDIA/apex with its cpp_ext and cuda_ext"
 
     @property
     def compute_dtype(self) -> str:

@@ -10,9 +10,9 @@ from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.errors import ConfigError
 from fxtune.kernels.stochastic_adamw import round_by_chance
-from fxtune.optimizer import Library, Optimizer, OptimizerConfig, OptimizerName
+from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
 from fxtune.setting import Setting
-from fxtune.world import Facts
+from fxtune.world import Facts, Library
 
 
 @pytest.fixture(autouse=True)
@@ -285,7 +285,7 @@ REFUSED = [
     (facts(packages={"torchao": "1"}), dict(name=EIGHT, library=Library.bitsandbytes), ["bitsandbytes is not installed"]),
     (GPU, dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True), ["bitsandbytes has no stochastic rounding"]),
     (GPU, dict(library=Library.torchao), ["torchao has adamw_8bit, not adamw"]),
-    (GPU, dict(name=APEX), ["FusedAdam of NVIDIA's Apex, and it is not installed"]),
+    (GPU, dict(name=APEX), ["FusedAdam of Apex. NVIDIA's Apex is not installed"]),
     (facts(packages={"apex": "0.9"}), dict(name=APEX), ["no CUDA extensions (amp_C): it is PyPI's"]),
     (Facts(), dict(name=APEX), ["runs on a GPU, and the device is cpu"]),
     (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),

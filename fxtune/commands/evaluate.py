@@ -42,16 +42,17 @@ def run(config: Config) -> dict[str, Any]:
     plan = _held_out(config, tokenizer)
     questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
     built = setting.build()
-    setting.prove(built)
+    loss = setting.loss(built)
+    setting.prove(loss)
 
     figures: dict[str, Any] = {}
     if plan is not None:
         loader = Loader(plan, config.loader, setting.world.device)
         try:
-            loss = mean_loss(setting.loss(built), loader, setting.techniques.precision)
+            mean = mean_loss(loss, loader, setting.techniques.precision)
         finally:
             loader.close()
-        figures.update({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
+        figures.update({"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))})
     answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)

@@ -65,9 +65,9 @@ def _run(config: Config, loss: bool, each: bool, file: Optional[str]) -> None:
     _, data = setting.read()
     for note in [*setting.config.techniques.idle(), *setting.decided]:
         say(note)
-    model = setting.build()
-    seen = [*setting.observe(model), *observe_data(data), *observe_step(setting, model, data.training)]
-    del model
+    made = setting.loss(setting.build())
+    seen = [*setting.observe(made), *observe_data(data), *observe_step(setting, made, data.training)]
+    del made
     gc.collect()
     say(evidence_table(seen, "What was asked for, and what was observed"))
     compared: list[comparison.Compared] = []
@@ -107,11 +107,10 @@ def observe_data(data: Prepared) -> Iterator[Evidence]:
                    f"{' ...' if len(lengths) > 4 else ''} tokens", True)
 
 
-def observe_step(setting: Setting, model: nn.Module, plan: Plan) -> Iterator[Evidence]:
+def observe_step(setting: Setting, loss: Loss, plan: Plan) -> Iterator[Evidence]:
     """One micro-batch of real data, forward and backward, and one step of the optimizer. The model is of no use afterwards."""
-    device = setting.world.device
+    device, model = setting.world.device, loss.model
     batch = plan.batch(0, 0).to(device)
-    loss = setting.loss(model)
     if isolated := _isolation(setting, loss, batch):
         yield isolated
     optimizer = Optimizer(model, setting.config.optimizer)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fxtune.technique import Evidence, Technique
-from fxtune.world import APEX, Facts, World
+from fxtune.world import Facts, World
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """How far a norm's output may be from what it was, relative to its norm."""
@@ -36,13 +36,8 @@ class Apex(Technique):
         self._apart: list[float] = []
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if facts.device != "cuda":
-            yield f"enabled: Apex's kernels run on a GPU, and the device is {facts.device}. Set it to false."
-        elif APEX not in facts.packages:
-            found = ("the package `apex` that is installed has no CUDA extensions: it is PyPI's, which is another project, or "
-                     "was built without them" if "apex" in facts.packages else "NVIDIA's Apex is not installed")
-            yield (f"enabled: {found}. Build it from github.com/NVIDIA/apex with its cpp_ext and cuda_ext, or use "
-                   "techniques.liger.")
+        if why := facts.without_apex():
+            yield f"enabled: {why}, or set it to false."
         if not self.layer_norm and not self.rms_norm:
             yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
         for other, why in (("liger", "Liger's kernels replace the same norms"),

@@ -26,7 +26,7 @@ from torch import nn
 from fxtune.errors import ConfigError
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.technique import Evidence, Technique, skeleton
-from fxtune.world import Facts, World
+from fxtune.world import Facts, Library, World
 
 GIB = 2**30
 OLDEST = {"nf4": (6, 0), "int8": (7, 5)}
@@ -38,12 +38,6 @@ WORST_ERROR = {"nf4": 0.15, "int8": 0.03}
 class Type(str, Enum):
     nf4 = "nf4"
     int8 = "int8"
-
-
-class Library(str, Enum):
-    auto = "auto"
-    bitsandbytes = "bitsandbytes"
-    torchao = "torchao"
 
 
 class ComputeDtype(str, Enum):

@@ -12,8 +12,8 @@ from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized
 from fxtune.model import DType, Init, ModelConfig, load_config
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.techniques.checkpointing import Checkpointing
-from fxtune.techniques.quantize import Library, Quantize, Type
-from fxtune.world import World
+from fxtune.techniques.quantize import Quantize, Type
+from fxtune.world import Library, World
 
 KINDS = {"nf4": ("nf4", "bitsandbytes"), "int8": ("int8", "bitsandbytes"), "nf4_torchao": ("nf4", "torchao"),
          "int8_torchao": ("int8", "torchao")}

@@ -20,8 +20,8 @@ from fxtune.model import DType, ModelConfig, load_config, load_tokenizer, save
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.techniques.lora import AdapterInit
 from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
-from fxtune.world import Facts, World
+from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.world import Facts, Library, World
 
 KINDS = {"nf4": ("nf4", "bitsandbytes", True), "nf4_single": ("nf4", "bitsandbytes", False),
          "int8": ("int8", "bitsandbytes", True), "nf4_torchao": ("nf4", "torchao", True),

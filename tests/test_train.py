@@ -257,10 +257,12 @@ def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeyp
 
 def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, monkeypatch):
     small.run.dir = "run"
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored
     with monkeypatch.context() as patch:
         patch.setattr(train.models, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             train.run(small)
+    signal.signal(signal.SIGINT, usual)
     result = train.run(small)
     assert result == json.loads(Path("run/result.json").read_text())
     assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]

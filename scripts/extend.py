@@ -25,13 +25,13 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from gather import Document, documents, find, is_held_out, standard_roots
-from make_base import WORDS
+from gather import Document, documents, find, standard_roots
+from pretrain import common, line, micro_batch, random_llama, split, texts, train_for, train_tokenizer
 from retrieval import Fillers, Passkeys, accuracy
 from retrieval import documents as retrieval_documents
 
@@ -39,7 +39,6 @@ SMOKE = dict(context=256, factor=2, hidden=64, layers=2, vocabulary=512, megabyt
              pretrain_steps=6, extend_steps=4, rows=8, extend_rows=4, micro_tokens=1024, samples=2, held_out=0.2, evaluated=4)
 """What --smoke has in place of the defaults."""
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass
@@ -66,15 +65,9 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 def gather_corpus(asked: argparse.Namespace, folder: Path) -> None:
     """Gather text, split off the hold-out, train the tokenizer."""
     folder.mkdir(parents=True)
-    size = 0.0
-    files = find(asked.roots or standard_roots())
-    with (folder / "long.jsonl").open("w", encoding="utf-8") as kept, (folder / "held.jsonl").open("w", encoding="utf-8") as held:
-        for found in documents(files, asked.seed, asked.document_chars // 4, asked.document_chars):
-            (held if is_held_out(found.text, asked.held_out) else kept).write(line(found))
-            size += len(found.text.encode()) / 1e6
-            if size >= asked.megabytes:
-                break
-    train_tokenizer(texts(folder / "long.jsonl"), asked, folder / "tokenizer")
+    found = documents(find(asked.roots or standard_roots()), asked.seed, asked.document_chars // 4, asked.document_chars)
+    split(found, folder / "long.jsonl", folder / "held.jsonl", asked.held_out, asked.megabytes)
+    train_tokenizer(texts(folder / "long.jsonl"), asked.vocabulary, folder / "tokenizer")
 
 
 def open_corpus(asked: argparse.Namespace, folder: Path) -> Corpus:
@@ -89,16 +82,6 @@ def open_corpus(asked: argparse.Namespace, folder: Path) -> Corpus:
         raise SystemExit(f"Only {len(held)} held-out documents of {length} tokens: raise --megabytes, --document-chars or "
                          "--held-out.")
     return Corpus(folder, tokenizer, sample, held, tokens, sum(map(len, sample[:100])) / len(sample[:100]) / tokens)
-
-
-def texts(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for each in lines:
-            yield json.loads(each)["text"]
-
-
-def line(document: Document) -> str:
-    return json.dumps(document._asdict(), ensure_ascii=False) + "\n"
 
 
 def write(file: Path, found: Iterable[str], source: str) -> Path:
@@ -116,21 +99,6 @@ def pieces(sample: list[str], chars: int) -> Iterator[str]:
             yield text[start:start + rng.randint(chars // 4, chars)]
 
 
-def train_tokenizer(found: Iterable[str], asked: argparse.Namespace, folder: Path) -> None:
-    """Byte-level BPE with digits one by one, from the first 20 MB."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"),
-                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(islice(found, max(20_000_000 // asked.document_chars, 1)), trainers.BpeTrainer(
-        vocab_size=asked.vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT).save_pretrained(folder)
-
-
 def write_retrieval(corpus: Corpus, name: str, tokens: float, low: int, high: int, seed: int) -> Path:
     """About `tokens` tokens of documents that ask for facts, each of `low` to `high` tokens."""
     count = max(int(tokens / (0.85 * (low + high) / 2)), 8)
@@ -138,47 +106,19 @@ def write_retrieval(corpus: Corpus, name: str, tokens: float, low: int, high: in
     return write(corpus.folder / f"{name}.jsonl", made, "retrieval")
 
 
-def common(asked: argparse.Namespace, name: str) -> Any:
-    """What both trainings share: on a GPU bfloat16 matmuls over float32 weights, and compiled layers."""
-    import torch
-
-    from fxtune.checkpoint import CheckpointConfig
-    from fxtune.config import Config, RunConfig
-    from fxtune.optimizer import OptimizerConfig
-    from fxtune.techniques.precision import Autocast
-    from fxtune.tracking import Display, TrackingConfig
-
-    config = Config(run=RunConfig(name=name, dir=str(asked.out / name), seed=asked.seed),
-                    optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),
-                    checkpoint=CheckpointConfig(every=0, keep=1), tracking=TrackingConfig(display=Display.plain))
-    config.data.cache_dir = str(asked.out / "cache")
-    config.techniques.lora.enabled = False
-    if torch.cuda.is_available():
-        config.techniques.precision.autocast = Autocast.bfloat16
-        config.techniques.compile.enabled = True
-    return config
-
-
 def pretraining(asked: argparse.Namespace, corpus: Corpus) -> Any:
     """The config of the base: random weights, rows of the short context."""
     from fxtune.data.sources import SourceConfig
-    from fxtune.model import DType, Init, ModelConfig
 
-    heads = max(asked.hidden // 64, 2)
-    config = common(asked, "base")
-    config.model = ModelConfig(
-        path=None, tokenizer=str(corpus.folder / "tokenizer"), init=Init.random, dtype=DType.float32, architecture={
-            "model_type": "llama", "hidden_size": asked.hidden, "num_hidden_layers": asked.layers,
-            "intermediate_size": round(asked.hidden * 2.7 / 64) * 64, "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2 or 1, "tie_word_embeddings": True, "max_position_embeddings": asked.context,
-            "vocab_size": len(corpus.tokenizer), "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0})
+    config = common(asked.out, "base", asked.seed)
+    config.model = random_llama(corpus.folder / "tokenizer", asked.hidden, asked.layers, 64, asked.context)
     supply = asked.retrieval * asked.megabytes * 1e6 / 3.5  # about as often repeated as the text
     retrieval = write_retrieval(corpus, "retrieval", supply, asked.context // 4, asked.context, asked.seed)
     config.data.sources = [SourceConfig(path=str(corpus.folder / "long.jsonl"), weight=1 - asked.retrieval),
                            SourceConfig(path=str(retrieval), weight=asked.retrieval)]
     config.data.sequence_length = asked.context
     config.train.global_batch_size = asked.rows
-    config.train.micro_batch_size = micro_batch(asked, asked.rows, asked.context)
+    config.train.micro_batch_size = micro_batch(asked.rows, asked.context, asked.micro_tokens)
     config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = asked.lr, 0.03, 0.01
     return config
 
@@ -191,7 +131,7 @@ def extension(asked: argparse.Namespace, corpus: Corpus, name: str) -> Any:
 
     context, length = asked.context, asked.context * asked.factor
     tokens = asked.extend_steps * asked.extend_rows * length
-    config = common(asked, name)
+    config = common(asked.out, name, asked.seed)
     config.model = ModelConfig(path=str(asked.out / "base" / "model"), dtype=DType.float32)
     config.techniques.rope = Rope(enabled=True, type=RopeType.yarn, factor=float(asked.factor))
     long, short = asked.long_share * tokens, (1 - asked.long_share) * tokens
@@ -209,35 +149,9 @@ def extension(asked: argparse.Namespace, corpus: Corpus, name: str) -> Any:
     config.data.sequence_length = length
     config.data.mix = MixConfig(long_share=asked.long_share, threshold=context)
     config.train.global_batch_size = asked.extend_rows
-    config.train.micro_batch_size = micro_batch(asked, asked.extend_rows, length)
+    config.train.micro_batch_size = micro_batch(asked.extend_rows, length, asked.micro_tokens)
     config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = asked.extend_lr, 0.1, 0.0
     return config
-
-
-def micro_batch(asked: argparse.Namespace, rows: int, length: int) -> int:
-    """The most rows of a micro-batch of --micro-tokens that divide the step's rows."""
-    return max(size for size in range(1, rows + 1) if rows % size == 0 and (size == 1 or size * length <= asked.micro_tokens))
-
-
-def train_for(config: Any, seconds: float, most: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Train for about `seconds` and `most` steps at most: a few steps first, to see how long one takes (and to compile)."""
-    import torch
-
-    from fxtune import train
-
-    trial = replace(config, run=replace(config.run, dir=str(asked.out / f"{config.run.name}-trial")),
-                    train=replace(config.train, max_steps=8, log_every=1))
-    train.run(trial)
-    log = Path(trial.run.dir, "metrics.jsonl").read_text().splitlines()
-    took = [line["train/step_seconds"] for line in map(json.loads, log) if "train/step_seconds" in line]
-    steps = max(min(int(seconds / statistics.median(took[3:])), most), 4)
-    config.train.max_steps, config.train.log_every = steps, max(steps // 20, 1)
-    torch._dynamo.reset()
-    started = time.perf_counter()
-    figures = train.run(config)
-    torch._dynamo.reset()
-    return {"steps": steps, "seconds": time.perf_counter() - started, "tokens": figures["train/tokens"],
-            "tokens_per_second": figures["train/tokens_per_second"], "loss": figures["train/loss"]}
 
 
 class Judge:
@@ -415,11 +329,11 @@ def main() -> None:
     corpus = open_corpus(asked, asked.out / "data")
     done("text and tokenizer")
     if not asked.again:
-        runs["base"] = train_for(pretraining(asked, corpus), 60 * asked.minutes, asked.pretrain_steps, asked)
+        runs["base"] = train_for(pretraining(asked, corpus), 60 * asked.minutes, asked.pretrain_steps)
         done("pre-training")
     before = len(list(asked.out.glob("extended*/result.json")))
     name = f"extended-{before // 2 + 1}" if before else "extended"  # each has its trial beside it
-    runs["extended"] = train_for(extension(asked, corpus, name), 60 * asked.extend_minutes, asked.extend_steps, asked)
+    runs["extended"] = train_for(extension(asked, corpus, name), 60 * asked.extend_minutes, asked.extend_steps)
     done("extension")
     judge = Judge(asked, corpus)
     found = {"base": judge.measure(asked.out / "base" / "model"),

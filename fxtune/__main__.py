@@ -39,7 +39,11 @@ class Word:
     """The module's function for plain words after this one (`fxtune merge ADAPTER FOLDER`), which gets them one by one."""
     plain_only: bool = False
     flags: tuple[str, ...] = ()
-    """Options of this word alone, which `run` gets by name: `json` with a file, the others true or false."""
+    """Options of this word alone, which `run` gets by name: true or false."""
+    values: tuple[str, ...] = ()
+    """Likewise, those that take a value: its text, or None."""
+    told: bool = False
+    """`run` also gets `overrides`, the recipes, groups and keys as they were typed: it starts processes with them."""
     alone: bool = False
     """Without a recipe or a key there is nothing to compose: `run(None)`."""
 
@@ -48,9 +52,9 @@ WORDS = {
     "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
-                   reads_data=True, flags=("loss", "each", "json")),
+                   reads_data=True, flags=("loss", "each"), values=("json",)),
     "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
-                   flags=("json",), alone=True),
+                   values=("json",), alone=True),
     "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
                  reads_data=True),
     "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
@@ -133,7 +137,8 @@ def _run(argv: list[str]) -> None:
 
 def _own(word: Word, flags: argparse.Namespace) -> dict[str, Any]:
     """What the word's own options were set to."""
-    return {name: getattr(flags, name) for name in word.flags}
+    told = {"overrides": flags.overrides} if word.told else {}
+    return {**told, **{name: getattr(flags, name) for name in (*word.flags, *word.values)}}
 
 
 def _plainly(name: str, function: str, words: list[str]) -> None:
@@ -181,8 +186,8 @@ def _parse(argv: list[str], word: Word) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--version", "-V", action="store_true")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
-    for name in word.flags:
-        parser.add_argument(f"--{name}", action="store" if name == "json" else "store_true")
+    for name in (*word.flags, *word.values):
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store" if name in word.values else "store_true")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     modes.add_argument("--info", "-i", choices=what)

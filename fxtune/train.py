@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
 from fxtune.setting import Setting, out_of_memory
 from fxtune.techniques.precision import Autocast
+
+Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a step, scalars on the device: loss, gradient norm, whether both were finite, loss scale (see Trainer.step)."""
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -95,14 +99,10 @@ class Trainer:
 
     def _loop(self) -> None:
         config, state, plan = self.config, self.state, self.plan
-        self.model.train()
         interval = Interval(state.skipped_steps, self.loss_scale.active)
-        autocast = self.techniques.precision.autocast
-        meter = Meter(self.model, plan, self.world.device, state.tokens, state.supervised_tokens,
-                      dtype=None if autocast is Autocast.none else autocast.value)
-        for step in load(plan, config.loader, self.world.device, start_step=state.step):
-            lr = learning_rate(config.schedule, config.optimizer.lr, step.index, plan.steps)
-            interval.add(*self.step(step, lr))
+        meter = self.meter()
+        for step, lr, outcome in self.steps():
+            interval.add(*outcome)
             meter.add(step.index, step.waited)
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
@@ -121,7 +121,23 @@ class Trainer:
                         state.skipped_steps = interval.skipped
                         self._save()
 
-    def step(self, step: Step, lr: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def steps(self) -> Iterator[tuple[Step, float, Outcome]]:
+        """Take the optimizer steps that are left, each when it is asked for: which one, at what learning rate, what step() gave.
+
+        Training and `fxtune bench` share it, so what the one measures is what the other does.
+        """
+        self.model.train()
+        for step in load(self.plan, self.config.loader, self.world.device, start_step=self.state.step):
+            lr = learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps)
+            yield step, lr, self.step(step, lr)
+
+    def meter(self) -> Meter:
+        """Of the work that the steps do, from what the run has seen so far."""
+        autocast = self.techniques.precision.autocast
+        return Meter(self.model, self.plan, self.world.device, self.state.tokens, self.state.supervised_tokens,
+                     dtype=None if autocast is Autocast.none else autocast.value)
+
+    def step(self, step: Step, lr: float) -> Outcome:
         """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, whether
         both were finite (if not, nothing was updated), and the loss scale that was used: scalars on the device.
         """

@@ -1,7 +1,13 @@
 """The Triton kernel of linear_cross_entropy.py: each row's loss, and its logits replaced by their gradient, in one launch.
 
-One program a row. It reads the row once for the maximum and the sum of exponentials (both at once: the sum is rescaled where a
-larger logit appears), and once more to write softmax - onehot in place. All arithmetic is float32 whatever the logits' dtype.
+One program a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards, to write
+softmax - onehot in place: what was read last is what the cache still has. All arithmetic is float32 whatever the logits' dtype.
+
+What it should cost is three passes over memory, so nothing may stand between one load and the next. Each thread keeps a maximum
+and a sum of its own for the 16 bytes that it loads at a time (the sum is rescaled where a larger logit appears: one more
+exponential for eight), and they meet once, at the row's end; a reduction over the program in each block would make all its
+threads wait eight times a row. The label is looked at once, not in each column, and whole blocks have no mask.
+
 Offsets are int64: 65,536 rows of 128k words are beyond int32. Imported only where there is a GPU: triton is no part of torch's
 CPU builds.
 """
@@ -12,24 +18,35 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 16384
-"""Logits of a row that a program holds at once."""
+WARPS = 8
+"""Of a program, for vocabularies that keep so many busy."""
+LOADS = 4
+"""Of 16 bytes that a thread has under way at once."""
 
 
 def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float,
-                     gradient: bool) -> None:
-    """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written."""
+                     gradient: bool, ignored: int) -> None:
+    """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written.
+
+    A row with the label `ignored` has no loss and no gradient: zeros are written, and its logits are not read.
+    """
     rows, vocabulary = logits.shape
     assert (logits.stride(1), labels.stride(), losses.stride()) == (1, (1,), (1,))
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    if not rows:
+        return
+    each = 16 // logits.element_size()
+    needed = triton.next_power_of_2(triton.cdiv(vocabulary, each))
+    lanes = min(WARPS * 32 * LOADS, needed)
     _softmax_gradient[(rows,)](logits, logits.stride(0), labels, losses, vocabulary, float(scale), float(cap), CAP=bool(cap),
-                               GRADIENT=gradient, BLOCK=block, num_warps=16 if block >= 8192 else 8 if block >= 2048 else 4)
+                               SCALED=scale != 1.0, GRADIENT=gradient, IGNORED=ignored, LANES=lanes, EACH=each,
+                               num_warps=min(WARPS, max(lanes // 32, 1)))
 
 
 @triton.jit
-def _bend(x, scale, cap, CAP: tl.constexpr):
+def _bend(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
     """The logit as the model means it, and tanh(x / cap). tanh by way of the sigmoid: it is in triton itself everywhere."""
-    x = x * scale
+    if SCALED:
+        x = x * scale
     t = x
     if CAP:
         t = 2.0 * tl.sigmoid(2.0 * x / cap) - 1.0
@@ -38,36 +55,70 @@ def _bend(x, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _softmax_gradient(logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, scale, cap, CAP: tl.constexpr,
-                      GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _fold(x, highest, total):
+    """Take x [LANES, EACH] into each lane's maximum and sum of exponentials below it."""
+    higher = tl.maximum(highest, tl.max(x, 1))
+    return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+
+
+@triton.jit
+def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
+    """The gradient of a logit that is not the label's: its share of the sum, through scale and cap."""
+    x, t = _bend(x.to(tl.float32), scale, cap, CAP, SCALED)
+    slope = tl.exp(x - highest) * share
+    if CAP:
+        slope = slope * (1.0 - t * t)
+    return slope
+
+
+@triton.jit
+def _softmax_gradient(logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr,
+                      GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    # Before anything is overwritten. A label outside of the vocabulary shows as nan; reading there would be another's memory.
-    inside = (label >= 0) & (label < vocabulary)
-    target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
-    target = _bend(target, scale, cap, CAP)[0]
-    columns = tl.arange(0, BLOCK)
-    highest = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        at = start + columns
-        x = tl.load(logits_ptr + at, mask=at < vocabulary, other=0.0).to(tl.float32)
-        x = _bend(x, scale, cap, CAP)[0]
-        x = tl.where(at < vocabulary, x, float("-inf"))
-        higher = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
-        highest = higher
-    # The highest logit is taken off first: differences of large logits are exact, those of their logarithms are not.
-    logarithm = tl.log(total)
-    tl.store(losses_ptr + row, logarithm - (target - highest))
-    if GRADIENT:
-        tl.debug_barrier()  # every thread has read its target before one writes over it
-        for start in range(0, vocabulary, BLOCK):
-            at = start + columns
-            x = tl.load(logits_ptr + at, mask=at < vocabulary, other=0.0).to(tl.float32)
-            x, t = _bend(x, scale, cap, CAP)
-            slope = tl.exp(x - highest - logarithm) - tl.where(at == label, 1.0, 0.0)
+    BLOCK: tl.constexpr = LANES * EACH
+    columns = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    whole = vocabulary // BLOCK * BLOCK
+    rest = whole + columns
+    kind = logits_ptr.dtype.element_ty
+    if label == IGNORED:
+        tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            nothing = tl.zeros((LANES, EACH), kind)
+            for start in range(0, whole, BLOCK):
+                tl.store(logits_ptr + start + columns, nothing)
+            tl.store(logits_ptr + rest, nothing, mask=rest < vocabulary)
+    else:
+        # Before anything is overwritten. A label outside of the vocabulary shows as nan; reading there would be another's memory.
+        inside = (label >= 0) & (label < vocabulary)
+        target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+        target, bent = _bend(target, scale, cap, CAP, SCALED)
+        highest = tl.full((LANES,), -3.0e38, tl.float32)  # not -inf: a lane without a logit would take it from itself
+        total = tl.zeros((LANES,), tl.float32)
+        for start in range(0, whole, BLOCK):
+            x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
+            highest, total = _fold(_bend(x, scale, cap, CAP, SCALED)[0], highest, total)
+        if whole < vocabulary:
+            x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0).to(tl.float32)
+            x = tl.where(rest < vocabulary, _bend(x, scale, cap, CAP, SCALED)[0], float("-inf"))
+            highest, total = _fold(x, highest, total)
+        top = tl.max(highest, 0)
+        everything = tl.sum(total * tl.exp(highest - top), 0)
+        # The highest logit is taken off first: differences of large logits are exact, those of their logarithms are not.
+        tl.store(losses_ptr + row, tl.log(everything) - (target - top))
+        if GRADIENT:
+            share = scale / everything
+            tl.debug_barrier()  # every thread has read its target before one writes over it
+            if whole < vocabulary:
+                x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0)
+                tl.store(logits_ptr + rest, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=rest < vocabulary)
+            for start in range(0, whole, BLOCK):
+                at = logits_ptr + (whole - BLOCK - start) + columns
+                x = tl.load(at, eviction_policy="evict_first")
+                tl.store(at, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind))
+            tl.debug_barrier()  # the label's was written like the others
+            least = (tl.exp(target - top) / everything - 1.0) * scale
             if CAP:
-                slope = slope * (1.0 - t * t)
-            tl.store(logits_ptr + at, (slope * scale).to(logits_ptr.dtype.element_ty), mask=at < vocabulary)
+                least = least * (1.0 - bent * bent)
+            tl.store(logits_ptr + label, least.to(kind), mask=inside)

@@ -28,6 +28,8 @@ from torch.nn import functional as F
 
 BUFFER = 2**30
 """Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
+IGNORED = -100
+"""The label of a row without one: torch.nn.functional.cross_entropy's ignore_index."""
 PART = 64 * 2**20
 """Numbers that are taken up to float32 at once where gradients are scaled or added up."""
 
@@ -36,7 +38,8 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
                          scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
-    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary); `bias`: [vocabulary].
+    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary) or IGNORED, for a row
+    without loss or gradient; `bias`: [vocabulary].
     The logits are `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` where `cap` is above 0 (Gemma 2).
     `chunk_rows`: logits of so many rows are held at once; None: as many as fit into BUFFER bytes.
 
@@ -105,7 +108,9 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
             else:
                 torch.addmm(offset, inputs, head.t(), out=logits)
             _softmax_gradient(logits, labels[chunk], losses[chunk], scale, cap, any(wanted))
-            if d_hidden is not None:
+            if d_hidden is not None and d_hidden.dtype is dtype:
+                torch.mm(logits, head, out=d_hidden[chunk])
+            elif d_hidden is not None:
                 d_hidden[chunk] = logits @ head
             if d_weight is not None:
                 _add_outer(d_weight, logits, inputs)
@@ -120,8 +125,10 @@ def _softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.
     if logits.device.type == "cuda":
         from fxtune.kernels.cross_entropy_triton import softmax_gradient
 
-        softmax_gradient(logits, labels, losses, scale, cap, gradient)
+        softmax_gradient(logits, labels, losses, scale, cap, gradient, IGNORED)
         return
+    none = labels == IGNORED
+    at = labels.where(~none, 0)[:, None]
     z = logits.to(losses.dtype) * scale
     slope = scale
     if cap:
@@ -129,11 +136,11 @@ def _softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.
         z, slope = cap * bent, scale * (1 - bent * bent)  # type: ignore[assignment]
     z = z - z.amax(-1, keepdim=True)  # first: differences of large logits are exact, their logarithms' are not
     total = z.exp().sum(-1, keepdim=True).log_()
-    losses.copy_((total - z.gather(1, labels[:, None])).squeeze(1))
+    losses.copy_((total - z.gather(1, at)).squeeze(1)).masked_fill_(none, 0.0)
     if gradient:
         z = (z - total).exp_()
-        z.scatter_add_(1, labels[:, None], z.new_full((len(z), 1), -1.0))
-        logits.copy_(z * slope)
+        z.scatter_add_(1, at, z.new_full((len(z), 1), -1.0))
+        logits.copy_(z * slope).masked_fill_(none[:, None], 0.0)
 
 
 def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) -> None:

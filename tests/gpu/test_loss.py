@@ -86,8 +86,9 @@ def test_large_logits_and_a_label_outside():
     loss = linear_cross_entropy(hidden, weight, labels)
     assert reference.relative(loss, losses.sum()) < 1e-5
     assert reference.relative(torch.autograd.grad(loss, hidden)[0], wanted[0]) < 1e-2
-    labels[3], labels[5] = -100, 1000
+    labels[3], labels[5], labels[6] = -1, 1000, -100
     assert row_losses(hidden, weight, labels).isnan().nonzero().flatten().tolist() == [3, 5]
+    assert row_losses(hidden, weight, labels)[6] == 0
 
 
 def test_under_autocast_with_float32_master_weights():

@@ -44,6 +44,21 @@ def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabul
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fill", [0.0, 1e30])
+def test_rows_that_are_only_there_to_fill_up_change_nothing(fill):
+    hidden, weight, labels, bias = drawn(11, 30, bias=True)
+    more = torch.cat([hidden.detach(), torch.full((5, 16), fill)]).requires_grad_()
+    padded = torch.cat([labels, torch.full((5,), kernel.IGNORED)])
+    wanted = gradients(linear_cross_entropy(hidden, weight, labels, bias, chunk_rows=16), hidden, weight, bias)
+    loss = linear_cross_entropy(more, weight, padded, bias, chunk_rows=16)
+    mine = gradients(loss, more, weight, bias)
+    torch.testing.assert_close(loss, plain(hidden, weight, labels, bias).sum())
+    assert not mine[0][11:].any()
+    for one, other in zip([mine[0][:11], *mine[1:]], wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert not row_losses(more, weight, padded, bias)[11:].any()
+
+
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_gradcheck_in_float64(cap):
     hidden, weight, labels, bias = drawn(5, 7, width=3, dtype=torch.float64, bias=True)
@@ -162,23 +177,24 @@ import itertools, torch
 from fxtune.kernels import cross_entropy_triton
 from fxtune.kernels.cross_entropy_triton import softmax_gradient
 from fxtune.kernels.linear_cross_entropy import _softmax_gradient as plain
-cross_entropy_triton.BLOCK = 256
+cross_entropy_triton.WARPS, cross_entropy_triton.LOADS = 1, 1
 torch.manual_seed(0)
 compared = 0
 for dtype, words, (scale, cap), gradient in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float16), (5, 256, 300), ((1.0, 0.0), (0.125, 0.0), (1.0, 30.0), (2.0, 5.0)),
+        (torch.float32, torch.bfloat16, torch.float16), (5, 256, 700), ((1.0, 0.0), (0.125, 0.0), (1.0, 30.0), (2.0, 5.0)),
         (True, False)):
     logits, labels = (torch.randn(3, words) * 20).to(dtype), torch.randint(words, (3,))
+    labels[1] = -100 if words == 700 else labels[1]
     mine, theirs = torch.empty(3, words + 7, dtype=dtype)[:, :words].copy_(logits), logits.clone()
     losses = torch.empty(2, 3)
-    softmax_gradient(mine, labels, losses[0], scale, cap, gradient)
+    softmax_gradient(mine, labels, losses[0], scale, cap, gradient, -100)
     plain(theirs, labels, losses[1], scale, cap, gradient)
     torch.testing.assert_close(losses[0], losses[1], rtol=2e-6, atol=2e-5)
     torch.testing.assert_close(mine, theirs, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
     compared += 1
 logits, losses = torch.full((3, 9), 1e4), torch.empty(3)
 logits[0, 3] = 2e4
-softmax_gradient(logits, torch.tensor([3, 1, -100]), losses, 1.0, 0.0, True)
+softmax_gradient(logits, torch.tensor([3, 1, -1]), losses, 1.0, 0.0, True, -100)
 assert losses[0] == 0 and abs(losses[1] - torch.tensor(9.0).log()) < 1e-5 and losses[2].isnan(), losses
 assert logits[:2].isfinite().all()
 print(compared, "compared")

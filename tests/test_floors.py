@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 FLOORS = [
     {"__init__", "errors", "host"},
     # knows the machine, the disk, a library; nothing of training
-    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo",
+    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
     {"technique", "vetting", "probes", "machine", "memory", "recount", "backends"},
     # one capability each
@@ -29,6 +29,9 @@ FLOORS = [
 DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "chat", "table", "tokens",
         "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
 """Inside data/: each may import those before it."""
+
+KERNELS = ["lora_base", "fused_lora"]
+"""Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -71,6 +74,8 @@ def sideways_or_up(name: str, below: str) -> bool:
         return DATA.index(below.removeprefix("data.")) >= DATA.index(name.removeprefix("data."))
     if name.startswith("kernels.") and below.startswith("kernels.") and below.endswith("_triton"):
         return name.endswith("_triton")  # the Triton code of an operator, apart because triton is not everywhere
+    if below.startswith("kernels.") and (place := name.removeprefix("kernels.")) in KERNELS:
+        return below.removeprefix("kernels.") in KERNELS[KERNELS.index(place):]
     return floor(below) >= floor(name)
 
 
@@ -86,6 +91,7 @@ def test_imports_point_down(name):
 
 def test_the_table_names_only_what_is_there():
     listed = {name for level in FLOORS for name in level if not name.endswith("*")} | {f"data.{name}" for name in DATA}
+    listed |= {f"kernels.{name}" for name in KERNELS}
     assert listed - set(ALL) == set()
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,44 @@ def dequantized(module: Any) -> torch.Tensor:
         return module.weight.to(module.compute_dtype)
     weight: torch.Tensor = bitsandbytes().functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return weight.to(module.compute_dtype)
+
+
+def packed(module: Any) -> list[torch.Tensor]:
+    """What a linear that `quantized` made stores, as plain tensors for an operator; `unpacked` reads them."""
+    if hasattr(module, "codes"):
+        return [module.codes, module.scale]
+    weight = module.weight
+    if module.fxtune_quantized == "nf4/torchao":
+        return [weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4]
+    state = weight.quant_state
+    return [weight.data, state.absmax, state.code] + (
+        [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else [])
+
+
+@torch.no_grad()
+def unpacked(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Dequantise to `out` [out, in], contiguous, what `packed` gave of a module whose fxtune_quantized is `kind`."""
+    if kind.startswith("int8/"):
+        torch.mul(tensors[0], tensors[1].unsqueeze(1), out=out)
+    elif kind == "nf4/torchao":
+        codes, scales, factor, mean, values = tensors
+        kind_of_tensor = torchao().NF4Tensor
+        of_shape = sys.modules[kind_of_tensor.__module__].SubclassTensorArgs
+        stored = kind_of_tensor(of_shape(out.shape, out.stride(), 0, values.dtype, out.device, False), NF4_BLOCK,
+                                out.numel() // NF4_BLOCK, SCALE_BLOCK, scales, factor, mean, codes, values)
+        out.copy_(stored.get_original_weight())
+    else:
+        assert kind == "nf4/bitsandbytes", kind
+        functional, outer = bitsandbytes().functional, None
+        codes, absmax, values, *nested = tensors
+        if nested:
+            outer = functional.QuantState(absmax=nested[1], code=nested[2], blocksize=SCALE_BLOCK, dtype=torch.float32)
+        state = functional.QuantState(absmax=absmax, shape=out.shape, code=values, blocksize=NF4_BLOCK, quant_type="nf4",
+                                      dtype=out.dtype, offset=nested[0] if nested else None, state2=outer)
+        if out.is_cuda:
+            functional.dequantize_4bit(codes, state, out=out)
+        else:  # where the library has no kernel that writes to a given place
+            out.copy_(functional.dequantize_4bit(codes, state))
 
 
 def stored_bytes(module: Any) -> int:

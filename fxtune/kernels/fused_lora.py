@@ -1,0 +1,363 @@
+"""LoRA over frozen linears as two operators: a group of linears, and a whole gated MLP. Forward, backward, and nothing else.
+
+`fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x, and `fxtune::lora_mlp` is
+down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an adapter costs several passes
+over activations: dropout's and dtype's copies, a product that is added to the output, a scaled copy of it, and the same again
+backward. Here it costs what it must: x is read once more for x A^T, dy once more for dy B, and both for the gradients of A
+and B. The frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses it.
+
+What is kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide. Of an MLP also gate_up, gate and
+up side by side, the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it in passing. With
+`keep=False` gate_up is not kept either but computed again, from x alone (never down's product). With `tiles` > 1 an MLP's rows
+are taken a tile at a time, forward and backward, so that nothing of 2 * intermediate_size exists for more rows than a tile's.
+
+Operators, and not functions of autograd: torch.compile puts them into its graph as they are, so what they hold and how long
+they take is the same compiled and not; checkpointing policies can name them; and an operator whose results nobody uses is
+left out of a recomputation. Backward passes are operators, too (`..._backward`).
+
+Gradients of A and B are added up and returned in float32 (in their own dtype, if that is another); y, dx in the compute dtype,
+which is autocast's, else x's. What is frozen costs nothing. Any number of rows will do, none included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from fxtune.kernels.gated import ACTS
+from fxtune.kernels.lora_base import DENSE, Adapters, Base, base_of, padded_rank
+
+_PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
+_MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
+              "bool keep, SymInt tiles")
+
+
+def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Sequence[Tensor], scaling: Sequence[float],
+                kind: str = DENSE, bias: Sequence[Tensor] = ()) -> Tensor:
+    """The outputs of a group of linears with adapters, side by side: [..., sum of out_i] for x [..., in].
+
+    Args:
+        x: activations. Under autocast they are cast to its dtype, else computed in their own.
+        a, b: of each linear lora_A [rank_i, in] and lora_B [out_i, rank_i], trained or not.
+        base: the frozen weights as their `kind` has them (kernels/lora_base.py): for `dense` [augment(weights, ranks)].
+        scaling: of each linear, alpha / rank as peft has it.
+        bias: none, or of each linear [out_i], frozen. `augment` must know of it.
+
+    Split the result by the linears' sizes: `y.split(outs, -1)`.
+    """
+    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind)[0]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
+             scaling: Sequence[float], up_kind: str = DENSE, down_kind: str = DENSE, act: str = "silu", keep: bool = True,
+             tiles: int = 1) -> Tensor:
+    """down(act(gate(x)) * up(x)) with adapters, [..., hidden] for x [..., hidden].
+
+    Args:
+        x: activations, as for lora_linear().
+        a, b, scaling: of gate_proj, up_proj and down_proj, in this order, as for lora_linear().
+        up: the frozen weights of gate and up as a group of `up_kind`; down: those of down_proj, of `down_kind`.
+        act: one of ACTS, on gate.
+        keep: keep gate_up [rows, 2 intermediate] for the backward pass, in place of computing it again.
+        tiles: take the rows in so many parts; more than one implies keep=False.
+    """
+    keep = keep and tiles == 1 and torch.is_grad_enabled()
+    y = torch.ops.fxtune.lora_mlp(_flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep,
+                                  tiles)[0]
+    return y.view(x.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+@torch.library.custom_op("fxtune::lora_linear", mutates_args=(), schema=f"(Tensor x, {_PARTS}) -> (Tensor, Tensor)")
+def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
+            kind: str) -> tuple[Tensor, Tensor]:
+    """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs."""
+    with torch.autocast(x.device.type, enabled=False):
+        group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
+        operand, xa = group.operand(_rows(x), group.a.t())
+        return group.forward(operand, xa), xa
+
+
+@_linear.register_fake
+def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
+      kind: str) -> tuple[Tensor, Tensor]:
+    out, width = sum(one.shape[0] for one in b), padded_rank([one.shape[0] for one in a], bool(bias))
+    return x.new_empty(x.shape[0], out), x.new_empty(x.shape[0], width)
+
+
+@torch.library.custom_op(
+    "fxtune::lora_linear_backward", mutates_args=(),
+    schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted) -> (Tensor, Tensor[], Tensor[])")
+def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor],
+                     base: list[Tensor], scaling: list[float], kind: str,
+                     wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty."""
+    with torch.autocast(x.device.type, enabled=False):
+        adapters = Adapters(a, b, bias, scaling, x.dtype)
+        group = base_of(kind, base, adapters)
+        sums = _Sums(adapters, wanted[1:])
+        dx = x.new_empty(0)
+        if any(wanted[:2]):
+            operand, dyb = group.operand(_rows(dy), group.b)
+            dx = group.backward(operand, dyb) if wanted[0] else dx
+            sums.add(dyb, _rows(x), xa, operand.x)
+        else:
+            sums.add(xa, x, xa, _rows(dy))
+        return dx, *sums.gradients()
+
+
+@_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor],
+      scaling: list[float], kind: str, wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return _gradients(x, a, b, wanted)
+
+
+@torch.library.custom_op("fxtune::lora_mlp", mutates_args=(),
+                         schema=f"(Tensor x, {_MLP_PARTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
+         down_kind: str, act: str, keep: bool, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """lora_mlp() of x [rows, hidden] -> y, and for the backward pass gate_up, x A^T, p A^T: empty unless `keep`."""
+    assert act in ACTS, act
+    with torch.autocast(x.device.type, enabled=False):
+        first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
+        y = x.new_empty(x.shape)
+        kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+        for rows in _tiles(len(x), tiles):
+            operand, xa = first.operand(_rows(x[rows]), first.a.t())
+            gate_up = first.forward(operand, xa)
+            del operand
+            operand, pa = second.gated(act, gate_up, second.a.t())
+            if keep:
+                kept = gate_up, xa, pa
+            second.forward(operand, pa, y[rows])
+        return y, *kept
+
+
+@_mlp.register_fake
+def _(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
+      down_kind: str, act: str, keep: bool, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not keep:
+        return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    rows, ranks = x.shape[0], [one.shape[0] for one in a]
+    return (x.new_empty(x.shape), x.new_empty(rows, 2 * b[0].shape[0]), x.new_empty(rows, padded_rank(ranks[:2])),
+            x.new_empty(rows, padded_rank(ranks[2:])))
+
+
+@torch.library.custom_op(
+    "fxtune::lora_mlp_backward", mutates_args=(),
+    schema=f"(Tensor dy, Tensor x, Tensor gate_up, Tensor xa, Tensor pa, {_MLP_PARTS}, bool[] wanted) "
+           "-> (Tensor, Tensor[], Tensor[])")
+def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, a: list[Tensor], b: list[Tensor],
+                  up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str, down_kind: str, act: str, keep: bool,
+                  tiles: int, wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty."""
+    with torch.autocast(x.device.type, enabled=False):
+        first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
+        sums = [_Sums(half.adapters, wanted[1:]) for half in (first, second)]
+        dx = x.new_empty(x.shape if wanted[0] else 0)
+        for rows in _tiles(len(x), tiles):
+            inputs, above = _rows(x[rows]), _rows(dy[rows])
+            if not keep:
+                operand, xa = first.operand(inputs, first.a.t())
+                gate_up = first.forward(operand, xa)
+                del operand
+            operand, dyb = second.operand(above, second.b)
+            p = second.backward(operand, dyb)  # dp, until the gated kernel has been there
+            above = operand.x
+            operand, gb = first.gated_backward(act, gate_up, p, first.b)
+            if not keep:
+                del gate_up
+                pa = p @ second.a.t()
+            sums[1].add(dyb, p, pa, above)
+            del p
+            if wanted[0]:
+                first.backward(operand, gb, dx[rows])
+            sums[0].add(gb, inputs, xa, operand.x)
+        (da, db), (da_down, db_down) = (one.gradients() for one in sums)
+        return dx, da + da_down, db + db_down
+
+
+@_mlp_backward.register_fake
+def _(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor],
+      down: list[Tensor], scaling: list[float], up_kind: str, down_kind: str, act: str, keep: bool, tiles: int,
+      wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return _gradients(x, a, b, wanted)
+
+
+class _Sums:
+    """The gradients of a group's A and B, added up over tiles in float32.
+
+    dA = (dy B)^T x, [R, in]; dB^T = (x A^T)^T dy, [R, out], of which each sibling's own rank and rows are its lora_B's.
+    """
+
+    def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
+        self.adapters, self.wanted = adapters, wanted
+        self.totals: list[Optional[Tensor]] = [None, None]
+
+    def add(self, dyb: Tensor, x: Tensor, xa: Tensor, dy: Tensor) -> None:
+        for index, (narrow, wide) in enumerate(((dyb, x), (xa, dy))):
+            if self.wanted[index]:
+                product, total = outer(narrow, wide), self.totals[index]
+                self.totals[index] = product if total is None else total.add_(product)
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of each lora_A and of each lora_B, each a tensor of its own."""
+        adapters, (da, db) = self.adapters, self.totals
+        first, second, row, column = [], [], 0, 0
+        for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
+            ranks = slice(column, column + len(one))
+            if self.wanted[0]:
+                first.append(one.new_zeros(one.shape) if da is None else one.new_empty(one.shape).copy_(da[ranks]))
+            if self.wanted[1]:
+                # Scaled in float32; what is transposed here is rank wide.
+                second.append(two.new_zeros(two.shape) if db is None else
+                              two.new_empty(two.shape).copy_(db[ranks, row:row + len(two)].t() * scaling))
+            row, column = row + len(two), column + len(one)
+        return first, second
+
+
+def outer(narrow: Tensor, wide: Tensor) -> Tensor:
+    """narrow^T wide, [R, n] of [rows, R] and [rows, n], added up and returned in float32 (float64 for float64)."""
+    if narrow.dtype.itemsize > 2:
+        return narrow.t() @ wide
+    if narrow.is_cuda:
+        return torch.mm(narrow.t(), wide, out_dtype=torch.float32)
+    return narrow.t().float() @ wide.float()
+
+
+def _halves(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float],
+            up_kind: str, down_kind: str) -> tuple[Base, Base]:
+    """The bases of gate and up, and of down."""
+    return (base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
+            base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)))
+
+
+def _tiles(rows: int, tiles: int) -> Iterator[slice]:
+    """The rows in `tiles` parts of one size, but for the last. One part of none, if there are none."""
+    size = max(-(-rows // tiles), 1)
+    for start in range(0, max(rows, 1), size):
+        yield slice(start, min(start + size, rows))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Rows that a kernel can read: wherever they lie, but each in one piece."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _gradients(x: Tensor, a: list[Tensor], b: list[Tensor], wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return (x.new_empty(x.shape if wanted[0] else (0,)), [one.new_empty(one.shape) for one in a if wanted[1]],
+            [one.new_empty(one.shape) for one in b if wanted[2]])
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    x, a, b = ctx.needs_input_grad[:3]
+    return [bool(x), any(a), any(b)]
+
+
+def _save(ctx: Any, lists: list[list[Tensor]], *tensors: Tensor) -> None:
+    ctx.lengths = [len(one) for one in lists]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *(tensor for one in lists for tensor in one))
+
+
+def _saved(ctx: Any, tensors: int) -> list[Any]:
+    """What _save() kept: first the tensors, then the lists."""
+    found, at = list(ctx.saved_tensors), tensors
+    lists = []
+    for length in ctx.lengths:
+        lists.append(found[at:at + length])
+        at += length
+    return [*found[:tensors], *lists]
+
+
+def _returned(wanted: list[bool], lengths: list[int], dx: Tensor, da: list[Tensor], db: list[Tensor]) -> list[Any]:
+    return [dx if wanted[0] else None, da if wanted[1] else [None] * lengths[0], db if wanted[2] else [None] * lengths[1],
+            *([None] * length for length in lengths[2:])]
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, a, b, bias, base, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, [a, b, bias, base], x, output[1])
+
+
+def _linear_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
+    wanted = _wanted(ctx)
+    if dy is None:
+        return *_returned([False] * 3, ctx.lengths, *[None] * 3), None, None  # type: ignore[arg-type]
+    x, xa, *lists = _saved(ctx, 2)
+    found = torch.ops.fxtune.lora_linear_backward(dy, x, xa, *lists, *ctx.options, wanted)
+    return *_returned(wanted, ctx.lengths, *found), None, None
+
+
+def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, a, b, up, down, *ctx.options = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    # Without `keep` x alone: then a recomputation needs no result of this operator, and leaves it out.
+    _save(ctx, [a, b, up, down], x, *(output[1:] if ctx.options[4] else ()))
+
+
+def _mlp_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
+    wanted, nothing = _wanted(ctx), [None] * 6
+    if dy is None:
+        return *_returned([False] * 3, ctx.lengths, *[None] * 3), *nothing  # type: ignore[arg-type]
+    if ctx.options[4]:
+        x, *rest = _saved(ctx, 4)
+    else:
+        x, *lists = _saved(ctx, 1)
+        rest = [x.new_empty(0), x.new_empty(0), x.new_empty(0), *lists]
+    found = torch.ops.fxtune.lora_mlp_backward(dy, x, *rest, *ctx.options, wanted)
+    return *_returned(wanted, ctx.lengths, *found), *nothing
+
+
+_linear.register_autograd(_linear_gradients, setup_context=_linear_setup)
+_mlp.register_autograd(_mlp_gradients, setup_context=_mlp_setup)
+
+
+def _products(a: Sequence[Any], b: Sequence[Any]) -> tuple[int, int]:
+    """Multiplications a row of a group: of its frozen weights, and of its adapters, padding left out."""
+    return sum(two[0] * a[0][1] for two in b), sum(one[0] * (one[1] + two[0]) for one, two in zip(a, b, strict=True))
+
+
+def _linear_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * sum(_products(a, b))
+
+
+def _linear_backward_flops(dy: Any, x: Any, xa: Any, a: Any, b: Any, bias: Any, base: Any, scaling: Any, kind: Any, wanted: Any,
+                           **_: Any) -> int:
+    frozen, adapters = _products(a, b)
+    return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
+
+
+def _mlp_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * (sum(_products(a[:2], b[:2])) + sum(_products(a[2:], b[2:])))
+
+
+def _mlp_backward_flops(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, up: Any, down: Any, scaling: Any,
+                        up_kind: Any, down_kind: Any, act: Any, keep: Any, tiles: Any, wanted: Any, **_: Any) -> int:
+    first, first_adapters = _products(a[:2], b[:2])
+    second, second_adapters = _products(a[2:], b[2:])
+    again = 0 if keep else first + first_adapters + a[2][0] * a[2][1]
+    return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + again)
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.fxtune.lora_linear: _linear_flops, torch.ops.fxtune.lora_linear_backward: _linear_backward_flops,
+        torch.ops.fxtune.lora_mlp: _mlp_flops, torch.ops.fxtune.lora_mlp_backward: _mlp_backward_flops}
+    for operator, formula in formulas.items():
+        register_flop_formula(operator)(formula)
+
+
+_register_flops()

@@ -1,0 +1,246 @@
+"""The frozen half of fused LoRA: what a group of linears multiplies by, for each way in which its weights may be stored.
+
+A group is one linear, or siblings that read the same input (q, k, v; gate, up). W [out, in] are its weights stacked by rows.
+`A` [R, in] stacks the siblings' lora_A, `B` [out, R] has scaling * lora_B of each sibling in its own rows and columns, and both
+are in the compute dtype, made from the float32 parameters anew in each call. R is the sum of the ranks, padded with zeros to
+a multiple of ALIGN. A bias of the frozen linears is one more column of B, opposite a column of ones in x A^T.
+
+What a kind of base does (`Base`; fused_lora.py calls nothing else of it):
+
+    operand(x, A)                   -> Operand, x A^T       take activations in, and multiply them by the adapters' first half
+    gated(act, gate_up, A)          -> Operand, p A^T       the same for p = act(gate) * up, which this makes (of down_proj)
+    gated_backward(act, gate_up, dp, B) -> Operand, g B     the same for g = [dgate | dup] (of gate and up); dp becomes p
+    forward(operand, xa)            -> y  = x W^T + xa B^T  [rows, out]
+    backward(operand, dyb)          -> dx = dy W + dyb A    [rows, in], of operand(dy, B)
+
+An `Operand` is what a kind makes of activations before it multiplies them: `.x`, the activations themselves in the compute
+dtype, and whatever else it wants to carry to forward() and backward() (a padded buffer, an fp8 copy with its scales). That
+is where a new kind comes in: subclass Base, override these five (operand and the gated two have defaults that quantise
+nothing), and name it in base_of(). It gets its tensors as a flat list, the same number of them for each sibling.
+
+kind            tensors                                              the product
+dense           [M]: W beside room for A and B, from augment()       one matmul over [x | x A^T], so B costs no pass over y
+nf4/..., int8/...   those of kernels/quantized.py's packed()         with W dequantised for the call, B added to y afterwards
+
+M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
+[dy | dy B] M[:, :in] is dx. The frozen parameters of the model are views of M (weight_views), so nothing is stored twice.
+Writing A and B into M is no effect that anyone can see: nobody reads them but a call that has just written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from fxtune.kernels.gated import gated, gated_backward
+
+ALIGN = 16
+"""The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The trained half of a group, as the operators get it.
+
+    a: each sibling's lora_A [rank, in]; b: lora_B [out, rank]; any dtype. bias: none, or each sibling's [out].
+    scaling: each sibling's. dtype: what to compute in.
+    """
+
+    a: Sequence[Tensor]
+    b: Sequence[Tensor]
+    bias: Sequence[Tensor]
+    scaling: Sequence[float]
+    dtype: torch.dtype
+
+    @property
+    def ranks(self) -> list[int]:
+        return [one.shape[0] for one in self.a]
+
+    @property
+    def outs(self) -> list[int]:
+        return [one.shape[0] for one in self.b]
+
+    @property
+    def inner(self) -> int:
+        return self.a[0].shape[1]
+
+    @property
+    def width(self) -> int:
+        """R."""
+        return padded_rank(self.ranks, bool(self.bias))
+
+
+def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
+    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of ALIGN."""
+    return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
+
+
+@torch.no_grad()
+def augment(weights: Sequence[Tensor], ranks: Sequence[int], bias: bool = False) -> Tensor:
+    """M of kind `dense` for siblings' weights [out_i, in], of their dtype and device; A and B are zero in it."""
+    out, inner, width = sum(len(one) for one in weights), weights[0].shape[1], padded_rank(ranks, bias)
+    made = weights[0].new_zeros(out + width, inner + width)
+    for into, weight in zip(weight_views(made, [len(one) for one in weights], inner), weights, strict=True):
+        into.copy_(weight)
+    return made
+
+
+def weight_views(made: Tensor, outs: Sequence[int], inner: int) -> list[Tensor]:
+    """The siblings' weights [out_i, in] inside of augment()'s result: views, which a model may have as its parameters."""
+    return list(made[:sum(outs), :inner].split(list(outs)))
+
+
+class Operand(NamedTuple):
+    """Activations as a kind of base multiplies them."""
+
+    x: Tensor
+    """[rows, width] in the compute dtype; rows may lie apart."""
+    more: Any = None
+    """Whatever else the kind needs in forward() or backward()."""
+
+
+class Base:
+    """A group's frozen weights of one kind, with its adapters packed: made for one call of an operator."""
+
+    a: Tensor
+    """[R, in], compute dtype."""
+    b: Tensor
+    """[out, R], compute dtype, scaled; with the bias in column sum(ranks)."""
+
+    def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
+        self.adapters, self.tensors = adapters, tensors
+        first = adapters.a[0]
+        self.a, self.b = (torch.empty(rows, columns, dtype=adapters.dtype, device=first.device) for rows, columns in (
+            (adapters.width, adapters.inner), (sum(adapters.outs), adapters.width)))
+        pack(adapters, self.a, self.b)
+
+    def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        """`x` [rows, in or out]; `factor` is self.a.t() or self.b: what to multiply x by, [in or out, R]."""
+        return Operand(x), self.ones(x @ factor, factor)
+
+    def gated(self, act: str, gate_up: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        """The operand p = act(gate) * up of `gate_up` [rows, 2 in]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        return self.operand(gated(act, gate_up, gate_up.new_empty(rows, width)), factor)
+
+    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p."""
+        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up)), factor)
+
+    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given."""
+        raise NotImplementedError
+
+    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given."""
+        raise NotImplementedError
+
+    def ones(self, product: Tensor, factor: Tensor) -> Tensor:
+        """Give x A^T its column of ones, opposite the bias; dy B has zeros there."""
+        if self.adapters.bias:
+            product[:, sum(self.adapters.ranks)] = 0.0 if factor is self.b else 1.0
+        return product
+
+
+class Dense(Base):
+    """Weights in 16 or 32 bits. Where they are not of the compute dtype they are cast, anew in each call."""
+
+    def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
+        (made,) = tensors
+        self.adapters = adapters
+        self.made = made = made.data.to(adapters.dtype)  # .data: these writes are no news to autograd (see the module's text)
+        self.out, self.inner = sum(adapters.outs), adapters.inner
+        assert made.shape == (self.out + adapters.width, self.inner + adapters.width), (made.shape, adapters.ranks)
+        self.a, self.b = made[self.out:, :self.inner], made[:self.out, self.inner:]
+        pack(adapters, self.a, self.b)
+
+    def room(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """A buffer [rows, width + R] and its left part."""
+        buffer = torch.empty(rows, width + self.adapters.width, dtype=self.made.dtype, device=self.made.device)
+        if not buffer.is_cuda:  # oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan
+            buffer[:, width:] = 0
+        return buffer, buffer[:, :width]
+
+    def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        buffer, left = self.room(*x.shape)
+        left.copy_(x)
+        return self.filled(Operand(x, buffer), factor)
+
+    def gated(self, act: str, gate_up: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        buffer, left = self.room(gate_up.shape[0], gate_up.shape[1] // 2)
+        return self.filled(Operand(gated(act, gate_up, left), buffer), factor)
+
+    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        buffer, left = self.room(*gate_up.shape)
+        return self.filled(Operand(gated_backward(act, gate_up, dp, left), buffer), factor)
+
+    def filled(self, operand: Operand, factor: Tensor) -> tuple[Operand, Tensor]:
+        """Multiply by `factor`, and put the product into the right part of the operand's buffer."""
+        product = self.ones(operand.x @ factor, factor)
+        operand.more[:, -product.shape[1]:] = product
+        return operand, product
+
+    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _mm(operand.more, self.made[:self.out].t(), out)
+
+    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _mm(operand.more, self.made[:, :self.inner], out)
+
+
+class Dequantized(Base):
+    """Weights in 4 or 8 bits that are dequantised to the compute dtype in each call, all siblings into one matrix."""
+
+    def __init__(self, kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> None:
+        super().__init__(tensors, adapters)
+        self.kind = kind
+
+    def weight(self) -> Tensor:
+        """[out, in]."""
+        from fxtune.kernels.quantized import unpacked
+
+        outs, each = self.adapters.outs, len(self.tensors) // len(self.adapters.outs)
+        made = torch.empty(sum(outs), self.adapters.inner, dtype=self.adapters.dtype, device=self.a.device)
+        for index, into in enumerate(made.split(outs)):
+            unpacked(self.kind, self.tensors[index * each:(index + 1) * each], into)
+        return made
+
+    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _mm(operand.x, self.weight().t(), out).addmm_(xa, self.b.t())
+
+    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
+        return _mm(operand.x, self.weight(), out).addmm_(dyb, self.a)
+
+
+def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
+    """The base of a kind, from the tensors that an operator was given for it."""
+    if kind == DENSE:
+        return Dense(tensors, adapters)
+    if kind == "fp8":
+        from fxtune.kernels.fp8 import Fp8  # type: ignore[attr-defined]
+
+        made: Base = Fp8(tensors, adapters)
+        return made
+    return Dequantized(kind, tensors, adapters)
+
+
+def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
+    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included."""
+    a.zero_()
+    b.zero_()
+    row, column = 0, 0
+    for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
+        a[column:column + len(one)].copy_(one)
+        # Scaled before it is rounded. In float32 peft multiplies last; that is the same but for the order of two roundings.
+        b[row:row + len(two), column:column + len(one)].copy_(two.detach() * scaling)
+        row, column = row + len(two), column + len(one)
+    if adapters.bias:
+        b[:, column].copy_(torch.cat(list(adapters.bias)))
+
+
+def _mm(left: Tensor, right: Tensor, out: Optional[Tensor]) -> Tensor:
+    return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.gated import ACTS
-from fxtune.kernels.lora_base import DENSE, Adapters, Base, base_of, padded_rank
+from fxtune.kernels.lora_base import DENSE, Adapters, Base, Dense, Dequantized, padded_rank
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
 _MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
@@ -69,6 +69,18 @@ def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[T
     y = torch.ops.fxtune.lora_mlp(_flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep,
                                   tiles)[0]
     return y.view(x.shape)
+
+
+def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
+    """The base of a kind, from the tensors that an operator was given for it."""
+    if kind == DENSE:
+        return Dense(tensors, adapters)
+    if kind == "fp8":
+        from fxtune.kernels.lora_fp8 import Fp8
+
+        made: Base = Fp8(tensors, adapters)
+        return made
+    return Dequantized(kind, tensors, adapters)
 
 
 def _flat(x: Tensor) -> Tensor:

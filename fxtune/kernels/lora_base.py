@@ -16,11 +16,12 @@ What a kind of base does (`Base`; fused_lora.py calls nothing else of it):
 An `Operand` is what a kind makes of activations before it multiplies them: `.x`, the activations themselves in the compute
 dtype, and whatever else it wants to carry to forward() and backward() (a padded buffer, an fp8 copy with its scales). That
 is where a new kind comes in: subclass Base, override these five (operand and the gated two have defaults that quantise
-nothing), and name it in base_of(). It gets its tensors as a flat list, the same number of them for each sibling.
+nothing), and name it in fused_lora.base_of(). Its tensors are whatever flat list its own module makes of a group.
 
-kind            tensors                                              the product
-dense           [M]: W beside room for A and B, from augment()       one matmul over [x | x A^T], so B costs no pass over y
-nf4/..., int8/...   those of kernels/quantized.py's packed()         with W dequantised for the call, B added to y afterwards
+kind            tensors                                     the product
+dense           [M]: W beside room for A and B, augment()   one matmul over [x | x A^T], so B costs no pass over y
+nf4/..., int8/...   quantized.packed() of each sibling      with W dequantised for the call, B added to y afterwards
+fp8             lora_fp8.py                                 two fp8 operands, B added to y afterwards
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
 [dy | dy B] M[:, :in] is dx. The frozen parameters of the model are views of M (weight_views), so nothing is stored twice.
@@ -214,18 +215,6 @@ class Dequantized(Base):
 
     def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
         return _mm(operand.x, self.weight(), out).addmm_(dyb, self.a)
-
-
-def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
-    """The base of a kind, from the tensors that an operator was given for it."""
-    if kind == DENSE:
-        return Dense(tensors, adapters)
-    if kind == "fp8":
-        from fxtune.kernels.fp8 import Fp8  # type: ignore[attr-defined]
-
-        made: Base = Fp8(tensors, adapters)
-        return made
-    return Dequantized(kind, tensors, adapters)
 
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:

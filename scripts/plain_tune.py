@@ -1,0 +1,149 @@
+"""LoRA by plain transformers, peft and torch's AdamW: what equal_loss.py compares fxtune with. Nothing here imports fxtune.
+
+The rows are handed over as numbers (a .npz file: ids, targets and positions of every step, and the held-out rows), so that both
+sides learn from the same tokens in the same order. Attention is torch's own under a mask that is written out: a token sees those
+before it in its own document and nothing else. No packing trick, no fused kernel, no compiler; the loss is torch's cross-entropy
+of float32 logits, and its mean is over the step's targets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SPREAD = 1e-4
+"""Standard deviation of B where an adapter starts: next to nothing, but an adapter whose B is zero was never trained."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training of the adapter in `start` over `base`."""
+
+    base: str
+    start: str
+    rows: str
+    """ids, targets, positions: int32 [steps, rows, length]; held_ids, held_targets, held_positions: [rows, length]."""
+    rates: tuple[float, ...]
+    """The learning rate of each step."""
+    eval_every: int
+    betas: tuple[float, float]
+    eps: float
+    clip: float
+
+
+def make_start(base: str, folder: str, seed: int, r: int, alpha: float) -> None:
+    """Draw an adapter for all linears of `base` and write it to `folder`, for every side to start from."""
+    import peft
+    import torch
+
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(_load(base), lora)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=SPREAD)
+    model.save_pretrained(folder, save_embedding_layers=False)  # else peft asks the hub
+
+
+def tune(job: Job) -> dict[str, Any]:
+    """Train. Returns the loss of each step, the held-out loss at steps (0: before the first), tokens a second."""
+    import numpy as np
+    import torch
+
+    rows = dict(np.load(job.rows))  # an archive reads an array anew each time that it is asked
+    model = _adapted(job.base, job.start).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.rates[0], betas=job.betas, eps=job.eps, weight_decay=0.0)
+    losses: list[float] = []
+    held_out = [(0, _held_out(model, rows))]
+    seconds: list[float] = []
+    for step, rate in enumerate(job.rates):
+        began = time.perf_counter()
+        total, count = _loss(model, *(rows[name][step] for name in ("ids", "targets", "positions")))
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, job.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - began)
+        if (step + 1) % job.eval_every == 0 or step + 1 == len(job.rates):
+            held_out.append((step + 1, _held_out(model, rows)))
+    assert "fxtune" not in sys.modules, "the plain side is plain"
+    return {"train": losses, "held_out": held_out, "step_seconds": float(np.median(seconds))}
+
+
+def judge(base: str, adapter: str, rows: str) -> float:
+    """The held-out loss of the adapter in `adapter` over `base`, by plain transformers and peft."""
+    import numpy as np
+
+    return _held_out(_adapted(base, adapter), dict(np.load(rows)))
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(base: str) -> Any:
+    """The base: in bfloat16 on a GPU, in float32 on a CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    device = _device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa").to(device)
+
+
+def _adapted(base: str, adapter: str) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(_load(base), Path(adapter), is_trainable=True)
+
+
+def _held_out(model: Any, rows: Any) -> float:
+    """Mean loss in nats over the targets of the held-out rows; the model's mode is left as it was."""
+    import torch
+
+    training, size = model.training, rows["ids"].shape[1]
+    model.eval()
+    held = [rows[f"held_{name}"] for name in ("ids", "targets", "positions")]
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for first in range(0, len(held[0]), size):
+            some, targets = _loss(model, *(part[first:first + size] for part in held))
+            total, count = total + some.item(), count + targets
+    model.train(training)
+    return total / count
+
+
+def _loss(model: Any, ids: Any, targets: Any, positions: Any) -> tuple[Any, int]:
+    """Cross-entropy in nats summed over the targets of [rows, length], and how many there are."""
+    import torch
+    from torch.nn import functional as F
+
+    device = _device()
+    ids, targets, positions = (torch.from_numpy(part).long().to(device) for part in (ids, targets, positions))
+    document = (positions == 0).cumsum(1)
+    length = ids.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    mask = (document[:, :, None] == document[:, None, :]) & before
+    with _autocast(device.type):
+        logits = model(input_ids=ids, attention_mask=mask[:, None], position_ids=positions, use_cache=False).logits
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+    return losses, int((targets != -100).sum())
+
+
+def _autocast(device: str) -> AbstractContextManager[Any]:
+    import torch
+
+    return torch.autocast(device, dtype=torch.bfloat16) if device == "cuda" else nullcontext()

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The target where there is none: `torch.nn.functional.cross_entropy`'s ignore_index, and Hugging Face's."""
+SIZES = 16
+"""How many numbers of supervised tokens filled() tells apart, of a batch of one shape."""
+FEWEST = 128
+"""The rows of a tile of the head's matmul: fewer take no less time."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,29 @@ class Batch:
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target: the only ones that need logits."""
     labels: torch.Tensor
-    """int64 [supervised]: their targets."""
+    """int64 [supervised]: their targets; IGNORED where filled() added one."""
     tokens: int
     """Tokens that are not padding."""
 
     @property
     def supervised(self) -> int:
-        """Targets that are not -100."""
+        """Targets that are not -100, in a batch that was not filled()."""
         return len(self.labels)
+
+    def filled(self) -> Batch:
+        """The same with a number of `supervised_at` and `labels` that few batches do not share: a multiple of FEWEST and of a
+        SIZES-th of all positions, completed by positions without a target, each once, and the label IGNORED.
+
+        The loss and its gradients are the same: an ignored row has none. What the head does for it is wasted, half a SIZES-th
+        of the positions on average. In return its matmuls and buffers have few sizes: memory that is freed fits what is asked for
+        next, and a recorded pass (fxtune/graphs.py) serves every batch of its size. On the host only.
+        """
+        positions = self.targets.numel()
+        step = max(-(-positions // SIZES), FEWEST)
+        missing = min(-(-max(len(self.labels), 1) // step) * step, positions) - len(self.labels)
+        spare = (self.targets.flatten() == IGNORED).nonzero().flatten()[:missing]
+        return replace(self, supervised_at=torch.cat([self.supervised_at, spare]),
+                       labels=torch.cat([self.labels, torch.full_like(spare, IGNORED)]))
 
     def _tensors(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

@@ -10,11 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fxtune.data.batch import FEWEST, SIZES, Pieces, assemble
 from fxtune.data.loader import Loader, LoaderConfig, load
 from fxtune.data.plan import Plan, plan_training
 from fxtune.data.sources import DataConfig, SourceConfig
@@ -167,6 +171,34 @@ def test_what_a_step_is_not_asked_for_is_skipped(folder):
     for step in load(made, LoaderConfig(), CPU):
         first = next(step.micro_batches)
         assert (first.input_ids == made.batch(step.index, 0).input_ids).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 4), length=st.integers(2, 700), share=st.floats(0, 1))
+def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, share):
+    draw = np.random.default_rng(rows * 1000 + length)
+    table = SimpleNamespace(ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share)
+    pieces = Pieces(np.zeros(rows, np.int64), np.arange(rows) * length, np.full(rows, length), np.arange(rows + 1), length, False,
+                    0, rows)
+    batch = assemble([table], pieces)
+    filled = batch.filled()
+    count, positions = batch.supervised, rows * length
+    step = max(-(-positions // SIZES), FEWEST)
+    assert len(filled.labels) in {min(step * times, positions) for times in range(1, SIZES + 1)}
+    assert count <= len(filled.labels) < max(count, 1) + step
+    assert torch.equal(filled.supervised_at[:count], batch.supervised_at)
+    assert torch.equal(filled.labels[:count], batch.labels)
+    assert len(filled.supervised_at.unique()) == len(filled.supervised_at) == len(filled.labels)
+    assert torch.equal(filled.targets.flatten()[filled.supervised_at], filled.labels), "what was added has no target"
+
+
+def test_batches_for_a_gpu_are_filled_and_others_are_not(folder):
+    made = plan(Table(folder))
+    pieces = made.pieces(0, 0)
+    at_once = {device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[pieces]
+               for device in ("cpu", "cuda")}
+    assert len(at_once["cpu"].labels) == made.batch(0, 0).supervised
+    assert len(at_once["cuda"].labels) == FEWEST
 
 
 @pytest.mark.parametrize("workers", [0, 1])

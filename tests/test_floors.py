@@ -14,7 +14,7 @@ FLOORS = [
     # knows the machine, the disk, a library; nothing of training
     {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends"},
+    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted"},
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
     # puts several together

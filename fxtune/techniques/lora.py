@@ -7,6 +7,10 @@ their matmuls fast again.
 
 PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) start A and B from a factorisation of W and take the product out of
 the frozen weight, so they too start as their base; whoever loads such an adapter repeats that factorisation.
+
+Linear by linear an adapter costs several passes over activations. `fused` runs those that read the same input, and a whole
+gated MLP, as one operator each (fxtune/adapted.py, kernels/fused_lora.py): the same mathematics, with the adapters' products
+in the dtype that the base computes in (float32 is added up inside), as autocast has them.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune import adapted as fusing
 from fxtune.errors import ConfigError, StorageError
 from fxtune.hub import Origin, fetch, locate_adapter
 from fxtune.technique import Evidence, Technique, observed, skeleton
@@ -36,6 +41,12 @@ class AdapterInit(str, Enum):
     gaussian = "gaussian"
     pissa = "pissa"
     olora = "olora"
+
+
+class Fused(str, Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
 
 
 @dataclass
@@ -53,6 +64,9 @@ class Lora(Technique):
     """Decompose weights into magnitude and direction (arXiv 2402.09353)."""
     init: AdapterInit = AdapterInit.default
     """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
+    fused: Fused = Fused.auto
+    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where it can act; linears that it
+    cannot serve run as peft runs them."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.r < 1:
@@ -68,6 +82,8 @@ class Lora(Technique):
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
             yield (f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
                    "Use default with dora.")
+        if self.fused is Fused.on and (hindrance := fusing.hindrance(facts)):
+            yield f"fused: {hindrance}. Use auto or off."
         config = facts.model.get("text_config") or facts.model
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
         if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
@@ -86,6 +102,13 @@ class Lora(Technique):
             for name in wanted:
                 if name != ALL_LINEAR and not any(there == name or there.endswith(f".{name}") for there in names):
                     yield f"{option}: {name} is no module of this model. Its linears are {', '.join(linears)}."
+
+    def resolve(self, facts: Facts) -> str | None:
+        if self.fused is not Fused.auto:
+            return None
+        why = "nothing is won on a CPU" if facts.device == "cpu" else fusing.hindrance(facts)
+        self.fused = Fused.off if why else Fused.on
+        return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         """Wrap the model (PeftModel), freezing the base. The random state of the caller decides A."""
@@ -109,6 +132,8 @@ class Lora(Technique):
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         _train_in_float32(adapted)
         adapted.base_logits = before
+        if self.fused is Fused.on:
+            adapted.fusion = fusing.fuse(adapted)
         return adapted
 
     def start_from(self, model: Any, adapter: str) -> None:
@@ -155,6 +180,8 @@ class Lora(Technique):
         yield Evidence("lora", f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
                        f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
                        f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
+        if self.fused is Fused.on:
+            yield _ran_fused(model, probe)
         # Of an embedding's adapter peft starts the other half at zero.
         halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
         nonzero = sum(bool(half.any()) for half in halves)
@@ -226,6 +253,17 @@ def _sketch(model: Any) -> torch.Tensor:
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
+
+
+def _ran_fused(model: Any, probe: dict[str, Any]) -> Evidence:
+    """The operators of a forward pass, seen where they are dispatched."""
+    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        calls = fusing.calls(lambda: model(**probe))
+    ran, wanted = sum(calls.values()), sum(model.fusion.groups.values())
+    told = ", ".join(f"{name} {count} times" for name, count in calls.items()) or "none"
+    # A mixture's experts run where a token goes to them.
+    return Evidence("lora", f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})", f"{told} ran",
+                    0 < ran <= wanted and (ran == wanted or model.fusion.experts))
 
 
 def _size(parameter: torch.Tensor) -> int:

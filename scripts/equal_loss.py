@@ -51,7 +51,7 @@ READY = 60.0
 EVALUATIONS = 8
 """Of the held-out text in a run."""
 SMOKE = dict(hidden=64, layers=2, head=32, vocabulary=512, context=128, megabytes=0.4, tune_megabytes=0.2, held_out=0.2,
-             evaluated=8, pretrain_minutes=0.02, pretrain_steps=6, rows=4, steps=8, seeds=[0], micro_tokens=1024)
+             evaluated=8, pretrain_minutes=0.02, pretrain_steps=6, rows=4, steps=8, lr=5e-3, seeds=[0], micro_tokens=1024)
 """What --smoke has in place of the defaults."""
 OF_BASE = ("hidden", "layers", "head", "vocabulary", "context", "megabytes", "tune_megabytes", "held_out", "evaluated",
            "pretrain_minutes", "pretrain_steps", "pretrain_rows", "pretrain_lr")

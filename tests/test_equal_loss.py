@@ -115,7 +115,7 @@ def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(
         assert drawing.stat().st_size < 150_000
     done = run(smoke.out, smoke.file, smoke.texts, "--lr", "1e-4")
     assert done.returncode == 1
-    assert "holds runs with lr=0.0005: name another file in --json" in done.stderr
+    assert "holds runs with lr=0.005: name another file in --json" in done.stderr
     done = run(tmp_path, smoke.file, smoke.texts)
     assert "is not in" in done.stderr
     done = run(tmp_path, tmp_path / "new.json", smoke.texts, "--minutes", "0.001")

@@ -75,7 +75,7 @@ def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`codes` [rows, width], e4m3 or uint8, times `scales` (float32, one for each row), in `dtype`. With powers of two bfloat16 is exact."""
+    """`codes` [rows, width], e4m3 or uint8, times `scales` (float32, one for each row). Powers of two: exact in bfloat16."""
     return (codes.view(E4M3).to(torch.float32) * scales.view(-1, 1)).to(dtype)
 
 

@@ -145,9 +145,9 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
         kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
         for rows in _tiles(len(x), tiles):
             operand, xa = first.operand(_rows(x[rows]), first.a.t())
-            gate_up = first.forward(operand, xa)
+            gate_up = first.forward(operand, None if first.late else xa)
             del operand
-            operand, pa = second.gated(act, gate_up, second.a.t())
+            operand, pa = second.gated(act, gate_up, second.a.t(), (xa, first.b) if first.late else None)
             if keep:
                 kept = gate_up, xa, pa
             second.forward(operand, pa, y[rows])
@@ -180,12 +180,13 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
             inputs, above = _rows(x[rows]), _rows(dy[rows])
             if not keep:
                 operand, xa = first.operand(inputs, first.a.t())
-                gate_up = first.forward(operand, xa)
+                gate_up = first.forward(operand, None if first.late else xa)
                 del operand
             operand, dyb = second.operand(above, second.b)
-            p = second.backward(operand, dyb)  # dp, until the gated kernel has been there
+            p = second.backward(operand, None if second.late else dyb)  # dp, until the gated kernel has been there
             above = operand.x
-            operand, gb = first.gated_backward(act, gate_up, p, first.b)
+            operand, gb = first.gated_backward(act, gate_up, p, first.b, (xa, first.b) if first.late else None,
+                                               (dyb, second.a) if second.late else None)
             if not keep:
                 del gate_up
                 pa = p @ second.a.t()

@@ -3,42 +3,70 @@
 `gate_up` [rows, 2 width] is gate and up side by side, as one matmul leaves them. Both functions write to where the caller
 wants the result, whose rows may lie apart, such as the left part of a buffer that the next matmul reads. All arithmetic is
 float32 and each result is rounded once. On a GPU the kernels of gated_triton.py do it; elsewhere torch, in the same order.
+
+What adapters add to gate and up, and backward to p's gradient, can come as the two factors of it: the kernels of
+gated_lora_triton.py then add it in passing, where a matmul would read and write these widest tensors of a layer once more.
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 ACTS = ("silu", "gelu_pytorch_tanh")
 """What `act` may be, by transformers' names."""
+Share = Optional[tuple[Tensor, Tensor]]
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 
 
-def gated(act: str, gate_up: Tensor, out: Tensor) -> Tensor:
-    """Write p = act(gate) * up to `out` [rows, width] and return it."""
+def gated(act: str, gate_up: Tensor, out: Tensor, share: Share = None) -> Tensor:
+    """Write p = act(gate) * up to `out` [rows, width] and return it.
+
+    `share`: what is to be added to `gate_up` before that, as two factors, xa [rows, R] and b [2 width, R]: xa b^T.
+    """
     if gate_up.is_cuda:
+        if share is not None:
+            from fxtune.kernels import gated_lora_triton
+
+            gated_lora_triton.forward(act, gate_up, out, share)
+            return out
         from fxtune.kernels.gated_triton import forward
 
         forward(act, gate_up, out)
         return out
-    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = _whole(gate_up, share).chunk(2, -1)
     return out.copy_(_act(act, gate)[0] * up)
 
 
-def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor) -> Tensor:
-    """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards."""
+def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share = None, above: Share = None) -> Tensor:
+    """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards.
+
+    `share` as for gated(); `above`: what is to be added to `dp`, as the factors ya [rows, Q] and a [Q, width]: ya a.
+    """
     if gate_up.is_cuda:
+        if share is not None and above is not None:
+            from fxtune.kernels import gated_lora_triton
+
+            gated_lora_triton.backward(act, gate_up, dp, out, share, above)
+            return out
         from fxtune.kernels.gated_triton import backward
 
+        gate_up = gate_up if share is None else torch.addmm(gate_up, share[0], share[1].t())
+        dp = dp if above is None else dp.addmm_(*above)
         backward(act, gate_up, dp, out)
         return out
-    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = _whole(gate_up, share).chunk(2, -1)
     activated, slope = _act(act, gate)
-    above = dp.float()
-    out.copy_(torch.cat([above * up * slope, above * activated], -1))
+    gradient = dp.float() if above is None else dp.float().addmm_(above[0].float(), above[1].float())
+    out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     return out
+
+
+def _whole(gate_up: Tensor, share: Share) -> Tensor:
+    return gate_up.float() if share is None else gate_up.float() + share[0].float() @ share[1].float().t()
 
 
 def _act(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ What a kind of base does (`Base`; fused_lora.py calls nothing else of it):
     operand(x, A)                   -> Operand, x A^T       take activations in, and multiply them by the adapters' first half
     gated(act, gate_up, A)          -> Operand, p A^T       the same for p = act(gate) * up, which this makes (of down_proj)
     gated_backward(act, gate_up, dp, B) -> Operand, g B     the same for g = [dgate | dup] (of gate and up); dp becomes p
+                                                           (with xa B^T still to be added where the base says `late`)
     forward(operand, xa)            -> y  = x W^T + xa B^T  [rows, out]
     backward(operand, dyb)          -> dx = dy W + dyb A    [rows, in], of operand(dy, B)
 
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import gated, gated_backward
+from fxtune.kernels.gated import Share, gated, gated_backward
 
 ALIGN = 16
 """The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
@@ -112,6 +113,9 @@ class Base:
     """[R, in], compute dtype."""
     b: Tensor
     """[out, R], compute dtype, scaled; with the bias in column sum(ranks)."""
+    late = False
+    """Whether the adapters' product is a pass of its own over the result. Then an MLP has forward() and backward() leave it out
+    where a gated activation follows, which adds it in passing."""
 
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         self.adapters, self.tensors = adapters, tensors
@@ -124,21 +128,22 @@ class Base:
         """`x` [rows, in or out]; `factor` is self.a.t() or self.b: what to multiply x by, [in or out, R]."""
         return Operand(x), self.ones(x @ factor, factor)
 
-    def gated(self, act: str, gate_up: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """The operand p = act(gate) * up of `gate_up` [rows, 2 in]."""
+    def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
+        """The operand p = act(gate) * up of `gate_up` [rows, 2 in]; `share` is what gate_up still lacks, see gated()."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        return self.operand(gated(act, gate_up, gate_up.new_empty(rows, width)), factor)
+        return self.operand(gated(act, gate_up, gate_up.new_empty(rows, width), share), factor)
 
-    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p."""
-        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up)), factor)
+    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
+                       above: Share = None) -> tuple[Operand, Tensor]:
+        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p. `above`: what dp still lacks."""
+        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above), factor)
 
-    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given."""
+    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given. `late` ones take xa=None."""
         raise NotImplementedError
 
-    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given."""
+    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given. `late` ones take dyb=None."""
         raise NotImplementedError
 
     def ones(self, product: Tensor, factor: Tensor) -> Tensor:
@@ -172,13 +177,14 @@ class Dense(Base):
         left.copy_(x)
         return self.filled(Operand(x, buffer), factor)
 
-    def gated(self, act: str, gate_up: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+    def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
         buffer, left = self.room(gate_up.shape[0], gate_up.shape[1] // 2)
-        return self.filled(Operand(gated(act, gate_up, left), buffer), factor)
+        return self.filled(Operand(gated(act, gate_up, left, share), buffer), factor)
 
-    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
+                       above: Share = None) -> tuple[Operand, Tensor]:
         buffer, left = self.room(*gate_up.shape)
-        return self.filled(Operand(gated_backward(act, gate_up, dp, left), buffer), factor)
+        return self.filled(Operand(gated_backward(act, gate_up, dp, left, share, above), buffer), factor)
 
     def filled(self, operand: Operand, factor: Tensor) -> tuple[Operand, Tensor]:
         """Multiply by `factor`, and put the product into the right part of the operand's buffer."""
@@ -186,15 +192,17 @@ class Dense(Base):
         operand.more[:, -product.shape[1]:] = product
         return operand, product
 
-    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return _mm(operand.more, self.made[:self.out].t(), out)
 
-    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return _mm(operand.more, self.made[:, :self.inner], out)
 
 
 class Dequantized(Base):
     """Weights in 4 or 8 bits that are dequantised to the compute dtype in each call, all siblings into one matrix."""
+
+    late = True
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         super().__init__(tensors, adapters)
@@ -210,11 +218,16 @@ class Dequantized(Base):
             unpacked(self.kind, self.tensors[index * each:(index + 1) * each], into)
         return made
 
-    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return _mm(operand.x, self.weight().t(), out).addmm_(xa, self.b.t())
+    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        return added(_mm(operand.x, self.weight().t(), out), xa, self.b.t())
 
-    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return _mm(operand.x, self.weight(), out).addmm_(dyb, self.a)
+    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        return added(_mm(operand.x, self.weight(), out), dyb, self.a)
+
+
+def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor) -> Tensor:
+    """The adapters' product, added in place."""
+    return product if narrow is None else product.addmm_(narrow, factor)
 
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.fp8 import Weight, quantize_rows, scaled_mm
-from fxtune.kernels.lora_base import Adapters, Base, Operand
+from fxtune.kernels.lora_base import Adapters, Base, Operand, added
 
 
 class Fp8(Base):
     """`tensors`: the four of a fp8.Weight of the whole group."""
+
+    late = True
 
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         super().__init__(tensors, adapters)
@@ -26,11 +28,11 @@ class Fp8(Base):
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         return Operand(x, quantize_rows(x)), self.ones(x @ factor, factor)
 
-    def forward(self, operand: Operand, xa: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return self.product(operand, self.weight.codes, self.weight.scales, out).addmm_(xa, self.b.t())
+    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        return added(self.product(operand, self.weight.codes, self.weight.scales, out), xa, self.b.t())
 
-    def backward(self, operand: Operand, dyb: Tensor, out: Optional[Tensor] = None) -> Tensor:
-        return self.product(operand, self.weight.back, self.weight.back_scales, out).addmm_(dyb, self.a)
+    def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+        return added(self.product(operand, self.weight.back, self.weight.back_scales, out), dyb, self.a)
 
     def product(self, operand: Operand, codes: Tensor, scales: Tensor, out: Optional[Tensor]) -> Tensor:
         if self.adapters.dtype is torch.bfloat16:

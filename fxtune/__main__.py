@@ -53,6 +53,8 @@ WORDS = {
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
                    reads_data=True, flags=("loss", "each"), values=("json",)),
+    "bench": Word("fxtune.commands.bench", "measure the recipe: speed, memory, energy, money, and what each technique is worth",
+                  reads_data=True, flags=("ablate",), values=("steps", "warm_up", "price", "json"), told=True),
     "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
                    values=("json",), alone=True),
     "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
@@ -88,7 +90,8 @@ options
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
   --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
-  --json FILE         verify, doctor: also write what was seen to FILE
+  --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price AN_HOUR
+  --json FILE         verify, doctor, bench: also write what was seen to FILE
   -h, --help          this text
   -V, --version       versions of fxtune and of what it stands on
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"

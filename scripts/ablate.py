@@ -1,4 +1,4 @@
-"""The memory and the time of each technique, alone and together: real runs of `python -m fxtune`, one table, one plot.
+"""The memory and the time of each technique, alone and together: each by `fxtune bench`, in one table and one plot.
 
     python scripts/ablate.py --data docs.jsonl --json ablation.json --plot docs/ablation.svg      # a GPU, an hour and a half
     python scripts/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json         # in pieces: goes on
@@ -7,8 +7,8 @@
 
 Each row is a process of its own, through the whole data path: documents are read, tokenised and packed into rows of full
 length, weights are drawn at random (speed and memory do not depend on their values), LoRA r=16 is trained. Its figures are
-those of its metrics.jsonl: the median over the steps after the first WARM_UP ones, the peak of the whole run. What is
-refused or does not fit is a row that says so. A case that stands in the JSON file is not run again (--again does).
+those of `fxtune bench`: of the steps after the first WARM_UP ones, and the peak of all of it. What is refused or does not fit
+is a row that says so. A case that stands in the JSON file is not run again (--again does).
 
 A technique is put on top of a base: `plain` where that fits (LoRA, bfloat16, torch's own attention), at lengths where plain
 does not fit what it needs to fit, which the row's name tells (`full + fused_loss`). Ratios are to that base.
@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # of a checkout that is not installed
 WARM_UP = 2
 """Steps that compile, tune and fill caches."""
 LENGTHS = {4096: 4, 16384: 1, 65536: 1}
@@ -76,6 +76,7 @@ POLICIES = ("selective", "offload", "tiled_mlp")
 
 def main() -> None:
     args = arguments()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rows: dict[str, dict[str, Any]] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     began = time.monotonic()
     left_out = []
@@ -166,49 +167,24 @@ def settings(length: int, case: str) -> list[str]:
 
 def measure(shape: str, length: int, case: str, args: argparse.Namespace, folder: Path, seconds: float) -> dict[str, Any] | None:
     """Run one case; its row, or None where `seconds` were not enough."""
+    from fxtune.measure import apart
+
     rows = LENGTHS.get(length, 1)
     architecture = ",".join(f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
                             for key, value in SHAPES[shape].items())
-    run = folder / f"{shape}-{length}-{case}"
-    command = [sys.executable, "-m", "fxtune", "model.path=null", "model.tokenizer=builtin:tiny", "model.init=random",
-               f"model.architecture={{{architecture}}}", f"data.sources=[{{path: '{documents(args, folder)}'}}]",
-               f"data.cache_dir={folder / 'cache'}", f"data.sequence_length={length}", f"train.max_steps={args.steps}",
-               "train.epochs=1000", f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}", "checkpoint.every=0",
-               "tracking.wandb.mode=disabled", "tracking.display=plain", f"run.dir={run}", *settings(length, case)]
+    words = ["model.path=null", "model.tokenizer=builtin:tiny", "model.init=random", f"model.architecture={{{architecture}}}",
+             f"data.sources=[{{path: '{documents(args, folder)}'}}]", f"data.cache_dir={folder / 'cache'}",
+             f"data.sequence_length={length}", f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}",
+             *settings(length, case)]
+    row: dict[str, Any] = {"shape": shape, "length": length, "rows": rows, "case": case, "command": settings(length, case)}
     began = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds,
-                              env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+        found = apart(words, args.steps - WARM_UP, WARM_UP, seconds)
     except subprocess.TimeoutExpired:
-        shutil.rmtree(run, ignore_errors=True)
         return None
-    row: dict[str, Any] = {"shape": shape, "length": length, "rows": rows, "case": case, "command": settings(length, case),
-                           "seconds": round(time.monotonic() - began, 1)}
-    if done.returncode:
-        return {**row, "error": reason(done.returncode, done.stderr)}
-    steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "train/step_seconds" in step]
-    counted = steps[WARM_UP:]
-    for name, key in (("tokens_per_second", "train/tokens_per_second"), ("step_seconds", "train/step_seconds"),
-                      ("mfu", "train/mfu")):
-        values = [step[key] for step in counted if step.get(key) is not None]
-        row[name] = statistics.median(values) if values else None
-    row["memory_gib"] = max(step["train/memory_gib"] for step in steps)
-    shutil.rmtree(run, ignore_errors=True)
-    return row
-
-
-def reason(status: int, stderr: str) -> str:
-    """What a run that failed says, in one line."""
-    lines = [text.strip() for text in stderr.splitlines() if text.strip()]
-    if "out of memory" in stderr:
-        return "does not fit"
-    own = [index for index, text in enumerate(lines) if text.startswith("fxtune: ")]
-    if not own:
-        return f"failed ({status}): {lines[-1] if lines else ''}"[:300]
-    said = lines[own[-1]:]
-    first = said[1] if said[0].endswith(":") and len(said) > 1 else said[0].removeprefix("fxtune: ")
-    return f"refused: {first}"[:300]
+    row["seconds"] = round(time.monotonic() - began, 1)
+    kept = ("error", "tokens_per_second", "step_seconds", "mfu", "memory_gib")
+    return {**row, **{name: found[name] for name in kept if name in found}}
 
 
 def documents(args: argparse.Namespace, folder: Path) -> Path:

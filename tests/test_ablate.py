@@ -53,10 +53,3 @@ def test_every_case_composes_and_differs_from_what_it_is_compared_with(length, c
         assert ablate.label({"length": length, "case": case})
     for case, techniques in seen.items():
         assert [techniques == other for other in seen.values()].count(True) == 1, f"{case} is another case's twin"
-
-
-def test_what_failed_is_said_in_one_line():
-    many = "fxtune: This cannot run here as asked:\n  techniques.lora.r: 0 is not\n  techniques.rope.factor: 1\n"
-    assert ablate.reason(2, many) == "refused: techniques.lora.r: 0 is not"
-    assert ablate.reason(4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps") == "does not fit"
-    assert ablate.reason(1, "KeyError: 'x'") == "failed (1): KeyError: 'x'"

@@ -1,7 +1,8 @@
 """The optimizers, from libraries, the parameter groups they get, and their state as plain tensors.
 
 `Optimizer` is one thing to the loop even where the method is two (Muon for matrices, AdamW for the rest). Its update is
-guarded: when the step's loss or gradient is not finite, nothing changes, neither weights nor moments.
+guarded: when the step's loss or gradient is not finite, nothing changes, neither weights nor moments. The host does not wait to
+know (kernels/guarded_step.py), but for Adafactor and for large models with an optimizer that is not fused.
 
 Memory of the state in bytes a trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are bfloat16
 too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values keep 8), Lion,
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.kernels.guarded_step import LIMIT, Guard, unwaiting
 from fxtune.kernels.stochastic_adamw import StochasticAdamW
 from fxtune.world import Facts, Library, World, c_compiler
 
@@ -115,6 +117,7 @@ class Optimizer:
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parts = _library_optimizers(model, config, list(self.names))
+        self.guards = {part: Guard(part) for part in self.parts if _guarded(part, list(self.names))}
         self.keep_gradients = keep_gradients
         for parameter in self.names if keep_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
@@ -138,8 +141,10 @@ class Optimizer:
             if part.defaults.get("fused"):
                 part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # what GradScaler hands to fused kernels
                 part.step()
-            elif finite.item():  # these have no way to skip on the device: one host sync a step
-                with _uncompiled(part):
+                continue
+            with _uncompiled(part):
+                taken = part in self.guards and self.guards[part].step(finite)
+                if not taken and finite.item():  # it has no way to skip on the device: one host sync a step
                     part.step()
         if self.keep_gradients:
             torch._foreach_zero_([parameter.grad for parameter in self.names if parameter.grad is not None])
@@ -152,6 +157,8 @@ class Optimizer:
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
         for part in self.parts:
+            if part in self.guards:
+                self.guards[part].settle()
             for group in part.param_groups:
                 for parameter in group["params"]:
                     moments = dict(part.state.get(parameter, {}))
@@ -208,6 +215,12 @@ def _uncompiled(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if on_host and _of(part, Library.torchao.value) else nullcontext()
 
 
+def _guarded(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
+    """Whether a step is better taken back on the device than asked about. Adafactor asks the device itself, for each weight."""
+    able = not part.defaults.get("fused") and not isinstance(part, torch.optim.Adafactor)
+    return able and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= LIMIT
+
+
 def _of(part: torch.optim.Optimizer, package: str) -> bool:
     return type(part).__module__.partition(".")[0] == package
 
@@ -259,9 +272,7 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
                                  eps=config.eps)
     groups = _groups(parameters, config.weight_decay)
     if library(config, facts) is Library.bitsandbytes:
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(groups, **given)
+        return unwaiting()(groups, **given)
     from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
     part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **given)

@@ -9,6 +9,7 @@ from fxtune import optimizer as optimizers
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.errors import ConfigError
+from fxtune.kernels.guarded_step import Guard
 from fxtune.kernels.stochastic_adamw import round_by_chance
 from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
 from fxtune.setting import Setting
@@ -99,6 +100,37 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
     backward(model, 4)
     optimizer.step(1e-2, YES)  # and goes on afterwards
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, tmp_path):
+    """As on a GPU, where nobody asks before the step whether it is finite."""
+    (model, asking), (other, guarded) = make(name, weight_decay=0.1, fused=fused), make(name, weight_decay=0.1, fused=fused)
+    guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
+    taken = 0
+    for seed in range(9):
+        for each, its in ((model, asking), (other, guarded)):
+            backward(each, seed)
+            if seed in (0, 3, 4, 6):
+                each.up.weight.grad[0, 0] = float("nan" if seed == 3 else "inf")
+            norm = its.clip(1.0)
+            its.step(1e-2, torch.isfinite(norm))
+        taken += sum(guard.verdict is not None for guard in guarded.guards.values())
+        if seed == 6:
+            again, resumed = make(name, weight_decay=0.1, fused=fused)
+            again.load_state_dict(other.state_dict())
+            resumed.load(*stored(guarded, tmp_path))
+    assert taken > 0 or not guarded.guards or name == "sgd"
+    for seed in (7, 8):
+        backward(again, seed)
+        resumed.clip(1.0)
+        resumed.step(1e-2, YES)
+    for one in (other, again):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), one.parameters(), strict=True))
+    (tensors, scalars), (others, theirs) = asking.state(), guarded.state()
+    assert scalars == theirs
+    assert all(torch.equal(value, others[key]) for key, value in tensors.items())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -179,18 +179,46 @@ def test_updates_below_what_bfloat16_resolves_add_up(case):
     assert moved(config(case)) == pytest.approx(0.1, rel=0.03)
 
 
-@pytest.mark.parametrize("case", ["adamw", "adamw/stochastic", "sgd"])
-def test_these_never_make_the_host_wait(case):
+@pytest.mark.parametrize("case", [name for name in CASES if name != "adafactor"])
+def test_nothing_waits_for_the_device(case, monkeypatch):
+    """Adafactor alone does: torch's asks the device for the norm of each weight."""
+    if reasons := list(check(config(case), World(torch.device("cuda", 0)).facts(dtype=str(dtype_of(case))[6:]))):
+        pytest.skip(reasons[0])
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))
-    learn(model, optimizer, range(3))
+    learn(model, optimizer, range(4))
     loss = backward(model, 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the host waits for the device"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norm = optimizer.clip(1.0)
-        optimizer.step(1e-3, torch.isfinite(norm) & torch.isfinite(loss))
+        for _ in range(2):
+            norm = optimizer.clip(1.0)
+            optimizer.step(1e-3, torch.isfinite(norm) & torch.isfinite(loss))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_bad_step_among_good_ones_is_as_if_it_had_never_been(case):
+    """Also what is counted on the host, which learns of it a step later."""
+    models = []
+    for bad in (False, True):
+        model = small(dtype_of(case))
+        optimizer = Optimizer(model, config(case))
+        for step in range(8):
+            if bad and step in (2, 5):
+                backward(model, 99)
+                model[1].weight.grad[0, 0] = float("nan")
+                optimizer.step(1e-3, torch.isfinite(optimizer.clip(1.0)))
+            loss = backward(model, step)
+            optimizer.clip(1.0)
+            torch.manual_seed(step)  # of rounding by chance
+            optimizer.step(1e-3, torch.isfinite(loss))
+        models.append((model, optimizer.state()))
+    (one, (_, counts)), (other, (_, theirs)) = models
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert counts == theirs
 
 
 def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():

@@ -28,7 +28,12 @@ _SECRET_SHAPES = re.compile("|".join((
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_QUERY = re.compile(r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+",
                         re.IGNORECASE)
-_HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the key's name decides
+_HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the name or the place decides
+_COMMIT_PLACE = re.compile(
+    r"(?:\b(?:revision|commit|sha1?|digest)(?:\s*[=:]\s*|\s+(?:is\s+|of\s+)?|\s+\(here\s+)[\"'`]?"  # revision=..., commit '...'
+    r"|/(?:commits?|tree|blob|resolve|raw|archive|snapshots)/"  # pages of the hub and of GitHub, and the hub's cache
+    r"|[\w.-]+/[\w.-]+@)$", re.IGNORECASE)  # hub:ORG/KERNEL@..., git+https://host/org/repo@...
+"""What stands right before a commit in a text. The last words before it count, not any word of the sentence."""
 
 
 def redact(value: Any, key: str = "") -> Any:
@@ -71,7 +76,12 @@ def _clean(text: str, key: str, secrets: list[str]) -> str:
     text = _SECRET_SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(f"{HIDDEN}@", text)
     text = _URL_QUERY.sub(rf"\1={HIDDEN}", text)
-    return text if _HASH_NAME.search(key) else _HEX40.sub(HIDDEN, text)
+    return text if _HASH_NAME.search(key) else _HEX40.sub(_unless_commit, text)
+
+
+def _unless_commit(found: re.Match[str]) -> str:
+    before = found.string[max(found.start() - 120, 0):found.start()]
+    return found[0] if _COMMIT_PLACE.search(before) else HIDDEN
 
 
 def _environment_secrets() -> list[str]:

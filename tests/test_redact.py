@@ -27,6 +27,31 @@ def test_a_secret_shape_is_hidden_within_any_text(secret):
     assert redact({"note": f"use {secret} here"}) == {"note": f"use {HIDDEN} here"}
 
 
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+
+
+@pytest.mark.parametrize("text", [
+    f"model.path=a/b has no revision '{COMMIT}'. Its branches: https://huggingface.co/a/b/commits",
+    f"revision={COMMIT} has no meaning", f"in model.revision (here {COMMIT}).", f"cannot be told to be revision {COMMIT}",
+    f"/root/.cache/hub/models--a--b/snapshots/{COMMIT}/config.json is missing", f"https://huggingface.co/a/b/resolve/{COMMIT}/x.json",
+    f"backend: hub:kernels-community/flash-attn3@{COMMIT} cannot be loaded", f"pip install git+https://github.com/a/b@{COMMIT}"])
+def test_a_commit_in_a_message_stays(text):
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("text", [
+    f"wandb login {COMMIT}", f"the commit was made with WANDB_API_KEY={COMMIT}", f"key {COMMIT} of revision main",
+    f"api_key: '{COMMIT}'", f"revision main, key={COMMIT}", COMMIT, f"my_revision_key={COMMIT}", f"user@{COMMIT}"])
+def test_what_may_be_a_key_does_not_stay_for_a_word_elsewhere(text):
+    assert COMMIT not in redact(text)
+
+
+def test_the_environment_s_key_is_hidden_where_a_commit_may_stand(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", COMMIT)
+    assert redact(f"revision={COMMIT}") == f"revision={HIDDEN}"
+    assert redact({"revision": COMMIT}) == {"revision": HIDDEN}
+
+
 def test_urls_lose_users_and_signatures_only():
     assert redact({"path": "https://me:pw@host.org/x?sig=abc&size=3"}) == {
         "path": f"https://{HIDDEN}@host.org/x?sig={HIDDEN}&size=3"}

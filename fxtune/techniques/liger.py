@@ -130,6 +130,8 @@ class Liger(Technique):
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
             notes.append(f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
                          f"{size / 2**30:.2g} GiB in float32)")
+        if Switch.on not in [self.fused_linear_cross_entropy, *(getattr(self, name) for name in WHAT)]:
+            return f"nothing of it acts here: {', '.join(notes) or 'each kernel is off'}"
         return ", ".join(notes) or None
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:

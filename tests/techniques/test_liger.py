@@ -321,6 +321,11 @@ def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
     chosen, note = resolved({})
     assert {getattr(chosen, name) for name in WHAT} == {Switch.off}
     assert "rms_norm off (Triton needs a GPU)" in note
+    assert note.startswith("nothing of it acts here: ")
+    assert not resolved({"sequence_length": 2**18})[1].startswith("nothing"), "the loss is fused without a GPU, too"
+    assert not resolved(GPU)[1].startswith("nothing")
+    every = dict.fromkeys((*WHAT, "fused_linear_cross_entropy"), Switch.off)
+    assert resolved(GPU, **every)[1] == "nothing of it acts here: each kernel is off"
     assert "geglu" not in note, "what the model does not have is not worth a word"
 
 
@@ -390,6 +395,6 @@ def test_a_pipeline_says_what_it_chose():
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True)
     chosen, notes = pipeline.ready(facts_of(random_model("llama")))
-    assert any(note.startswith("liger: rms_norm off (Triton needs a GPU), ") for note in notes)
+    assert any(note.startswith("liger: nothing of it acts here: rms_norm off (Triton needs a GPU), ") for note in notes)
     assert pipeline.liger.rms_norm is Switch.auto, "what the recipe asked for stays as it is"
     assert replace(chosen.liger, enabled=False).fused_linear_cross_entropy is Switch.off

@@ -151,6 +151,9 @@ class _Comparison:
             offs = rounded.loss_off, rounded.gradient_off, rounded.worst_off
             self.bounds = tuple(2 * off + part for off, part in zip(offs, slack, strict=True))  # type: ignore[assignment]
         chosen = self.techniques
+        if each and (kept := [name for name in BY_DESIGN if getattr(chosen, name).enabled]):
+            self.tell(f"Not taken away: {' and '.join(kept)}. What is computed is another by design, and the reference has "
+                      f"{'it' if len(kept) == 1 else 'them'}, too.")
         without = {name: replace(chosen, **{name: getattr(plain, name)}) for name in OPTIONAL
                    if each and getattr(chosen, name).enabled and getattr(chosen, name) != getattr(plain, name)}
         for name, pipeline in without.items():

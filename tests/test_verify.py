@@ -205,11 +205,12 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(cwd,
     assert "Within:" in capsys.readouterr().out
 
 
-def test_each_takes_one_technique_away_at_a_time(cwd):
+def test_each_takes_one_technique_away_at_a_time(cwd, capsys):
     code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true")
     assert code == 0
     assert {name for name in compared(found) if "without" in name} == {
         "fxtune, without attention, 1 x 4 as configured", "fxtune, without checkpointing, 1 x 4 as configured"}
+    assert "Not taken away: precision and lora." in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypatch):

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.lora_base import DENSE, augment, weight_views
-from fxtune.kernels.quantized import is_quantized
+from fxtune.kernels.quantized import grouped, is_quantized
 from fxtune.kernels.selective import name_of
 from fxtune.world import Facts
 
@@ -235,9 +235,7 @@ def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
             base.weight.data = view
         tensors = [made]
     else:
-        from fxtune.kernels.quantized import packed
-
-        tensors = [tensor for base in bases for tensor in packed(base)]
+        tensors = grouped(bases)
     for index, tensor in enumerate(tensors):
         module.register_buffer(f"fused_{name}{index}", tensor, persistent=False)
     setattr(module, f"fused_{name}_kind", kind)

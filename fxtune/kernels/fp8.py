@@ -94,18 +94,18 @@ def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
 def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """The product of what quantize_rows() gave and the transpose of `codes`: bfloat16 [rows, n], in `out` where it is given.
 
-    `x`: e4m3 [rows, k] and float32 [rows, 1]; `codes`: e4m3 or uint8 [n, k], each row contiguous; `scales`: float32 [1, n]. k
-    and n multiples of 16.
+    `x`: e4m3 [rows, k] and float32 [rows, 1]; `codes`: e4m3 or uint8 [n, k], `scales`: float32 [1, n], both copied unless
+    contiguous. k and n multiples of 16.
     """
-    (left, left_scales), right = x, codes.view(E4M3)
+    (left, left_scales), right = x, codes.contiguous().view(E4M3)
     shape = len(left), len(right)
     out = torch.empty(shape, dtype=torch.bfloat16, device=left.device) if out is None else out
     assert (out.shape, out.dtype) == (shape, torch.bfloat16)
     if not left.is_cuda:
         return out.copy_((left.float() @ right.float().t()).mul_(left_scales).mul_(scales))
     if shape[0]:  # cuBLAS takes no matrix without rows
-        torch._scaled_mm(left, right.t(), scale_a=left_scales, scale_b=scales, out_dtype=torch.bfloat16, use_fast_accum=True,
-                         out=out)
+        torch._scaled_mm(left, right.t(), scale_a=left_scales, scale_b=scales.contiguous(), out_dtype=torch.bfloat16,
+                         use_fast_accum=True, out=out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Frozen linears whose weights lie in 4 or 8 bits and are multiplied in 16: y = x W^T with W made anew for each use.
+"""Frozen linears whose weights lie in 4 or 8 bits. nf4 and int8 are multiplied in 16: y = x W^T with W made anew for each use.
 
 A weight that is never trained needs its bits only while it is being multiplied. It is dequantised into a 16-bit buffer
 before the matmul, forward and again backward, and nothing 16-bit outlives the operator. That costs one pass over the weight
@@ -11,6 +11,8 @@ whose kernels are fused, or torchao, which is plain torch and always quantises t
 int8: one scale for each output row. Our own matmul over what the library has stored, since the libraries' do not suit
 training: bitsandbytes' rounds the activations to 8 bits too and keeps them for a gradient that nobody asks for, out of
 checkpointing's reach; torchao's keeps each 16-bit weight from forward to backward, and with that the memory that it saved.
+
+fp8: is multiplied as it is, twice as fast, and saves no memory: see kernels/fp8.py.
 """
 
 from __future__ import annotations
@@ -25,30 +27,35 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.kernels import fp8
+
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 
 
 def bytes_per_weight(options: Mapping[str, Any]) -> float:
     """Bytes that a quantised linear takes for each of its weights, scales included.
 
-    `options`: of the technique, as in `facts.techniques["quantize"]`; its `type` (nf4 or int8) and `double` are read. int8's
-    row scales (4 bytes a row) are counted as if rows were 4,096 long.
+    `options`: of the technique, as in `facts.techniques["quantize"]`; its `type` (nf4, int8 or fp8) and `double` are read. Row
+    scales (int8's and fp8's, 4 bytes a row) are counted as if rows were 4,096 long. fp8: with the transpose.
     """
-    if str(getattr(options["type"], "value", options["type"])) == "int8":
-        return 1 + 4 / 4096
+    kind = str(getattr(options["type"], "value", options["type"]))
+    if kind in ("int8", "fp8"):
+        return (1 + 4 / 4096) * (2 if kind == "fp8" else 1)
     scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if options["double"] else 4 / NF4_BLOCK
     return 0.5 + scales
 
 
 def quantized(linear: nn.Linear, kind: str, library: str, double: bool, compute: torch.dtype,
               device: torch.device) -> nn.Linear:
-    """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8).
+    """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
 
-    `library`: bitsandbytes or torchao. `double`: also quantise nf4's scales. `compute`: the dtype that the weight is
-    dequantised to and the matmul runs in; inputs are cast to it and the output back to theirs. `linear` is left as it is.
+    `library`: bitsandbytes or torchao; not read for fp8. `double`: also quantise nf4's scales. `compute`: the dtype that the
+    weight is dequantised to and the matmul runs in; inputs are cast to it and the output back to theirs. fp8's products are
+    added up in float32 and rounded to bfloat16. `linear` is left as it is.
     """
-    make = {("nf4", "bitsandbytes"): _nf4_bitsandbytes, ("nf4", "torchao"): _nf4_torchao,
-            ("int8", "bitsandbytes"): _int8_bitsandbytes, ("int8", "torchao"): _int8_torchao}[kind, library]
+    make = _fp8 if kind == "fp8" else {
+        ("nf4", "bitsandbytes"): _nf4_bitsandbytes, ("nf4", "torchao"): _nf4_torchao,
+        ("int8", "bitsandbytes"): _int8_bitsandbytes, ("int8", "torchao"): _int8_torchao}[kind, library]
     made = make(linear, linear.weight.detach().to(device), compute, double)
     bias = linear.bias
     made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
@@ -63,6 +70,8 @@ def is_quantized(module: nn.Module) -> bool:
 @torch.no_grad()
 def dequantized(module: Any) -> torch.Tensor:
     """The weight that a quantised linear multiplies by, [out, in] in the dtype that it computes in."""
+    if isinstance(module, _Fp8):
+        return fp8.dequantize_rows(module.weight, module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return _int8_weight(module.codes, module.scale, module.compute_dtype)
     if module.fxtune_quantized == "nf4/torchao":
@@ -72,7 +81,9 @@ def dequantized(module: Any) -> torch.Tensor:
 
 
 def packed(module: Any) -> list[torch.Tensor]:
-    """What a linear that `quantized` made stores, as plain tensors for an operator; `unpacked` reads them."""
+    """What a linear that `quantized` made stores, as plain tensors for an operator; `unpacked` reads them, but for fp8's."""
+    if isinstance(module, _Fp8):
+        return [tensor.detach() for tensor in module.held()]
     if hasattr(module, "codes"):
         return [module.codes, module.scale]
     weight = module.weight
@@ -81,6 +92,23 @@ def packed(module: Any) -> list[torch.Tensor]:
     state = weight.quant_state
     return [weight.data, state.absmax, state.code] + (
         [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else [])
+
+
+@torch.no_grad()
+def grouped(modules: Sequence[Any]) -> list[torch.Tensor]:
+    """What an operator is given for several linears of one kind that read the same input (kernels/lora_base.py).
+
+    In fp8 that is one weight, of which the linears' own become views: one product takes one matrix. The others stay apart.
+    """
+    if len(modules) == 1 or not isinstance(modules[0], _Fp8):
+        return [tensor for module in modules for tensor in packed(module)]
+    whole = fp8.with_transpose(torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1))
+    start = 0
+    for one in modules:
+        mine = slice(start, start + one.out_features)
+        one.hold(fp8.Weight(whole.codes[mine], whole.scales[:, mine], whole.back[:, mine], whole.back_scales))
+        start = mine.stop
+    return list(whole)
 
 
 @torch.no_grad()
@@ -111,7 +139,9 @@ def unpacked(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> N
 
 def stored_bytes(module: Any) -> int:
     """Bytes of a quantised linear's weight, scales included."""
-    if hasattr(module, "codes"):
+    if isinstance(module, _Fp8):
+        tensors = list(module.held())
+    elif hasattr(module, "codes"):
         tensors = [module.codes, module.scale]
     elif module.fxtune_quantized == "nf4/torchao":
         weight = module.weight
@@ -178,6 +208,13 @@ def _int8_torchao(linear: nn.Linear, weight: torch.Tensor, compute: torch.dtype,
     return _with_codes(made, made.weight.qdata, made.weight.scale.flatten(), compute, "int8/torchao")
 
 
+def _fp8(linear: nn.Linear, weight: torch.Tensor, compute: torch.dtype, double: bool) -> Any:
+    made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.compute_dtype, made.fxtune_quantized = compute, "fp8"
+    made.hold(fp8.quantize_weight(weight))
+    return made
+
+
 def _with_codes(made: Any, codes: torch.Tensor, scale: torch.Tensor, compute: torch.dtype, name: str) -> Any:
     """Lay out as buffers what the matmul reads, codes int8 [out, in] (the library's own memory) and scale float32 [out]."""
     made.register_buffer("codes", codes, persistent=False)
@@ -193,6 +230,28 @@ class _Cast(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
+
+
+class _Fp8(nn.Linear):
+    """Two products in fp8. Its `weight` are the codes as uint8: adapters take over the dtype of a weight that is a float."""
+
+    compute_dtype: torch.dtype
+    fxtune_quantized: str
+    scales: torch.Tensor
+    back: torch.Tensor
+    back_scales: torch.Tensor
+
+    def hold(self, weight: fp8.Weight) -> None:
+        self.weight = nn.Parameter(weight.codes, requires_grad=False)
+        for name in ("scales", "back", "back_scales"):
+            self.register_buffer(name, getattr(weight, name), persistent=False)
+
+    def held(self) -> fp8.Weight:
+        return fp8.Weight(self.weight, self.scales, self.back, self.back_scales)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = fp8.linear(input.to(self.compute_dtype), self.held())
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
 
 
 class _Int8Forward:

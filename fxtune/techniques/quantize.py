@@ -1,9 +1,14 @@
-"""Frozen linears in 4 or 8 bits under trained adapters: QLoRA (arXiv 2305.14314).
+"""Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for speed.
 
 The weights that are never trained are most of a model's memory. In nf4 with double quantisation they take 4.127 bits each:
 an 8B model's linears 3.4 GiB in place of 13. They are dequantised, one at a time, for each matmul (kernels/quantized.py),
 which makes a step a few percent slower at long rows; the loss starts slightly higher, and adapters make up for most of it.
 Embeddings, norms and the output head keep model.dtype.
+
+In fp8 (e4m3, a scale to each row) the weights are not dequantised: the frozen linears' products run in fp8, forward and
+backward, at nearly twice bfloat16's speed, over activations that are quantised row by row in each call (kernels/fp8.py).
+Adapters, norms, attention and the loss stay as they are. That wants tensor cores of Ada, Hopper or newer, and memory as in
+bfloat16, since W and W^T are both kept. On Blackwell, mxfp8 (a scale for each 32 numbers) is the next step.
 
 A model need not fit on the card before it is quantised. Pretrained weights are read into host memory, and each linear
 goes to the card as it is replaced; random ones are drawn on the card where they fit there, else likewise.
@@ -24,20 +29,25 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.kernels.profiled import operators, short
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
-from fxtune.technique import Evidence, Technique, skeleton
+from fxtune.technique import Evidence, Technique, observed, skeleton
 from fxtune.world import Facts, Library, World
 
 GIB = 2**30
-OLDEST = {"nf4": (6, 0), "int8": (7, 5)}
+OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
 """The oldest compute capability that the kernels are built for."""
-WORST_ERROR = {"nf4": 0.15, "int8": 0.03}
-"""|dequantised - weight| / |weight|. Of normal weights nf4 loses 0.09, int8 with a scale a row 0.01."""
+INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}
+WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
+"""|dequantised - weight| / |weight|. Of normal weights nf4 loses 0.09, int8 with a scale a row 0.01, fp8 0.027."""
+MULTIPLE = 16
+"""fp8's products take matrices whose sizes are multiples of this."""
 
 
 class Type(str, Enum):
     nf4 = "nf4"
     int8 = "int8"
+    fp8 = "fp8"
 
 
 class ComputeDtype(str, Enum):
@@ -50,9 +60,11 @@ class ComputeDtype(str, Enum):
 @dataclass
 class Quantize(Technique):
     type: Type = Type.nf4
-    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, ten times nearer."""
+    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, ten times nearer. `fp8`: products
+    in 8-bit floating point, the fastest; W and its transpose are kept, as many bytes as in 16 bits."""
     library: Library = Library.auto
-    """Who stores the weights. `auto`: bitsandbytes where it is installed (its nf4 is the faster one), else torchao."""
+    """Who stores the weights. `auto`: bitsandbytes where it is installed (its nf4 is the faster one), else torchao. fp8 needs
+    none."""
     double: bool = True
     """nf4: quantise the blocks' scales too, which saves 0.37 bits a weight."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
@@ -61,12 +73,14 @@ class Quantize(Technique):
     """Names of linears to leave as they are, such as `down_proj` or `layers.0.mlp.up_proj`. The head always stays."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        library = self._library(facts)
+        library, fp8 = self._library(facts), self.type is Type.fp8
         lora = facts.techniques.get("lora")
         if lora is None:
             yield (f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
                    "techniques.lora.enabled=true, or this to false.")
-        if library is None:
+        if fp8:
+            yield from self._fp8(facts)
+        elif library is None:
             yield "library: neither bitsandbytes nor torchao is installed. Install one: pip install 'fxtune[quant]'."
         elif library.value not in facts.packages:
             yield f"library: {library.value} is not installed. Install it: pip install 'fxtune[quant]'."
@@ -78,16 +92,28 @@ class Quantize(Technique):
         if model is not None:
             yield from self._linears(model, facts, lora or {}, library)
 
+    def _fp8(self, facts: Facts) -> Iterator[str]:
+        """What only products in fp8 need."""
+        if facts.device != "cuda":
+            yield f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
+        if self.library is not Library.auto:
+            yield f"library: fp8 is torch's own, and {self.library.value} has no part in it. Set it to auto."
+        compute = facts.compute_dtype if self.compute_dtype is ComputeDtype.auto else self.compute_dtype.value
+        if compute != "bfloat16":
+            of = ("techniques.precision.autocast=bfloat16 or model.dtype=bfloat16" if self.compute_dtype is ComputeDtype.auto
+                  else "it to auto or bfloat16")
+            yield f"compute_dtype: fp8's products come out in bfloat16, and this asks for {compute}. Set {of}."
+
     def _compute(self, facts: Facts) -> Iterator[str]:
         """What the card and the model's own dtype leave to choose."""
         oldest = OLDEST[self.type.value]
         if facts.device == "cuda" and (facts.capability or oldest) < oldest:
             number = ".".join(map(str, facts.capability or ()))
             yield (f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} has "
-                   f"{number}. " + ("Use nf4." if self.type is Type.int8 else "Set enabled=false."))
+                   f"{number}. {INSTEAD[self.type.value]}.")
         if facts.device == "cuda" and (facts.capability or (8, 0)) < (8, 0) and self.compute_dtype is ComputeDtype.bfloat16:
             yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
-        if self.compute_dtype is ComputeDtype.float16 and facts.compute_dtype != "float16":
+        if self.compute_dtype is ComputeDtype.float16 and self.type is not Type.fp8 and facts.compute_dtype != "float16":
             yield ("compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
                    "model.dtype=float16. Set one of them, or compute_dtype to auto.")
 
@@ -96,7 +122,10 @@ class Quantize(Technique):
         if init in ("pissa", "olora"):
             yield (f"enabled: techniques.lora.init={init} takes a part out of the weights, and what is left would have to be "
                    "quantised anew. Use init=default.")
-        if lora.get("dora") and library is Library.torchao:
+        if lora.get("dora") and self.type is Type.fp8:
+            yield ("type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use nf4 "
+                   "or int8.")
+        elif lora.get("dora") and library is Library.torchao:
             yield ("library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
                    "Use bitsandbytes.")
 
@@ -121,6 +150,10 @@ class Quantize(Technique):
         if uneven and self.type is Type.nf4 and library is Library.torchao:
             yield (f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
                    f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip.")
+        odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
+        if odd and self.type is Type.fp8:
+            yield (f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, such as "
+                   f"{odd[0]}. Use nf4 or int8, or name them in skip.")
         yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
 
     def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
@@ -133,7 +166,7 @@ class Quantize(Technique):
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
         if left > free:
             yield (f"enabled: the quantised model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
-                   + (", or type=nf4." if self.type is Type.int8 else "."))
+                   + ("." if self.type is Type.nf4 else ", or type=nf4."))
         elif whole > max(free, host):
             yield (f"enabled: before it is quantised, the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
                    f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
@@ -141,7 +174,9 @@ class Quantize(Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         chosen = []
-        if self.library is Library.auto and (library := self._library(facts)):
+        if self.type is Type.fp8:
+            chosen.append("torch multiplies the fp8 weights")
+        elif self.library is Library.auto and (library := self._library(facts)):
             self.library = library
             chosen.append(f"{library.value} stores the {self.type.value} weights")
         if self.compute_dtype is ComputeDtype.auto:
@@ -165,7 +200,9 @@ class Quantize(Technique):
                     yield full, parent, name, module
 
     def apply(self, model: Any, world: World) -> nn.Module:
-        """Replace the linears one at a time, so that a device holds the model and one linear more at most."""
+        """Replace the linears one at a time, so that a device holds the model and, for a moment, one linear more: three of its
+        size in fp8, which is made from the whole weight and its transpose.
+        """
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
         if not targets:
@@ -197,9 +234,11 @@ class Quantize(Technique):
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         linears = [module for module in model.modules() if is_quantized(module)]
         kinds = {module.fxtune_quantized for module in linears}
-        done, what = model.quantization, f"{self.type.value}/{self.library.value}"
+        done = model.quantization
+        what = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
         stored = sum(stored_bytes(module) for module in linears)
-        whole = len(linears) == done["linears"] and kinds == {what} and stored == done["after"] < done["before"]
+        whole = len(linears) == done["linears"] and kinds == {what} and stored == done["after"]
+        whole = whole and (self.type is Type.fp8 or stored < done["before"])
         yield Evidence("quantize", f"{done['linears']} linears in {what}",
                        f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
                        f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB", whole)
@@ -211,6 +250,12 @@ class Quantize(Technique):
         yield Evidence("quantize", f"frozen, dequantised to {self.compute_dtype.value}",
                        f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
                        not trained and dtypes == {self.compute_dtype.value})
+        if self.type is Type.fp8:
+            with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                seen = operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+            kernels = ", ".join(sorted({short(name) for name in seen.kernels}))
+            yield Evidence("quantize", "products in fp8", f"{seen.calls} of torch's scaled products in a forward pass"
+                           + (f" ({kernels})" if kernels else ""), seen.calls > 0)
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Optional
 
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -187,7 +189,7 @@ def check_jobs(choices: list[Choice]) -> None:
 
 def composed(overrides: list[str]) -> DictConfig:
     """What Hydra makes of overrides that `prepare` gave, without its own section. Raises ConfigError."""
-    with initialize(version_base="1.3", config_path=None):
+    with _beside_a_job(), initialize(version_base="1.3", config_path=None):
         try:
             cfg = compose(ROOT, overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
@@ -198,6 +200,17 @@ def composed(overrides: list[str]) -> DictConfig:
     if cfg.hydra.callbacks or cfg.hydra.searchpath or cfg.hydra.job.env_set or cfg.hydra.job.env_copy:
         raise ConfigError("the composed config sets hydra.callbacks, searchpath or env: refused")
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+
+
+@contextlib.contextmanager
+def _beside_a_job() -> Iterator[None]:
+    """Hydra composes for one at a time. Inside one of its jobs (fxtune tune composes what it writes) that one waits."""
+    whole = GlobalHydra.instance()
+    job, whole.hydra = whole.hydra, None
+    try:
+        yield
+    finally:
+        whole.hydra = job
 
 
 def _check_index(text: str, overrides: list[str]) -> None:

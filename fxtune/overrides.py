@@ -249,6 +249,11 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(listed))
 
 
+def given(text: str) -> Any:
+    """The value of one override that Shelf.override() let through, as plain data."""
+    return Override._convert_value(OverridesParser.create().parse_override(text).value())
+
+
 def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
     """Each value that an override can take: one, or those of a sweep. `names` is what a glob chooses from."""
     value = parsed.value()

@@ -14,14 +14,16 @@ FLOORS = [
     # knows the machine, the disk, a library; nothing of training
     {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted"},
+    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "trials"},
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
     # puts several together
     {"pipeline", "generation", "loss", "overrides"},
     {"config"},
-    {"setting"},  # a config becomes machine, techniques, data and model: for training and for the commands
-    {"comparison"},  # with plain transformers
+    {"setting",  # a config becomes machine, techniques, data and model: for training and for the commands
+     "axes"},  # what can be varied in one
+    {"comparison",  # with plain transformers
+     "search", "tuned"},  # of the fastest point on those axes, and what was found as a recipe
     {"train"},
     {"measure"},  # takes training's steps with a clock
     {"commands.*"},

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.gated import ACTS
-from fxtune.kernels.lora_base import DENSE, Adapters, Base, Dense, Dequantized, padded_rank
+from fxtune.kernels.lora_adapters import Adapters, Sums, padded_rank
+from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
 _MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
@@ -116,7 +117,7 @@ def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list
     with torch.autocast(x.device.type, enabled=False):
         adapters = Adapters(a, b, bias, scaling, x.dtype)
         group = base_of(kind, base, adapters)
-        sums = _Sums(adapters, wanted[1:])
+        sums = Sums(adapters, wanted[1:])
         dx = x.new_empty(0)
         if any(wanted[:2]):
             operand, dyb = group.operand(_rows(dy), group.b)
@@ -174,7 +175,7 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
     """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty."""
     with torch.autocast(x.device.type, enabled=False):
         first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
-        sums = [_Sums(half.adapters, wanted[1:]) for half in (first, second)]
+        sums = [Sums(half.adapters, wanted[1:]) for half in (first, second)]
         dx = x.new_empty(x.shape if wanted[0] else 0)
         for rows in _tiles(len(x), tiles):
             inputs, above = _rows(x[rows]), _rows(dy[rows])
@@ -189,7 +190,7 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
                                                (dyb, second.a) if second.late else None)
             if not keep:
                 del gate_up
-                pa = p @ second.a.t()
+                pa = second.projected(p, second.a.t())
             sums[1].add(dyb, p, pa, above)
             del p
             if wanted[0]:
@@ -204,47 +205,6 @@ def _(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, a: list[Te
       down: list[Tensor], scaling: list[float], up_kind: str, down_kind: str, act: str, keep: bool, tiles: int,
       wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return _gradients(x, a, b, wanted)
-
-
-class _Sums:
-    """The gradients of a group's A and B, added up over tiles in float32.
-
-    dA = (dy B)^T x, [R, in]; dB^T = (x A^T)^T dy, [R, out], of which each sibling's own rank and rows are its lora_B's.
-    """
-
-    def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
-        self.adapters, self.wanted = adapters, wanted
-        self.totals: list[Optional[Tensor]] = [None, None]
-
-    def add(self, dyb: Tensor, x: Tensor, xa: Tensor, dy: Tensor) -> None:
-        for index, (narrow, wide) in enumerate(((dyb, x), (xa, dy))):
-            if self.wanted[index]:
-                product, total = outer(narrow, wide), self.totals[index]
-                self.totals[index] = product if total is None else total.add_(product)
-
-    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of each lora_A and of each lora_B, each a tensor of its own."""
-        adapters, (da, db) = self.adapters, self.totals
-        first, second, row, column = [], [], 0, 0
-        for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
-            ranks = slice(column, column + len(one))
-            if self.wanted[0]:
-                first.append(one.new_zeros(one.shape) if da is None else one.new_empty(one.shape).copy_(da[ranks]))
-            if self.wanted[1]:
-                # Scaled in float32; what is transposed here is rank wide.
-                second.append(two.new_zeros(two.shape) if db is None else
-                              two.new_empty(two.shape).copy_(db[ranks, row:row + len(two)].t() * scaling))
-            row, column = row + len(two), column + len(one)
-        return first, second
-
-
-def outer(narrow: Tensor, wide: Tensor) -> Tensor:
-    """narrow^T wide, [R, n] of [rows, R] and [rows, n], added up and returned in float32 (float64 for float64)."""
-    if narrow.dtype.itemsize > 2:
-        return narrow.t() @ wide
-    if narrow.is_cuda:
-        return torch.mm(narrow.t(), wide, out_dtype=torch.float32)
-    return narrow.t().float() @ wide.float()
 
 
 def _halves(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float],

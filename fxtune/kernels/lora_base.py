@@ -32,54 +32,15 @@ Writing A and B into M is no effect that anyone can see: nobody reads them but a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from fxtune.kernels.gated import Share, gated, gated_backward
+from fxtune.kernels.lora_adapters import Adapters, pack, padded_rank, project
 
-ALIGN = 16
-"""The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
 DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The trained half of a group, as the operators get it.
-
-    a: each sibling's lora_A [rank, in]; b: lora_B [out, rank]; any dtype. bias: none, or each sibling's [out].
-    scaling: each sibling's. dtype: what to compute in.
-    """
-
-    a: Sequence[Tensor]
-    b: Sequence[Tensor]
-    bias: Sequence[Tensor]
-    scaling: Sequence[float]
-    dtype: torch.dtype
-
-    @property
-    def ranks(self) -> list[int]:
-        return [one.shape[0] for one in self.a]
-
-    @property
-    def outs(self) -> list[int]:
-        return [one.shape[0] for one in self.b]
-
-    @property
-    def inner(self) -> int:
-        return self.a[0].shape[1]
-
-    @property
-    def width(self) -> int:
-        """R."""
-        return padded_rank(self.ranks, bool(self.bias))
-
-
-def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of ALIGN."""
-    return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
 @torch.no_grad()
@@ -126,7 +87,7 @@ class Base:
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         """`x` [rows, in or out]; `factor` is self.a.t() or self.b: what to multiply x by, [in or out, R]."""
-        return Operand(x), self.ones(x @ factor, factor)
+        return Operand(x), self.projected(x, factor)
 
     def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
         """The operand p = act(gate) * up of `gate_up` [rows, 2 in]; `share` is what gate_up still lacks, see gated()."""
@@ -146,11 +107,10 @@ class Base:
         """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given. `late` ones take dyb=None."""
         raise NotImplementedError
 
-    def ones(self, product: Tensor, factor: Tensor) -> Tensor:
-        """Give x A^T its column of ones, opposite the bias; dy B has zeros there."""
-        if self.adapters.bias:
-            product[:, sum(self.adapters.ranks)] = 0.0 if factor is self.b else 1.0
-        return product
+    def projected(self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None) -> Tensor:
+        """x factor, [rows, R], with a column of ones opposite the bias (of zeros in dy B); `left`, `right`: as in project()."""
+        ones = sum(self.adapters.ranks) if self.adapters.bias else None
+        return project(x, factor, left, right, ones, 0.0 if factor is self.b else 1.0)
 
 
 class Dense(Base):
@@ -165,32 +125,26 @@ class Dense(Base):
         self.a, self.b = made[self.out:, :self.inner], made[:self.out, self.inner:]
         pack(adapters, self.a, self.b)
 
-    def room(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """A buffer [rows, width + R] and its left part."""
+    def room(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A buffer [rows, width + R], its left and its right part."""
         buffer = torch.empty(rows, width + self.adapters.width, dtype=self.made.dtype, device=self.made.device)
+        left, right = buffer[:, :width], buffer[:, width:]
         if not buffer.is_cuda:  # oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan
-            buffer[:, width:] = 0
-        return buffer, buffer[:, :width]
+            right.zero_()
+        return buffer, left, right
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        buffer, left = self.room(*x.shape)
-        left.copy_(x)
-        return self.filled(Operand(x, buffer), factor)
+        buffer, left, right = self.room(*x.shape)
+        return Operand(x, buffer), self.projected(x, factor, left, right)
 
     def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
-        buffer, left = self.room(gate_up.shape[0], gate_up.shape[1] // 2)
-        return self.filled(Operand(gated(act, gate_up, left, share), buffer), factor)
+        buffer, left, right = self.room(gate_up.shape[0], gate_up.shape[1] // 2)
+        return Operand(gated(act, gate_up, left, share), buffer), self.projected(left, factor, right=right)
 
     def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
                        above: Share = None) -> tuple[Operand, Tensor]:
-        buffer, left = self.room(*gate_up.shape)
-        return self.filled(Operand(gated_backward(act, gate_up, dp, left, share, above), buffer), factor)
-
-    def filled(self, operand: Operand, factor: Tensor) -> tuple[Operand, Tensor]:
-        """Multiply by `factor`, and put the product into the right part of the operand's buffer."""
-        product = self.ones(operand.x @ factor, factor)
-        operand.more[:, -product.shape[1]:] = product
-        return operand, product
+        buffer, left, right = self.room(*gate_up.shape)
+        return Operand(gated_backward(act, gate_up, dp, left, share, above), buffer), self.projected(left, factor, right=right)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return _mm(operand.more, self.made[:self.out].t(), out)
@@ -228,20 +182,6 @@ class Dequantized(Base):
 def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor) -> Tensor:
     """The adapters' product, added in place."""
     return product if narrow is None else product.addmm_(narrow, factor)
-
-
-def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
-    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included."""
-    a.zero_()
-    b.zero_()
-    row, column = 0, 0
-    for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
-        a[column:column + len(one)].copy_(one)
-        # Scaled before it is rounded. In float32 peft multiplies last; that is the same but for the order of two roundings.
-        b[row:row + len(two), column:column + len(one)].copy_(two.detach() * scaling)
-        row, column = row + len(two), column + len(one)
-    if adapters.bias:
-        b[:, column].copy_(torch.cat(list(adapters.bias)))
 
 
 def _mm(left: Tensor, right: Tensor, out: Optional[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ class Fp8(Base):
         self.weight = Weight(*tensors)
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        return Operand(x, quantize_rows(x)), self.ones(x @ factor, factor)
+        return Operand(x, quantize_rows(x)), self.projected(x, factor)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return added(self.product(operand, self.weight.codes, self.weight.scales, out), xa, self.b.t())

@@ -1,0 +1,160 @@
+"""The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their gradients.
+
+On a GPU, and for 16-bit numbers, the kernels of lora_triton.py do it, where the group is small enough and has rows enough for
+them; elsewhere torch, in the same numeric order. Sums over rows are float32 until they are a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+ALIGN = 16
+"""The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
+WIDEST = 128
+"""The padded rank up to which lora_triton's products are used: beyond, an accumulator does not fit into registers."""
+FEWEST = 4096
+"""Rows from which they are used: one program treats 64 rows, and fewer do not fill a card."""
+MOST_SIBLINGS = 4
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The trained half of a group, as the operators get it.
+
+    a: each sibling's lora_A [rank, in]; b: lora_B [out, rank]; any dtype. bias: none, or each sibling's [out].
+    scaling: each sibling's. dtype: what to compute in.
+    """
+
+    a: Sequence[Tensor]
+    b: Sequence[Tensor]
+    bias: Sequence[Tensor]
+    scaling: Sequence[float]
+    dtype: torch.dtype
+
+    @property
+    def ranks(self) -> list[int]:
+        return [one.shape[0] for one in self.a]
+
+    @property
+    def outs(self) -> list[int]:
+        return [one.shape[0] for one in self.b]
+
+    @property
+    def inner(self) -> int:
+        return self.a[0].shape[1]
+
+    @property
+    def width(self) -> int:
+        """R."""
+        return padded_rank(self.ranks, bool(self.bias))
+
+
+def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
+    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of ALIGN."""
+    return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
+
+
+def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
+    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included, whose rows may lie apart."""
+    if a.is_cuda and len(adapters.a) <= MOST_SIBLINGS:
+        from fxtune.kernels.lora_triton import pack as launch
+
+        bias = torch.cat(list(adapters.bias)) if adapters.bias else None
+        launch(*([one.contiguous() for one in half] for half in (adapters.a, adapters.b)), adapters.scaling, bias, a, b)
+        return
+    a.zero_()
+    b.zero_()
+    row, column = 0, 0
+    for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
+        a[column:column + len(one)].copy_(one)
+        # Scaled before it is rounded: peft scales the product, which for powers of two is the same.
+        b[row:row + len(two), column:column + len(one)].copy_(two.detach() * scaling)
+        row, column = row + len(two), column + len(one)
+    if adapters.bias:
+        b[:, column].copy_(torch.cat(list(adapters.bias)))
+
+
+def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None,
+            ones: Optional[int] = None, value: float = 1.0) -> Tensor:
+    """x factor, [rows, R] in the compute dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R].
+
+    `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: the column of the product
+    that is `value` instead.
+    """
+    if _by_triton(x, factor.shape[1]):
+        from fxtune.kernels.lora_triton import project as launch
+
+        return launch(x, factor, left, right, -1 if ones is None else ones, value)
+    product = x @ factor
+    if ones is not None:
+        product[:, ones] = value
+    if left is not None:
+        left.copy_(x)
+    if right is not None:
+        right.copy_(product)
+    return product
+
+
+class Sums:
+    """The gradients of a group's A and B, added up over tiles of the rows.
+
+    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R], of which each sibling's rows and ranks are its own.
+    """
+
+    def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
+        """`wanted`: whether the gradients of A, and of B, are."""
+        self.adapters, self.wanted = adapters, wanted
+        self.totals: list[Optional[Tensor]] = [None, None]
+
+    def add(self, dyb: Tensor, x: Tensor, xa: Tensor, dy: Tensor) -> None:
+        """Of some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]."""
+        for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
+            if self.wanted[index]:
+                self.totals[index] = _outer(wide, narrow, self.totals[index])
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of each lora_A and of each lora_B, each a tensor of its own; an empty list of what is not wanted."""
+        adapters = self.adapters
+        grads = [[one.new_empty(one.shape) for one in half] for half in (adapters.a, adapters.b)]
+        totals = [total if total is not None and wanted else None for total, wanted in zip(self.totals, self.wanted, strict=True)]
+        some = next((total for total in totals if total is not None), None)
+        if some is not None and some.is_cuda and some.dtype is torch.float32 and len(adapters.a) <= MOST_SIBLINGS:
+            from fxtune.kernels.lora_triton import unpack as launch
+
+            launch(*totals, adapters.scaling, *grads)
+        else:
+            row, column = 0, 0
+            da, db = (None if total is None else total.sum(0) for total in totals)
+            for one, two, scaling in zip(*grads, adapters.scaling, strict=True):
+                ranks = slice(column, column + len(one))
+                if da is not None:
+                    one.copy_(da[:, ranks].t())
+                if db is not None:
+                    two.copy_(db[row:row + len(two), ranks] * scaling)
+                row, column = row + len(two), column + len(one)
+        first, second = ([*half] if wanted else [] for half, wanted in zip(grads, self.wanted, strict=True))
+        return first, second
+
+
+def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
+    """wide^T narrow in parts to be summed, [parts, width, R], added to `into`; float32, or float64 for float64."""
+    if (into is not None and into.shape[0] > 1) or _by_triton(wide, narrow.shape[1]):
+        from fxtune.kernels.lora_triton import reduce
+
+        return reduce(wide, narrow, into)
+    if wide.dtype.itemsize > 2:
+        product = wide.t() @ narrow
+    elif wide.is_cuda:
+        product = torch.mm(wide.t(), narrow, out_dtype=torch.float32)
+    else:
+        product = wide.t().float() @ narrow.float()
+    return product.unsqueeze(0) if into is None else into.add_(product)
+
+
+def _by_triton(x: Tensor, width: int) -> bool:
+    return x.is_cuda and x.dtype.itemsize == 2 and width <= WIDEST and len(x) >= FEWEST

@@ -37,12 +37,13 @@ class Seen:
 
 @dataclass
 class Counts:
-    """By layer, and there by operator and shape: what ran. `parts`: calls of each layer's first norm or linear."""
+    """By layer, and there by operator and shape: what ran."""
 
     operators: list[dict[tuple[str, Any], Seen]]
     first: list[int]
+    """Calls of what ran first in each layer: a norm, a linear."""
     tiles: list[list[int]] = field(default_factory=list)
-    """Calls of the first linear of each layer's MLP: forward, backward."""
+    """Calls of the first linear of each layer's MLP, or tiles of it where it is one operator: forward, backward."""
 
     def all(self) -> list[tuple[str, Seen]]:
         return [(name, seen) for layer in self.operators for (name, _), seen in layer.items()]
@@ -57,8 +58,7 @@ def count(layers: list[nn.Module], rule: Rule, forward: Callable[[], Any], backw
         for module in inner:
             hooks.append(module.register_forward_pre_hook(partial(mode.enter, index)))
             hooks.append(module.register_forward_hook(mode.leave, always_call=True))
-        leaf = next(module for module in inner if not list(module.children()))
-        hooks.append(leaf.register_forward_pre_hook(partial(mode.first, index)))
+        hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in inner if not list(module.children())]
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
             leaf = next((module for module in mlp.modules() if not list(module.children())), mlp)
@@ -80,6 +80,9 @@ class _Count(TorchDispatchMode):
     def __init__(self, layers: int, rule: Rule) -> None:
         super().__init__()
         self.rule, self.backward, self.inside = rule, False, []  # type: tuple[Rule, bool, list[int]]
+        self.leaves: dict[int, nn.Module] = {}
+        self.owners: dict[int, int] = {}
+        """Layers by the place of their MLP's weights: a backward pass runs in no module."""
         self.counts = Counts([{} for _ in range(layers)], [0] * layers, [[0, 0] for _ in range(layers)])
 
     def enter(self, index: int, *_: Any) -> None:
@@ -88,15 +91,22 @@ class _Count(TorchDispatchMode):
     def leave(self, *_: Any) -> None:
         self.inside.pop()
 
-    def first(self, index: int, *_: Any) -> None:
-        self.counts.first[index] += 1
+    def first(self, index: int, leaf: nn.Module, *_: Any) -> None:
+        self.counts.first[index] += self.leaves.setdefault(index, leaf) is leaf
 
     def tile(self, index: int, *_: Any) -> None:
         self.counts.tiles[index][self.backward] += 1
 
+    def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
+        """A whole MLP ran, forward or backward, in so many tiles of these rows."""
+        index = self.owners.setdefault(weights[0].data_ptr(), self.inside[-1] if self.inside else -1)
+        self.counts.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = name_of(func)
+        if name.startswith("fxtune.lora_mlp"):
+            self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2 if name.endswith("backward") else -1])
         group = group_of(name)
         if group is not None and self.inside:
             shape = weight_shape(name, args) if group == "matmuls" else None

@@ -11,7 +11,8 @@ one that torch.compile traces, which reads the rule's answers as marks for its o
 part of the compiler's cache key. Two linears of one shape cannot be told apart.
 
 The products of adapters: x A is kept, it is rank wide; (x A) B is repeated, it is as wide as the linear's own product and costs
-rank multiplications for each element.
+rank multiplications for each element. Where adapters are fused (fused_lora.py), one operator does the products of a group of
+linears, adapters included, known by the size of all its linears together; another a whole MLP.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 MATMULS = frozenset({
     "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm", "aten._grouped_mm",
-    "aten._scaled_grouped_mm", "aten.convolution"})
+    "aten._scaled_grouped_mm", "aten.convolution", "fxtune.lora_linear", "fxtune.lora_mlp"})
 _SECOND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """Where the second operand stands, if not at 1."""
 GROUPS = ("attention", "matmuls")
@@ -47,15 +48,19 @@ class Rule(NamedTuple):
 
     def keeps(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether the result of the operator `name`, called with `arguments`, is kept."""
-        group = group_of(name)
-        if group == "matmuls" and (shape := weight_shape(name, arguments)):
+        if group_of(name) == "matmuls" and (shape := weight_shape(name, arguments)):
             for inward, outward, kept in self.linears:
                 if shape == (inward, outward):
                     return kept
             if shape[0] in self.ranks:
                 return False
+        return self.keeps_all(name)
+
+    def keeps_all(self, name: str) -> bool:
+        """keeps(), where nothing is known of the shape."""
         if name in self.saved or name in self.recomputed:
             return name in self.saved
+        group = group_of(name)
         return group in self.saved and group not in self.recomputed
 
     def contexts(self) -> Any:
@@ -99,6 +104,9 @@ def group_of(name: str) -> str | None:
 
 def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | None:
     """(in, out) of a product's second operand; None where it is no matrix."""
+    if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
+        a, b = arguments[1:3]
+        return (int(a[0].shape[1]), sum(int(one.shape[0]) for one in b)) if name == "fxtune.lora_linear" else None
     packed = name.startswith("bitsandbytes.")  # stored as [out, in], in 4 bits next to its shape
     at = 2 if packed and ("4bit" in name or "mixed" in name) else _SECOND.get(name, 1)
     second: Any = arguments[at] if len(arguments) > at else None

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fxtune import adapted
 from fxtune.kernels import selective
 from fxtune.kernels.offload import Offload
 from fxtune.kernels.selective import GROUPS, Rule
@@ -219,7 +220,10 @@ class Checkpointing(Technique):
         repeated = self.policy in (Policy.selective, Policy.full)
         contexts = self._rule(treated).contexts() if self.policy is Policy.selective else None
         for layer in treated:
-            if self.mlp_tiles > 1:
+            for mlp in filter(adapted.fused_mlp, layer.modules()):
+                wide, whole = self._of_fused_mlp()
+                mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide, repeated and not whole  # type: ignore[assignment]
+            if self.mlp_tiles > 1 and not adapted.fused_mlp(layer.mlp):
                 tile(layer.mlp, self.mlp_tiles, repeated)  # type: ignore[arg-type]
             if repeated:
                 layer.forward = partial(_checkpointed, layer.forward, contexts)
@@ -238,9 +242,26 @@ class Checkpointing(Technique):
         tiled = selective.linears(layers[0].mlp) if self.mlp_tiles > 1 else {}  # type: ignore[arg-type]
         named = {name: name in self.save for name in [*self.save, *self.recompute] if name in shapes}
         named |= dict.fromkeys(tiled, False)
-        return Rule(tuple(name for name in self.save or GROUPS if name not in shapes),
-                    tuple(name for name in self.recompute if name not in shapes),
-                    tuple((*shapes[name], kept) for name, kept in named.items()), selective.ranks(layers[0]))
+        saved, recomputed = ([name for name in names if name not in shapes] for names in (self.save or GROUPS, self.recompute))
+        rule = Rule(tuple(saved), tuple(recomputed), ranks=selective.ranks(layers[0]))
+        groups, kept = dict(adapted.groups_of(layers[0])), {}  # type: tuple[dict[str, tuple[int, int]], dict[tuple[int, int], bool]]
+        for name, size in groups.items():  # fused linears are kept together, if one of them is
+            kept[size] = kept.get(size, False) or named.get(name, rule.keeps_all("fxtune.lora_linear"))
+        kept |= {shapes[name]: keeps for name, keeps in named.items() if name not in groups}
+        if any(map(adapted.fused_mlp, layers[0].modules())):
+            (saved if self._of_fused_mlp()[1] else recomputed).append("fxtune.lora_mlp")
+        return rule._replace(saved=tuple(saved), recomputed=tuple(recomputed),
+                             linears=tuple((*size, keeps) for size, keeps in kept.items()))
+
+    def _of_fused_mlp(self) -> tuple[bool, bool]:
+        """Of an MLP that is one operator: whether gate and up are kept, and whether its result is."""
+        if self.mlp_tiles > 1 or self.policy is Policy.full:
+            return False, False
+        if self.policy is not Policy.selective:
+            return True, True
+        other = Rule(tuple(self.save or GROUPS), tuple(self.recompute)).keeps_all("fxtune.lora_mlp")
+        gate, up, down = (name in self.save or (other and name not in self.recompute) for name in adapted.MLP)
+        return gate or up, gate or up or down
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count what runs once and twice in one forward and backward, and look at what autograd keeps in between."""
@@ -283,7 +304,7 @@ class Checkpointing(Technique):
 
     def _operators_ran(self, layers: list[nn.Module], seen: Counts) -> Evidence:
         """Nothing that is kept runs again, and everything that was named ran."""
-        sizes, ranks = selective.linears(layers[0]), selective.ranks(layers[0])
+        sizes, ranks = selective.linears(layers[0]) | dict(adapted.groups_of(layers[0])), selective.ranks(layers[0])
         shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
         asked = {Policy.selective: f"kept: {', '.join(self.save or GROUPS)}"
                  + (f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""),
@@ -299,9 +320,10 @@ class Checkpointing(Technique):
         # Tiles repeat the MLP's adapters, too, which have the shapes of attention's.
         tiled = {kind.shape for _, kind in seen.all() if self.mlp_tiles > 1 and kind.shape and kind.shape[1] in ranks}
         wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
+        inside = adapted.MLP if any(map(adapted.fused_mlp, layers[0].modules())) else ()
         missing = [name for name in [*self.save, *self.recompute] if not any(
             name in (operator, kind.group) or kind.shape == sizes.get(name, ())
-            for operator, kind in seen.all())]
+            or (name in inside and operator == "fxtune.lora_mlp") for operator, kind in seen.all())]
         note = f"; never ran: {', '.join(missing)}" if missing else ""
         return Evidence("checkpointing", asked, f"runs forward + again: {told or 'none'}{note}",
                         not wrong and not missing and (twice or self.policy is not Policy.full))

@@ -14,6 +14,7 @@ from torch import nn
 
 from fxtune import model as models
 from fxtune.errors import ConfigError
+from fxtune.memory import Keeping, Need, forecast
 from fxtune.model import ModelConfig
 from fxtune.technique import Evidence, Technique, model_inputs
 from fxtune.techniques.apex import Apex
@@ -26,6 +27,10 @@ from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.world import Facts, World
+
+GIB = 2 ** 30
+FAR = 2
+"""Times a host's memory: beyond that a step is refused, whatever a forecast may be wrong by."""
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Pipeline:
         """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key."""
         facts = replace(facts, techniques=self.asked())
         reasons = [f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)]
-        reasons += [*self._without(facts), *besides]
+        reasons += [*self._without(facts), *self._too_large(facts), *besides]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
@@ -98,6 +103,31 @@ class Pipeline:
         if positions and facts.sequence_length > positions and not self.rope.enabled:
             yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
                    f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE.")
+
+    def need(self, facts: Facts) -> Need:
+        """The bytes that a training step will need under `facts`, by these techniques; see memory.forecast()."""
+        keeping = self.checkpointing.keeping() if self.checkpointing.enabled else Keeping()
+        return forecast(replace(facts, techniques=self.asked()), keeping)
+
+    def _too_large(self, facts: Facts) -> Iterator[str]:
+        """What cannot fit into a host's memory. A card says so itself, and at once; a host swaps or ends the process, late."""
+        if facts.device != "cpu" or not facts.memory:
+            return
+        need = self.need(facts)
+        fixed = need.weights + need.trained
+        least = fixed + need.kept + need.layer  # not the loss: whether it is fused may not be decided yet
+        here = f"and this machine has {facts.memory / GIB:.1f} GiB"
+        if fixed > facts.memory:
+            ways = [*(["techniques.lora.enabled=true"] if not self.lora.enabled else
+                      ["techniques.quantize.enabled=true"] if not self.quantize.enabled else []),
+                    *(["model.dtype=bfloat16"] if facts.dtype == "float32" else []), "a smaller model"]
+            yield (f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take {fixed / GIB:.1f} GiB, "
+                   f"{here}. Use {', '.join(ways)}, or a GPU.")
+        elif least > FAR * facts.memory:
+            ways = [*(["techniques.checkpointing.enabled=true"] if not self.checkpointing.enabled else []),
+                    *(["train.micro_batch_size=1"] if facts.micro_batch_size > 1 else []), "shorter rows"]
+            yield (f"data.sequence_length: a step of {facts.micro_batch_size} x {max(facts.rows, default=facts.sequence_length)} "
+                   f"tokens needs some {least / GIB:.0f} GiB, {here}. Use {', '.join(ways)}, or a GPU.")
 
     def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
         """Configure, build the model and apply the techniques, in order; ready() comes first. Adapters are drawn from `seed`.

@@ -6,11 +6,13 @@ import http.server
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,6 +282,15 @@ def test_a_recipe_that_can_run_and_one_that_cannot_with_all_reasons(cwd, quick, 
         assert reason in found["quickstart"]["seen"]
     assert main(["doctor", "+recipe=quickstrat"]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_a_recipe_whose_memory_may_run_out_is_a_warning_and_no_promise(cwd, quick, monkeypatch, capsys):
+    true = World.facts
+    monkeypatch.setattr(World, "facts", lambda self, **known: replace(true(self, **known), free_memory=2**29))
+    found = findings("+recipe=quickstart", code=0)["quickstart"]
+    assert found["state"] == "warning"
+    assert re.search(r"can run on .*, but may run out of memory: a step needs some \d\.\d GiB, and 0\.5 are free", found["seen"])
+    assert "quickstart: a smaller train.micro_batch_size" in capsys.readouterr().out
 
 
 # --- the page

@@ -45,6 +45,8 @@ def model(kind: str, more: str = "", positions: int = 8192, heads: str = "num_ke
 
 
 LLAMA = model("llama")
+BIG = ("model.architecture={model_type:llama,hidden_size:4096,intermediate_size:14336,num_hidden_layers:32,"
+       "num_attention_heads:32,num_key_value_heads:8,vocab_size:128256,max_position_embeddings:1048576}")
 BFLOAT16, LORA = "model.dtype=bfloat16", "techniques=lora"
 
 
@@ -141,6 +143,11 @@ CASES = [
          "techniques.checkpointing.policy=budget", **{"techniques.checkpointing.policy": "compile"}),
     case("offload without a GPU", CPU, "techniques.checkpointing.enabled=true", "techniques.checkpointing.offload=true",
          **{"techniques.checkpointing.offload": "GPU|CPU"}),
+    # what no host's memory holds
+    case("8B weights and their moments in 64 GB", CPU, BIG, "model.dtype=float32",
+         **{"model.path": r"take 119\.\d GiB, and this machine has 59\.6 GiB\. Use techniques\.lora"}),
+    case("a million tokens in 64 GB", CPU, BIG, "model.dtype=bfloat16", LORA, "data.sequence_length=1048576",
+         **{"data.sequence_length": r"1 x 1048576 tokens .* techniques\.checkpointing\.enabled=true"}),
     # optimizers
     case("8-bit AdamW without a package", BARE, BFLOAT16, "optimizer.name=adamw_8bit", optimizer__name="bitsandbytes"),
     case("Apex that is not there", H200, BFLOAT16, "optimizer.name=apex_adamw", optimizer__name="(?i)apex"),
@@ -185,6 +192,18 @@ def test_what_can_work_is_not_refused(machine, on, cwd):
     made = settle((LLAMA, dtype, LORA, "techniques.rope.enabled=true", "techniques.rope.factor=2",
                    "data.sequence_length=16384", "techniques.checkpointing.enabled=true"))
     assert "auto" not in str(made.techniques.attention.backend)
+
+
+def test_a_long_recipe_for_a_gpu_is_refused_on_a_small_host_and_not_where_there_is_room(on, cwd):
+    small = replace(CPU, memory=24 * GB, host_memory=24 * GB)
+    recipe = ["+recipe=llama_yarn_64k", "model=llama_8b_shape", "model.dtype=float32", "techniques.compile.enabled=false"]
+    on(small)
+    with pytest.raises(ConfigError, match=r"model\.path: its weights in float32, .* 22\.4 GiB\. Use .*model\.dtype=bfloat16"):
+        setting.Setting(load(recipe))
+    on(replace(small, memory=200 * GB))
+    setting.Setting(load(recipe))
+    on(replace(small, device="cuda", capability=(9, 0)))
+    settle((BIG, BFLOAT16, LORA))  # a card's own word is soon enough
 
 
 def test_five_mistakes_in_one_recipe_come_in_one_message(on, cwd):

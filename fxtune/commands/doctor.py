@@ -217,8 +217,15 @@ def _recipe(config: Config) -> Finding:
     except UserError as error:
         return Finding(config.run.name, f"cannot run here: {redact(str(error))}", State.broken)
     decided = "".join(f"\n{note}" for note in [*setting.config.techniques.idle(), *setting.decided])
-    return Finding(config.run.name, f"can run on {setting.facts.device_name}, weights in {setting.facts.dtype}{decided}\n"
-                                    "(`fxtune verify` builds it and proves that it acts)", State.works)
+    verdict = f"can run on {setting.facts.device_name}, weights in {setting.facts.dtype}"
+    proof = "(`fxtune verify` builds it and proves that it acts)"
+    need, free = setting.techniques.need(setting.facts).device, setting.facts.free_memory
+    if need > free:
+        return Finding(config.run.name, f"{verdict}, but may run out of memory: a step needs some {need / GIB:.1f} GiB, and "
+                                        f"{free / GIB:.1f} are free{decided}\n{proof}", State.warning,
+                       "a smaller train.micro_batch_size, techniques.checkpointing.enabled=true, a shorter data.sequence_length, "
+                       "or free memory")
+    return Finding(config.run.name, f"{verdict}{decided}\n{proof}", State.works)
 
 
 def _page(title: str, findings: list[Finding]) -> Any:

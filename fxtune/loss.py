@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.data.batch import Batch
 from fxtune.data.loader import Loader
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
+from fxtune.kernels.recorded import Recorder
 from fxtune.technique import Evidence, backbone, model_inputs, observed
 from fxtune.techniques.liger import Liger, Switch
 from fxtune.techniques.precision import LossScale, Precision
@@ -156,20 +157,28 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     return Loss(model).tokens(batch)
 
 
-def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale) -> torch.Tensor:
+def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale,
+             recorder: Recorder | None = None) -> torch.Tensor:
     """Forward and backward of an optimizer step: the gradients, times `scale`, are left in the parameters.
 
     `supervised`: targets of all the step's micro-batches together. Returns the mean loss over them, a scalar on the device.
+    `recorder`: of one_pass(), to run it from recordings.
     Training and `fxtune verify` share this, so what the one proves is what the other does.
     """
     total: torch.Tensor | None = None
     for batch in batches:
-        with precision.context(batch.input_ids.device):
-            part = loss.sum(batch) / supervised
-        scale.scaled(part).backward()
-        total = part.detach() if total is None else total + part.detach()
+        part = one_pass(loss, precision, scale, batch, supervised) if recorder is None else recorder(batch, supervised)
+        total = part if total is None else total + part
     assert total is not None, "a step has a micro-batch"
     return total
+
+
+def one_pass(loss: Loss, precision: Precision, scale: LossScale, batch: Batch, supervised: torch.Tensor | int) -> torch.Tensor:
+    """Forward and backward of a micro-batch: its part of the mean over `supervised` targets, and of the gradients."""
+    with precision.context(batch.input_ids.device):
+        part = loss.sum(batch) / supervised
+    scale.scaled(part).backward()
+    return part.detach()
 
 
 @torch.no_grad()

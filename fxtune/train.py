@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from fxtune.data.loader import Loader, Step, load
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, NumbersError, UserError
 from fxtune.generation import Exam
-from fxtune.loss import backward, mean_loss
+from fxtune.kernels.recorded import Recorder
+from fxtune.loss import backward, mean_loss, one_pass
 from fxtune.metrics import Meter
 from fxtune.optimizer import Optimizer
 from fxtune.runfolder import RunFolder, claim
@@ -81,6 +83,8 @@ class Trainer:
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
         self.optimizer = Optimizer(self.model, config.optimizer, self.techniques.compile.keep_gradients)
         self.loss_scale = self.techniques.precision.loss_scale(self.facts.dtype, self.world.device)
+        pass_of = partial(one_pass, self.loss, self.techniques.precision, self.loss_scale)
+        self.recorder = Recorder(pass_of, self.world.device) if self.techniques.compile.records else None
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint)
         self.state = self._load_state()
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
@@ -143,7 +147,7 @@ class Trainer:
         """
         torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
         supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
-        loss = backward(self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale)
+        loss = backward(self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale, self.recorder)
         self.loss_scale.unscale(list(self.optimizer.names))
         norm = self.optimizer.clip(self.config.train.max_grad_norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -250,6 +254,8 @@ class Trainer:
             end = "." if self.state.figures.get("train/loss") is not None else (
                 f", at the end too: the {kind} may be of no use. Lower optimizer.lr.")
             self.screen.note(f"{skipped} of {self.plan.steps} steps were skipped, their loss or gradient was not finite{end}")
+        if self.recorder:
+            self.screen.note(self.recorder.told())
         self.screen.note(f"The {kind} is in {output}")
         return self.state.figures
 

@@ -6,6 +6,10 @@ compile time grows with the depth (minutes at 32 layers), and the CPU has nothin
 small models wait for; `mode=reduce_overhead` goes on and records the decoder as CUDA graphs, one launch in place of hundreds.
 The head and the loss stay outside. Parameter names stay as they are.
 
+`cuda_graphs` records more with less: forward, head, loss and backward of a micro-batch, whatever is compiled, as one launch
+(kernels/recorded.py). It pays where the device is done with a layer before the host has launched the next; `auto` compares
+the two by the layer's arithmetic (LAUNCHING). A pass can be recorded if nothing in it asks the device and all shapes are static.
+
 Shapes are static unless `dynamic` says otherwise: each length of a row compiles once, which is why packing or a few buckets
 are asked for. A graph break or a recompilation is told with its place and its reason (fxtune/dynamo.py), and the run fails
 beyond `max_graph_breaks` and `max_recompiles`: both cost time and change no number, so nobody would notice.
@@ -36,11 +40,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.backends import BY_DOCUMENTS
 from fxtune.dynamo import CompileReport, Watch
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
 from fxtune.world import Facts, World, c_compiler, cache_home
 
 MOST_LENGTHS = 8
+LAUNCHING = 2e-3
+"""Seconds a layer below which forward and backward take the host about as long as the device: some 150 launches."""
+RATE = 4e14
+"""Floating-point operations a second that the device is taken to do in training: an H200's. A slower one is kept busy sooner."""
+RECORDABLE = ("flash4", "flash3", "flash2")
+"""Attention that never asks the device where documents begin. `cudnn` does for packed rows, masks are made by asking."""
+
+
+class Switch(str, Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
 
 
 class Scope(str, Enum):
@@ -77,6 +95,9 @@ class Compile(Technique):
     dynamic: Dynamic = Dynamic.never
     """`never`: a graph for each length of a row. `always`: one for all lengths, somewhat slower; `auto`: for the first length
     one of its own, one for all others."""
+    cuda_graphs: Switch = Switch.auto
+    """Record forward and backward of a micro-batch, and launch them at once. `auto`: for models so small that the device waits
+    for launches."""
     max_graph_breaks: int = 0
     """With fullgraph=false: fail where the compiler breaks off at more places than this."""
     max_recompiles: int = 8
@@ -98,7 +119,42 @@ class Compile(Technique):
             yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."
         if self.mode is CompileMode.reduce_overhead:
             yield from self._without_cuda_graphs(facts)
+        if self.cuda_graphs is Switch.on:
+            yield from (f"cuda_graphs: {why}." for why in self._not_recorded(facts))
         yield from _without_compiler(facts)
+
+    def resolve(self, facts: Facts) -> str | None:
+        if self.cuda_graphs is not Switch.auto:
+            return None
+        seconds = _layer_seconds(facts)
+        why = next(self._not_recorded(facts), None)
+        if why is None and seconds > LAUNCHING:
+            why = f"a layer keeps the device busy for {seconds * 1e3:.0f} ms of a micro-batch, longer than its launches take"
+        self.cuda_graphs = Switch.off if why else Switch.on
+        why = why or f"a layer keeps the device busy for {seconds * 1e3:.1f} ms of a micro-batch, about what its launches take"
+        return f"cuda_graphs {self.cuda_graphs.value} ({why})" if facts.device == "cuda" else None
+
+    def _not_recorded(self, facts: Facts) -> Iterator[str]:
+        """Why a training pass cannot be recorded, and what to change."""
+        if facts.device != "cuda":
+            yield f"CUDA graphs need a GPU, and the device is {facts.device}. Use auto or off"
+        if not facts.rows:
+            yield "each length of a row is recorded, and these have any. Set data.packing=true, or data.buckets, or this to off"
+        if self.mode is CompileMode.reduce_overhead:
+            yield "mode=reduce_overhead records CUDA graphs of its own. Set mode=default, or this to off"
+        if not self.fullgraph or self.dynamic is not Dynamic.never:
+            yield "a recording needs fullgraph=true and dynamic=never. Set them, or this to off"
+        if "float16" in (facts.dtype, facts.compute_dtype):
+            yield "float16's loss scale changes between passes. Use bfloat16, or set this to off"
+        kept = _plainly(facts.techniques.get("checkpointing", {}))
+        if kept.get("policy", "none") not in ("none", "auto"):
+            yield (f"recomputation (techniques.checkpointing.policy={kept['policy']}) saves the state of random numbers, which "
+                   "cannot be recorded. Set policy=none, or this to off")
+        backend = facts.techniques.get("attention", {}).get("backend", "auto")
+        packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
+        if not (backend in (*RECORDABLE, "auto") or packed_sdpa or (backend == "cudnn" and not facts.packing)):
+            yield (f"attention by {backend} asks the device where documents begin. Use techniques.attention.backend="
+                   f"{RECORDABLE[0]}, or set this to off")
 
     def _without_cuda_graphs(self, facts: Facts) -> Iterator[str]:
         if facts.device != "cuda":
@@ -115,7 +171,12 @@ class Compile(Technique):
     @property
     def keep_gradients(self) -> bool:
         """Whether the optimizer must add gradients to memory of its own, see above."""
-        return self.enabled and self.mode is CompileMode.reduce_overhead
+        return self.enabled and (self.mode is CompileMode.reduce_overhead or self.records)
+
+    @property
+    def records(self) -> bool:
+        """Whether training passes are recorded. After resolve()."""
+        return self.enabled and self.cuda_graphs is Switch.on
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         keep_on_disk()
@@ -167,6 +228,22 @@ class Compile(Technique):
     def _new_watch(self) -> Watch:
         return Watch("layer" if self.scope is Scope.layers else "decoder", self.mode.value, self.max_graph_breaks,
                      self.max_recompiles)
+
+
+def _layer_seconds(facts: Facts) -> float:
+    """What forward and backward of a decoder layer take for a micro-batch, by the arithmetic of its matmuls alone."""
+    text = facts.text
+    width = text.get("hidden_size", 0)
+    heads = text.get("num_attention_heads") or 1
+    size = text.get("head_dim") or width // heads
+    attention = 2 * width * size * (heads + (text.get("num_key_value_heads") or heads))
+    weights = attention + 3 * width * (text.get("intermediate_size") or 4 * width)
+    passes = 4 if "lora" in facts.techniques else 6
+    return float(passes * weights * max(facts.rows, default=facts.sequence_length) * facts.micro_batch_size / RATE)
+
+
+def _plainly(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "value", value) for name, value in options.items()}
 
 
 def keep_on_disk() -> None:

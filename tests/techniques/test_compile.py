@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fxtune.errors import ConfigError
 from fxtune.pipeline import make_probe
 from fxtune.technique import decoder_layers, model_inputs
 from fxtune.techniques.checkpointing import Checkpointing
-from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope
+from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope, Switch
 from fxtune.tracking import Display
 from fxtune.world import Facts
 
@@ -281,3 +282,53 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     assert "Python.h" in list(Compile(enabled=True).check(PACKED))[1]
     assert "Python.h" in list(Compile(enabled=True).check(CUDA))[1]
+
+
+CARD = Facts(device="cuda", capability=(9, 0), packing=True, rows=(4096,), sequence_length=4096, dtype="bfloat16",
+             packages={"flash-attn-4": "4.0.0b36"}, techniques={"attention": {"backend": "flash4"}, "lora": {}},
+             model=dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+                        num_key_value_heads=8, head_dim=128))
+
+
+def asked_for(facts=CARD, **options):
+    """Whether passes are recorded under these facts, and what is told."""
+    technique = Compile(enabled=True, **options)
+    told = technique.resolve(facts) or ""
+    return technique.records, told
+
+
+def test_a_small_model_is_recorded_and_a_large_one_is_not():
+    on, told = asked_for()
+    assert on, told
+    assert "cuda_graphs on" in told
+    large = dict(CARD.model, hidden_size=4096, intermediate_size=14336, num_attention_heads=32)
+    on, told = asked_for(dataclasses.replace(CARD, model=large, micro_batch_size=4))
+    assert not on
+    assert "longer than its launches take" in told
+    assert not asked_for(cuda_graphs=Switch.off)[0]
+    assert asked_for(Facts()) == (False, ""), "nothing to tell on a CPU"
+
+
+@pytest.mark.parametrize(("facts", "options", "why"), [
+    (dict(device="cpu"), {}, "need a GPU"),
+    (dict(rows=()), {}, r"data\.buckets"),
+    (dict(dtype="float16"), {}, "loss scale"),
+    (dict(techniques={"attention": {"backend": "eager"}}), {}, "attention by eager"),
+    (dict(techniques={"attention": {"backend": "cudnn"}}), {}, "attention by cudnn"),
+    (dict(techniques={"checkpointing": {"policy": "full"}}), {}, "recomputation"),
+    ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
+    ({}, dict(fullgraph=False), "fullgraph")])
+def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, why):
+    facts = dataclasses.replace(CARD, **facts)
+    reasons = [reason for reason in Compile(enabled=True, cuda_graphs=Switch.on, **options).check(facts)
+               if reason.startswith("cuda_graphs")]
+    assert len(reasons) == 1
+    assert re.search(why, reasons[0]), reasons
+    on, told = asked_for(facts, **options)
+    assert not on
+    assert facts.device == "cpu" or re.search(why, told), told
+
+
+def test_gradients_are_kept_where_passes_are_recorded():
+    assert Compile(enabled=True, cuda_graphs=Switch.on).keep_gradients
+    assert not Compile(cuda_graphs=Switch.on).records

@@ -1,0 +1,209 @@
+"""techniques.quantize.type=fp8, but for its speed: no card is needed for what it refuses, stores, computes and saves.
+
+A CPU is refused by check(), so models are built here by Pipeline.build(), whose products are then the plain reference's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+
+from fxtune.commands.merge import merge
+from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.model import ModelConfig, load_config, load_tokenizer, save
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.lora import AdapterInit
+from fxtune.techniques.precision import Autocast
+from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.world import Library
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
+both = pytest.mark.parametrize("fused", ["on", "off"])
+
+
+def fp8(fused: str = "off", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options: Any) -> Pipeline:
+    pipeline = lora(**options)
+    pipeline.lora.fused = type(pipeline.lora.fused)(fused)
+    pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=compute, skip=list(skip))
+    return pipeline
+
+
+def made(pipeline: Pipeline, model: ModelConfig) -> Any:
+    return pipeline.build(model, load_config(model), CPU, 0)
+
+
+def test_it_computes_with_the_weight_that_it_stands_for_but_for_its_inputs_rounding():
+    torch.manual_seed(0)
+    source = torch.nn.Linear(512, 384, bias=True)
+    mine = quantized(source, "fp8", "auto", True, torch.float32, CPU.device)
+    weight = dequantized(mine)
+    assert 0.02 < (weight - source.weight).norm() / source.weight.norm() < 0.03
+    # Numbers of three bits of mantissa are not rounded.
+    ours = torch.randint(-7, 8, (2, 5, 512)).float()
+    ours[..., 0] = 7 * 64
+    ours.requires_grad_()
+    plain = ours.detach().clone().requires_grad_()
+    output, expected = mine(ours), torch.nn.functional.linear(plain, weight, source.bias)
+    assert (output - expected).norm() < 3e-3 * expected.norm(), "only bfloat16's rounding"
+    output.sum().backward()
+    expected.sum().backward()
+    assert (ours.grad - plain.grad).norm() < 3e-3 * plain.grad.norm()
+    assert not any(parameter.requires_grad for parameter in mine.parameters())
+
+
+@both
+def test_a_model_is_near_its_base_and_trains_adapters_only(fused):
+    model = random_model("llama", **WIDE)
+    pipeline = fp8(fused)
+    mine = made(pipeline, model)
+    evidence = [one for one in pipeline.verify(mine, make_probe(mine)) if one.technique == "quantize"]
+    assert [one.acted for one in evidence] == [True, True, True, False], "on a CPU no product is in fp8"
+    assert evidence[0].observed.startswith("14 in fp8, ")
+    assert evidence[3].observed.startswith("0 of torch's scaled products")
+    assert not is_quantized(mine.get_output_embeddings())
+    exact = logits(built(lora(), model))
+    assert 0 < (logits(mine) - exact).norm() / exact.norm() < 0.1
+    mine.train()
+    mine(**make_probe(mine)).logits.logsumexp(-1).sum().backward()
+    assert {name for name, parameter in mine.named_parameters() if parameter.grad is not None} == {
+        name for name, parameter in mine.named_parameters() if "lora_" in name}
+    assert {parameter.dtype for name, parameter in mine.named_parameters() if "lora_" in name} == {torch.float32}
+
+
+def test_fused_adapters_and_peft_s_train_the_same_model():
+    model = random_model("llama", **WIDE)
+    mine, theirs = (made(fp8(fused), model) for fused in ("on", "off"))
+    adapters = dict(trained(theirs).named_parameters())
+    with torch.no_grad():
+        for name, parameter in mine.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(adapters[name])
+    torch.testing.assert_close(logits(mine), logits(theirs), rtol=0, atol=0.02)
+    gradients = []
+    for one in (mine, theirs):
+        one.train()
+        one.zero_grad()
+        one(**make_probe(one)).logits.logsumexp(-1).sum().backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad]))
+    assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
+
+
+@both
+def test_bytes_are_those_that_are_planned_and_groups_share_one_storage(fused):
+    mine = made(fp8(fused), random_model("llama", **WIDE))
+    linears = {name.rpartition(".")[2]: module for name, module in mine.get_base_model().model.layers[1].named_modules()
+               if name.endswith("_proj")}
+    bases = {name: linear.get_base_layer() for name, linear in linears.items()}
+    for base in bases.values():
+        planned = bytes_per_weight(dataclasses.asdict(Quantize(type=Type.fp8)))
+        assert stored_bytes(base) == pytest.approx(planned * base.in_features * base.out_features, rel=0.05)
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for module in mine.modules()
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if tensor.dtype is torch.uint8}
+    assert sum(held.values()) == 2 * 2 * sum(base.in_features * base.out_features for base in bases.values()), "stored once"
+    together = {base.weight.untyped_storage().data_ptr() for name, base in bases.items() if name in ("gate_proj", "up_proj")}
+    assert len(together) == (1 if fused == "on" else 2)
+
+
+@both
+def test_adapters_switched_off_leave_the_quantised_base(fused):
+    model = random_model("llama", **WIDE)
+    mine = made(fp8(fused), model)
+    fresh = logits(mine)
+    changed = logits(trained(mine))
+    assert (changed - fresh).norm() > 0.01 * fresh.norm()
+    with mine.disable_adapter():
+        torch.testing.assert_close(logits(mine), fresh, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("fused", "options"), [("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})])
+def test_its_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base", **WIDE)
+    model = ModelConfig(path=str(base))
+    mine = trained(made(fp8(fused, **options), model))
+    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    assert "fp8" not in (adapter / "adapter_config.json").read_text()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    ours = dict(mine.named_parameters())
+    weights = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
+    assert weights
+    assert all(torch.equal(parameter, ours[name]) for name, parameter in weights.items())
+    assert (logits(theirs) - logits(mine)).norm() < 0.15 * logits(mine).norm()
+    merged = AutoModelForCausalLM.from_pretrained(merge(adapter, tmp_path / "merged"), dtype="auto")
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_tuning_over_it_ends_where_tuning_over_the_plain_base_does():
+    """Forty steps on one batch: what the loss loses to fp8 is noise, and adapters learn as much."""
+    model = random_model("llama", **WIDE)
+    ids = torch.randint(3, 60, (4, 48), generator=torch.Generator().manual_seed(5))
+    ends = {}
+    for name, mine in (("plain", built(lora(r=8), model)), ("fp8", made(fp8("on", r=8), model))):
+        mine.train()
+        optimizer = torch.optim.AdamW([parameter for parameter in mine.parameters() if parameter.requires_grad], lr=5e-3)
+        losses = []
+        for _ in range(40):
+            loss = mine(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        ends[name] = losses
+    assert ends["plain"][-1] < 0.8 * ends["plain"][0]
+    assert ends["fp8"][-1] == pytest.approx(ends["plain"][-1], rel=0.02)
+
+
+def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False,
+            here: dict | None = None, **options: Any) -> str:
+    pipeline = fp8(compute=ComputeDtype.auto, **options)
+    for name, value in (here or {}).items():
+        setattr(pipeline.quantize, name, value)
+    pipeline.lora.enabled = not full
+    known = facts_of(random_model(family, **(sizes or {})), **{**H200, **(facts or {})})
+    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"facts": {"device": "cpu"}}, "type: fp8's products run on a GPU's tensor cores, and the device is cpu. Use nf4 or int8."),
+    ({"facts": {"capability": (8, 0), "device_name": "NVIDIA A100"}},
+     "type: fp8 needs compute capability 8.9, and NVIDIA A100 has 8.0. Use nf4 or int8."),
+    ({"facts": {"dtype": "float32"}}, "compute_dtype: fp8's products come out in bfloat16, and this asks for float32. Set "
+                                      "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16."),
+    ({"here": {"compute_dtype": ComputeDtype.float16}}, "compute_dtype: fp8's products come out in bfloat16, and this asks for "
+                                                        "float16. Set it to auto or bfloat16."),
+    ({"here": {"library": Library.torchao}}, "library: fp8 is torch's own, and torchao has no part in it. Set it to auto."),
+    ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
+    ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+    ({"dora": True}, "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's."),
+    ({"sizes": {"intermediate_size": 88}}, "type: fp8's products take sizes of a multiple of 16, and 6 linears have others, such "
+                                           "as model.layers.0.mlp.gate_proj. Use nf4 or int8, or name them in skip."),
+    ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
+    ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model."),
+    ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
+])
+def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
+    assert reason in refused(**options)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"facts": {"capability": (8, 9)}}, {"facts": {"capability": (10, 0)}}, {"facts": {"packages": {}}}, {"family": "gemma"},
+    {"dropout": 0.1}, {"modules_to_save": ["lm_head"]}, {"skip": ("down_proj",)},
+    {"sizes": {"intermediate_size": 88}, "skip": ("gate_proj", "up_proj", "down_proj")}])
+def test_what_can_act_is_not(options):
+    assert refused(**options) == ""
+
+
+def test_what_it_left_open_is_chosen_by_what_is_here():
+    asked = fp8(compute=ComputeDtype.auto)
+    asked.precision.autocast = Autocast.bfloat16
+    facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
+    chosen, notes = asked.ready(facts)
+    assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.auto, ComputeDtype.bfloat16)
+    assert "quantize: torch multiplies the fp8 weights; matmuls run in bfloat16 like the rest of the model" in notes

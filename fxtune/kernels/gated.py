@@ -59,14 +59,18 @@ def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Sh
         return out
     gate, up = _whole(gate_up, share).chunk(2, -1)
     activated, slope = _act(act, gate)
-    gradient = dp.float() if above is None else dp.float().addmm_(above[0].float(), above[1].float())
+    gradient = _wide(dp) if above is None else _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     return out
 
 
 def _whole(gate_up: Tensor, share: Share) -> Tensor:
-    return gate_up.float() if share is None else gate_up.float() + share[0].float() @ share[1].float().t()
+    return _wide(gate_up) if share is None else _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t())
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _act(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:

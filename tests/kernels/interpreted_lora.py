@@ -1,0 +1,104 @@
+"""Run by test_fused_lora.py with TRITON_INTERPRET=1: the Triton kernels of fused LoRA against their plain counterparts.
+
+Products on tensor cores are compared in float16: the interpreter multiplies bfloat16's bits as if they were integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fxtune.kernels import gated_triton, lora_triton
+from fxtune.kernels.gated import gated, gated_backward
+from fxtune.kernels.lora_adapters import Adapters, pack
+
+lora_triton.COLUMNS, lora_triton.NUMBERS, lora_triton.PROGRAMS = 32, 256, 6
+gated_triton.BLOCK = 256
+lora_triton.PROJECT.update(ROWS=32, STEP=32)
+lora_triton.REDUCE.update(COLUMNS=32, STEP=32)
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""How far one rounding may move a number, of its own size."""
+
+
+def apart(rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of `width` numbers with `gap` others between them."""
+    return torch.full((rows, width + gap), 7.0, dtype=dtype)[:, :width]
+
+
+def same(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float = 1e-6) -> None:
+    torch.testing.assert_close(one, other, rtol=relative, atol=absolute)
+    if one.stride(0) > one.shape[1] and one.dim() == 2:
+        gap = one._base[:, one.shape[1]:] if one._base is not None else one[:, :0]
+        assert (gap == 7).all(), "written between two rows"
+
+
+def activation(dtype: torch.dtype, act: str, width: int) -> None:
+    rows, relative = 3, DTYPES[dtype]
+    gate_up, dp = (torch.randn(rows, 2 * width) * 3).to(dtype), torch.randn(rows, width).to(dtype)
+    mine, theirs = apart(rows, width, 16, dtype), apart(rows, width, 16, dtype)
+    gated_triton.forward(act, gate_up, mine)
+    same(mine, gated(act, gate_up, theirs), relative, 1e-5)
+    mine, theirs = apart(rows, 2 * width, 16, dtype), apart(rows, 2 * width, 16, dtype)
+    first, second = dp.clone(), dp.clone()
+    gated_triton.backward(act, gate_up, first, mine)
+    same(mine, gated_backward(act, gate_up, second, theirs), relative, 1e-5)
+    same(first, second, relative, 1e-5)
+
+
+def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], bias: bool) -> None:
+    inner = 50
+    a, b = [torch.randn(rank, inner) for rank in ranks], [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)]
+    offsets, scaling = [torch.randn(out) for out in outs] if bias else [], [0.5 + index for index in range(len(ranks))]
+    group = Adapters(a, b, offsets, scaling, dtype)
+    made = [(apart(group.width, inner, 9, dtype), apart(sum(outs), group.width, 9, dtype)) for _ in range(2)]
+    pack(group, *made[0])
+    lora_triton.pack(a, b, scaling, torch.cat(offsets) if bias else None, *made[1])
+    for one, other in zip(*made, strict=True):
+        same(other, one, DTYPES[dtype], 0)
+    if dtype is torch.float16:
+        products(group, *made[0])
+
+
+def products(group: Adapters, a: torch.Tensor, b: torch.Tensor) -> None:
+    rows, ones = 300, sum(group.ranks) if group.bias else -1
+    x, dy = (torch.randn(rows, width + 4).half()[:, :width] for width in (group.inner, sum(group.outs)))
+    buffer = torch.zeros(rows, group.inner + group.width, dtype=torch.float16)
+    xa = lora_triton.project(x, a.t(), buffer[:, :group.inner], buffer[:, group.inner:], ones, 1.0)
+    wanted = (x.float() @ a.t().float()).half()
+    if group.bias:
+        wanted[:, ones] = 1
+    same(xa, wanted, 2e-3, 2e-3)
+    assert torch.equal(buffer, torch.cat([x, xa], 1))
+    dyb = lora_triton.project(dy, b)
+    same(dyb, (dy.float() @ b.float()).half(), 2e-3, 2e-3)
+    da = lora_triton.reduce(x[250:], dyb[250:], lora_triton.reduce(x[:250], dyb[:250]))
+    db = lora_triton.reduce(dy, xa)
+    same(da.sum(0), x.t().float() @ dyb.float(), 1e-4, 1e-3)
+    same(db.sum(0), dy.t().float() @ xa.float(), 1e-4, 1e-3)
+    gradients(group, da, db)
+
+
+def gradients(group: Adapters, da: torch.Tensor, db: torch.Tensor) -> None:
+    for first, second in ((da, db), (None, db), (da, None)):
+        mine = [[torch.full_like(one, 7.0) for one in half] for half in (group.a, group.b)]
+        lora_triton.unpack(first, second, group.scaling, *mine)
+        row, column = 0, 0
+        for one, two, scaling in zip(*mine, group.scaling, strict=True):
+            ranks = slice(column, column + len(one))
+            same(one, da.sum(0).t()[ranks] if first is not None else torch.full_like(one, 7.0), 1e-5)
+            same(two, db.sum(0)[row:row + len(two), ranks] * scaling if second is not None else torch.full_like(two, 7.0), 1e-5)
+            row, column = row + len(two), column + len(one)
+
+
+torch.manual_seed(0)
+compared = 0
+for case in itertools.product(DTYPES, ("silu", "gelu_pytorch_tanh"), (5, 300)):
+    activation(*case)
+    compared += 1
+GROUPS = (((3,), (40,)), ((4, 4, 7), (33, 8, 8)), ((8, 1), (5, 70)), ((1, 2, 3, 4), (5, 6, 7, 8)))
+for case in [(torch.float16, *group, bias) for group in GROUPS for bias in (False, True)] + [
+        (dtype, *GROUPS[at], bool(at)) for dtype, at in itertools.product((torch.float32, torch.bfloat16), (0, 1))]:
+    adapters(*case)
+    compared += 1
+print(compared, "compared")

@@ -1,0 +1,428 @@
+"""Fused LoRA equals peft linear by linear: results and gradients of whole groups and MLPs, over each kind of frozen weight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxtune.kernels import fused_lora
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.kernels.lora_base import augment, weight_views
+from fxtune.kernels.quantized import dequantized, grouped, quantized
+
+OPERATORS = {"fxtune.lora_linear": fused_lora._linear, "fxtune.lora_linear_backward": fused_lora._linear_backward,
+             "fxtune.lora_mlp": fused_lora._mlp, "fxtune.lora_mlp_backward": fused_lora._mlp_backward}
+ACTS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
+class Siblings(nn.Module):
+    """Linears that read the same input."""
+
+    def __init__(self, inner: int, outs: list[int], bias: bool = False) -> None:
+        super().__init__()
+        self.names = [f"linear{index}" for index in range(len(outs))]
+        for name, out in zip(self.names, outs, strict=True):
+            setattr(self, name, nn.Linear(inner, out, bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([getattr(self, name)(x) for name in self.names], -1)
+
+
+class Mlp(nn.Module):
+    """As transformers has it (LlamaMLP, GemmaMLP)."""
+
+    def __init__(self, hidden: int, width: int, act: str) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, width, False), nn.Linear(hidden, width, False)
+        self.down = nn.Linear(width, hidden, False)
+        self.names, self.act = ["gate", "up", "down"], ACTS[act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def adapted(model: nn.Module, ranks: list[int], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[nn.Module]]:
+    """`model` under peft, adapters in float32 with B drawn, and its adapted linears in their order."""
+    names = model.names
+    model = peft.inject_adapter_in_model(peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=list(names), rank_pattern=dict(zip(names, ranks, strict=True))), model.to(dtype))
+    linears = [getattr(model, name) for name in names]
+    for linear in linears:
+        nn.init.normal_(linear.lora_B["default"].weight, std=0.3)
+        for half in (linear.lora_A, linear.lora_B):
+            half.to(torch.float32)
+    return model, linears
+
+
+def halves(linears: list[nn.Module]) -> dict[str, list]:
+    return dict(a=[one.lora_A["default"].weight for one in linears], b=[one.lora_B["default"].weight for one in linears],
+                scaling=[one.scaling["default"] for one in linears])
+
+
+def weights(linears: list[nn.Module]) -> list[torch.Tensor]:
+    return [one.base_layer.weight.detach() for one in linears]
+
+
+def group(inner: int, outs: list[int], ranks: list[int], bias: bool = False, dtype: torch.dtype = torch.float32):
+    """(peft's model, the fused function of x, what is trained) of siblings with adapters."""
+    torch.manual_seed(inner)
+    model, linears = adapted(Siblings(inner, outs, bias), ranks, dtype)
+    base = [augment(weights(linears), ranks, bias)]
+    biases = [one.base_layer.bias.detach() for one in linears] if bias else []
+    own = halves(linears)
+    return model, lambda x, **more: lora_linear(x, **{**own, "base": base, "bias": biases, **more}), [*own["a"], *own["b"]]
+
+
+def mlp(hidden: int, width: int, ranks: list[int], act: str = "silu", dtype: torch.dtype = torch.float32):
+    torch.manual_seed(hidden)
+    model, linears = adapted(Mlp(hidden, width, act), ranks, dtype)
+    up, down = [augment(weights(linears[:2]), ranks[:2])], [augment(weights(linears[2:]), ranks[2:])]
+    own = halves(linears)
+    return model, partial(lora_mlp, **own, up=up, down=down, act=act), [*own["a"], *own["b"]]
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def compare(mine: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Results and gradients, each relative to the largest number in it."""
+    above = torch.randn_like(theirs)
+    found = [mine, *torch.autograd.grad(mine, leaves, above)]
+    wanted = [theirs, *torch.autograd.grad(theirs, leaves, above)]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype is other.dtype
+        largest = other.abs().max().item() if other.numel() else 0
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(largest, 1e-3))
+
+
+sizes = st.integers(1, 33)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(0, 20), inner=sizes, outs=st.lists(sizes, min_size=1, max_size=5), bias=st.booleans(), data=st.data())
+def test_any_group_is_pefts(rows, inner, outs, bias, data):
+    ranks = [data.draw(st.integers(1, 9)) for _ in outs]
+    model, fused, trained = group(inner, outs, ranks, bias)
+    x = inputs(rows, inner)
+    compare(fused(x), model(x), [x, *trained])
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(0, 20), hidden=sizes, width=sizes, ranks=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+       act=st.sampled_from(sorted(ACTS)), keep=st.booleans(), tiles=st.integers(1, 7))
+def test_any_mlp_is_pefts_kept_or_not_and_in_tiles(rows, hidden, width, ranks, act, keep, tiles):
+    model, fused, trained = mlp(hidden, width, ranks, act)
+    x = inputs(rows, hidden)
+    compare(fused(x, keep=keep, tiles=tiles), model(x), [x, *trained], 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("what", ["group", "mlp"])
+def test_in_16_bits_it_is_no_further_from_float32_than_peft(what, dtype):
+    """Peft under autocast, which is how it trains: without, it computes adapters in float32."""
+    make = (lambda dtype: group(67, [33, 40], [3, 5], True, dtype)) if what == "group" else (
+        lambda dtype: mlp(64, 97, [8, 4, 3], dtype=dtype))
+    (model, fused, trained), exact = make(dtype), make(torch.float32)
+    with torch.no_grad():  # the same numbers, rounded
+        for parameter, rounded in zip(exact[0].parameters(), model.parameters(), strict=True):
+            parameter.copy_(rounded)
+    x = inputs(200, 67 if what == "group" else 64, dtype=dtype)
+    x32 = x.detach().float().requires_grad_()
+    wanted, ours = exact[0](x32), fused(x)
+    with torch.autocast("cpu", dtype):
+        theirs = model(x)
+    assert ours.dtype is theirs.dtype is dtype
+    above = torch.randn_like(wanted).to(dtype)
+    results = [(y, *torch.autograd.grad(y, [leaf, *leaves], above.to(y.dtype)))
+               for y, leaf, leaves in ((wanted, x32, exact[2]), (ours, x, trained), (theirs, x, trained))]
+    for reference, one, other in zip(*results, strict=True):
+        mine, pefts = ((found.float() - reference).norm() / reference.norm() for found in (one, other))
+        assert 0 < mine < 1.02 * pefts, (mine, pefts)
+
+
+@pytest.mark.parametrize(("kind", "library", "double"), [
+    ("nf4", "bitsandbytes", True), ("nf4", "bitsandbytes", False), ("nf4", "torchao", True), ("int8", "bitsandbytes", True),
+    ("int8", "torchao", True)])
+def test_over_quantised_weights_it_is_plain_lora_over_what_they_stand_for(kind, library, double):
+    pytest.importorskip(library)
+    torch.manual_seed(0)
+    stored = [quantized(nn.Linear(inner, out, False), kind, library, double, torch.float32, torch.device("cpu"))
+              for inner, out in ((128, 256), (128, 256), (256, 128))]
+    name = stored[0].fxtune_quantized
+    plain = Mlp(128, 256, "silu")
+    for linear, one in zip((plain.gate, plain.up, plain.down), stored, strict=True):
+        linear.weight.data = dequantized(one)
+    model, linears = adapted(plain, [3, 4, 5])
+    own = halves(linears)
+    trained, x = [*own["a"], *own["b"]], inputs(9, 128)
+    for options in ({}, {"keep": False}, {"tiles": 2}):
+        compare(lora_mlp(x, **own, up=grouped(stored[:2]), down=grouped(stored[2:]), up_kind=name, down_kind=name, **options),
+                model(x), [x, *trained], 2e-5)
+    pair = {half: own[half][:2] for half in own}
+    compare(lora_linear(x, **pair, base=grouped(stored[:2]), kind=name), torch.cat([linears[0](x), linears[1](x)], -1),
+            [x, *pair["a"], *pair["b"]])
+
+
+def test_gradcheck_in_float64():
+    for parts in (group(5, [3, 4], [2, 1], True, torch.float64), mlp(4, 5, [2, 1, 3], dtype=torch.float64)):
+        trained = [one.detach().double().requires_grad_() for one in parts[2]]
+        half = len(trained) // 2
+        assert torch.autograd.gradcheck(lambda x, *own, parts=parts, half=half: parts[1](x, a=own[:half], b=own[half:]),
+                                        (inputs(3, parts[0].linear0.in_features if half == 2 else 4, dtype=torch.float64),
+                                         *trained))
+
+
+def test_torchs_own_check_of_operators():
+    """Schema, fake implementation, gradients and compilation agree with what the operators do."""
+    _, linears = adapted(Siblings(6, [4, 5], True), [2, 3])
+    own, x = halves(linears), inputs(7, 6)
+    base, bias = augment(weights(linears), [2, 3], True), [one.base_layer.bias.detach() for one in linears]
+    given = (own["a"], own["b"], bias, [base], own["scaling"], "dense")
+    y, xa = torch.ops.fxtune.lora_linear(x, *given)  # which also packs A and B: once more changes no number
+    torch.library.opcheck(torch.ops.fxtune.lora_linear.default, (x, *given))
+    detached = [[one.detach() for one in half] for half in given[:2]]
+    torch.library.opcheck(torch.ops.fxtune.lora_linear_backward.default,
+                          (y.detach(), x.detach(), xa.detach(), *detached, *given[2:], [True] * 3))
+    _, linears = adapted(Mlp(6, 8, "silu"), [2, 3, 1])
+    own = halves(linears)
+    bases = [augment(weights(linears[:2]), [2, 3])], [augment(weights(linears[2:]), [1])]
+    for keep, tiles in ((True, 1), (False, 2)):
+        given = (own["a"], own["b"], *bases, own["scaling"], "dense", "dense", "silu", keep, tiles)
+        y, *kept = torch.ops.fxtune.lora_mlp(x, *given)
+        torch.library.opcheck(torch.ops.fxtune.lora_mlp.default, (x, *given))
+        detached = [[one.detach() for one in half] for half in given[:2]]
+        torch.library.opcheck(torch.ops.fxtune.lora_mlp_backward.default,
+                              (y.detach(), x.detach(), *(one.detach() for one in kept), *detached, *given[2:], [True] * 3))
+
+
+@pytest.mark.parametrize("frozen", ["x", "a", "b", "adapters", "all"])
+def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(frozen):
+    for parts, width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
+        model, fused, trained = parts
+        a, b = trained[:len(trained) // 2], trained[len(trained) // 2:]
+        x = inputs(7, width).requires_grad_(frozen not in ("x", "all"))
+        for half, name in ((a, "a"), (b, "b")):
+            for one in half:
+                one.requires_grad_(frozen not in (name, "adapters", "all"))
+        leaves = [leaf for leaf in (x, *trained) if leaf.requires_grad]
+        y = fused(x)
+        assert y.requires_grad == bool(leaves)
+        if leaves:
+            compare(y, model(x), leaves)
+            with Calls() as seen:
+                fused(x).sum().backward()
+            assert [leaf.grad is not None for leaf in (x, *trained)] == [leaf.requires_grad for leaf in (x, *trained)]
+            if frozen == "x" and len(a) == 2:
+                assert seen.named("backward") == 1
+                assert (7, 6) not in seen.products, "dx of something that takes no gradient"
+
+
+def test_under_autocast_everything_is_computed_in_its_dtype():
+    for (model, fused, trained), width in ((group(64, [64, 32], [4, 8]), 64), (mlp(64, 96, [4, 8, 2]), 64)):
+        x = inputs(50, width)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine, theirs = fused(x), model(x)
+        assert mine.dtype is theirs.dtype is torch.bfloat16
+        above = torch.randn_like(mine)
+        for one, other in zip(torch.autograd.grad(mine, [x, *trained], above), torch.autograd.grad(theirs, [x, *trained], above),
+                              strict=True):
+            assert one.dtype is other.dtype is torch.float32
+            assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_without_gradients_the_result_is_the_same_and_nothing_is_kept():
+    for (model, fused, _), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
+        for rows in (1, 7):  # one: a token of generation
+            x = inputs(rows, width)
+            with torch.no_grad():
+                y = fused(x)
+                torch.testing.assert_close(y, model(x))
+            assert not y.requires_grad
+            with torch.inference_mode():
+                torch.testing.assert_close(fused(x), y)
+    with torch.no_grad(), Calls() as seen:
+        mlp(6, 8, [2, 3, 1])[1](inputs(7, 6))
+    assert seen.arguments["fxtune.lora_mlp"][-2] is False, "gate_up was to be returned where nobody could use it"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6), (1, 1, 6), (6,)])
+def test_any_leading_dimensions_and_strides(shape):
+    for model, fused, trained in (group(6, [4, 5], [2, 3]), mlp(6, 8, [2, 3, 1])):
+        x = inputs(*shape)
+        compare(fused(x), model(x), [x, *trained])
+    model, fused, trained = group(6, [4, 5], [2, 3])
+    x = inputs(6, 9)
+    compare(fused(x.t()), model(x.t()), [x, *trained])
+    wide = inputs(9, 8)
+    compare(fused(wide[::2, 1:7]), model(wide[::2, 1:7]), [wide, *trained])
+    y = fused(x.t())  # a gradient whose columns lie apart
+    theirs = model(x.t())
+    above = torch.randn(9, 9).t()
+    for one, other in zip(torch.autograd.grad(y, trained, above), torch.autograd.grad(theirs, trained, above), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_several_forward_passes_before_their_backward_passes_and_steps_between():
+    """Nothing of one call is left in the buffer for another: neither other inputs, nor other adapters, nor old ones."""
+    for (model, fused, trained), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
+        xs = [inputs(7, width) for _ in range(2)]
+        others = [torch.randn_like(one).requires_grad_() for one in trained]
+        half = len(trained) // 2
+        ys = [fused(x) for x in xs]
+        wanted = torch.autograd.grad(sum(model(x).sum() for x in xs), trained)
+        fused(xs[0], a=others[:half], b=others[half:])  # another adapter over the same weights
+        for one, other in zip(torch.autograd.grad(sum(y.sum() for y in ys), trained), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        with torch.no_grad():
+            for one in trained:
+                one.mul_(1.5)
+        compare(fused(xs[0]), model(xs[0]), [xs[0], *trained])
+        y = fused(xs[0])
+        with torch.no_grad():
+            trained[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_the_frozen_weights_are_views_and_stay_as_they_are():
+    kept = [torch.randn(out, 6) for out in (4, 5)]
+    made = augment(kept, [2, 3])
+    views = weight_views(made, [4, 5], 6)
+    assert {view.untyped_storage().data_ptr() for view in views} == {made.untyped_storage().data_ptr()}
+    a, b = [torch.randn(rank, 6) for rank in (2, 3)], [torch.randn(out, rank) for out, rank in ((4, 2), (5, 3))]
+    lora_linear(torch.randn(7, 6), a, b, [made], [2.0, 1.0])
+    for view, weight in zip(views, kept, strict=True):
+        assert torch.equal(view, weight)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_kept_for_the_backward_pass(keep):
+    """Of activations: x, its product with A and, if it is wanted, gate_up. Never p."""
+    _, fused, _ = mlp(16, 40, [2, 3, 1])
+    x, kept = inputs(11, 16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
+        fused(x, keep=keep)
+    assert [shape for shape in kept if shape[0] == 11] == [(11, 16)] + [(11, 80), (11, 16), (11, 16)] * keep
+
+
+def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs():
+    model, fused, trained = mlp(16, 24, [2, 3, 1])
+    x = inputs(11, 16)
+    wanted = torch.autograd.grad(model(x).sin().sum(), [x, *trained])
+
+    def run(x):
+        return checkpoint(lambda x: fused(x * 1.0, keep=False), x, use_reentrant=False).sin()
+
+    for forward, again in ((run, 2), (torch.compile(run, fullgraph=True, backend="aot_eager"), 1)):
+        with Calls() as seen:
+            found = torch.autograd.grad(forward(x).sum(), [x, *trained])
+        assert seen.named("lora_mlp") == again
+        assert seen.named("lora_mlp_backward") == 1
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_as_one_graph_it_is_what_it_is():
+    for (model, fused, trained), width in ((group(6, [4, 5], [2, 3], True), 6), (mlp(6, 8, [2, 3, 1]), 6)):
+        compiled = torch.compile(lambda x, fused=fused: fused(x * 2) + 1, fullgraph=True, backend="aot_eager")
+        for rows in (7, 9, 1):
+            x = inputs(rows, width)
+            compare(compiled(x), model(x * 2) + 1, [x, *trained])
+
+
+def test_flops_are_counted():
+    rows, hidden, width, ranks = 7, 6, 8, [2, 3, 1]
+    frozen = 2 * rows * hidden * width
+    adapters = [2 * rows * rank * (hidden + width) for rank in ranks]
+    for (_, fused, _), products, added in ((group(hidden, [width] * 2, ranks[:2]), 2, sum(adapters[:2])),
+                                           (mlp(hidden, width, ranks), 3, sum(adapters))):
+        x = inputs(rows, hidden)
+        with FlopCounterMode(display=False) as forward:
+            y = fused(x)
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        assert forward.get_total_flops() == products * frozen + added
+        assert backward.get_total_flops() == products * frozen + 2 * added
+    with FlopCounterMode(display=False) as counted:
+        mlp(hidden, width, ranks)[1](x, keep=False).sum().backward()
+    again = 2 * frozen + sum(adapters[:2]) + 2 * rows * width * ranks[2]
+    assert counted.get_total_flops() == 6 * frozen + 3 * sum(adapters) + again
+
+
+def test_memory_that_was_something_else_before_cannot_be_seen():
+    """oneDNN reads beyond rows that lie apart, and nan times zero is nan."""
+    _, fused, _ = mlp(66, 129, [2, 3, 1], dtype=torch.bfloat16)
+    x = inputs(301, 66, dtype=torch.bfloat16)
+    for options in ({}, {"tiles": 3}):
+        garbage = [torch.full((301, width), torch.nan, dtype=torch.bfloat16) for width in (66, 82, 129, 145, 258, 274)]
+        del garbage
+        y = fused(x, **options)
+        y.float().square().sum().backward()
+        assert y.isfinite().all()
+        assert x.grad.isfinite().all()
+
+
+def test_tiles_hold_less():
+    _, fused, _ = mlp(16, 40, [2, 3, 1])
+    for tiles, rows in ((1, 1000), (5, 200)):
+        with Calls() as seen:
+            fused(inputs(1000, 16), tiles=tiles).sum().backward()
+        assert max(numbers for numbers in seen.sizes) <= max(rows * (80 + 16), 1000 * 16)
+
+
+class Calls(TorchDispatchMode):
+    """Counts fxtune's operators, and inside of them what matmuls return and how large new tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.arguments, self.products, self.sizes = [], {}, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().replace("::", ".")
+        self.names.append(name)
+        self.arguments[name] = args
+        inside = OPERATORS.get(name)
+        if inside is not None and not isinstance(args[0], FakeTensor):
+            with self:  # what an operator calls is seen, too
+                out = inside._init_fn(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.sizes.append(out.untyped_storage().nbytes() // out.element_size())
+            if func.overloadpacket.__name__ == "mm":
+                self.products.append(tuple(out.shape))
+        return out
+
+    def named(self, name: str) -> int:
+        return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
+
+
+def test_the_triton_kernels_are_the_plain_ones(tmp_path):
+    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
+    pytest.importorskip("triton")
+    here = Path(__file__).resolve()
+    run = subprocess.run([sys.executable, str(here.with_name("interpreted_lora.py"))], capture_output=True, text=True,
+                         check=False, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[2])})
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["24", "compared"]
+
+
+def test_the_kinds_are_told_apart():
+    assert type(fused_lora.base_of("dense", [augment([torch.zeros(4, 6)], [2])], fused_lora.Adapters(
+        [torch.zeros(2, 6)], [torch.zeros(4, 2)], [], [1.0], torch.float32))).__name__ == "Dense"

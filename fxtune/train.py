@@ -1,7 +1,8 @@
 """Training: one loop for LoRA and full fine-tuning, read top to bottom.
 
 `Trainer.__init__` is the order in which a run comes to be, `run` is the loop, `step` is one optimizer step. There are no
-callbacks: the loop names what it calls. The device is waited for only where figures are logged.
+callbacks: the loop names what it calls. The device is waited for only where figures are logged, and then for a step that is past:
+the next one is under way by then.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Trainer:
                                         self.state.step, note=screen.note)
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
         self.told: set[str] = set()
+        self.reads_late = self.world.device.type == "cuda"
+        """A GPU must not stand still while a line is written, so its next step is issued first."""
 
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
@@ -105,18 +108,21 @@ class Trainer:
         config, state, plan = self.config, self.state, self.plan
         interval = Interval(state.skipped_steps, self.loss_scale.active)
         meter = self.meter()
+        due: float | None = None  # the learning rate of a step whose line is due: it is read when the next step is under way
         for step, lr, outcome in self.steps():
+            if due is not None:
+                self._line(due, interval, meter)
             interval.add(*outcome)
             meter.add(step.index, step.waited)
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
-            if last or state.step % config.train.log_every == 0:
-                figures = interval.read()
-                state.skipped_steps = interval.skipped
-                self._log({"train/epoch": plan.epoch(state.step), "train/lr": lr, **figures, **meter.read()})
-                self._tell_compiled("training")
-                self._stop_on_bad_numbers(interval)
             evaluate, save = (last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every))
+            due = lr if last or state.step % config.train.log_every == 0 else None
+            if due is not None:
+                interval.post()
+                if evaluate or save or not self.reads_late:
+                    self._line(due, interval, meter)
+                    due = None
             if evaluate or save:
                 with meter.paused():
                     best = evaluate and self._evaluate()
@@ -124,6 +130,14 @@ class Trainer:
                         interval.settle()
                         state.skipped_steps = interval.skipped
                         self._save()
+
+    def _line(self, lr: float, interval: Interval, meter: Meter) -> None:
+        """Log the steps up to state.step. Waits for the device to have done them."""
+        figures = interval.read()
+        self.state.skipped_steps = interval.skipped
+        self._log({"train/epoch": self.plan.epoch(self.state.step), "train/lr": lr, **figures, **meter.read()})
+        self._tell_compiled("training")
+        self._stop_on_bad_numbers(interval)
 
     def steps(self) -> Iterator[tuple[Step, float, Outcome]]:
         """Take the optimizer steps that are left, each when it is asked for: which one, at what learning rate, what step() gave.
@@ -268,6 +282,8 @@ class Interval:
 
     def __init__(self, skipped: int, scaled: bool = False):
         self.steps: list[torch.Tensor] = []
+        self.posted: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """What is on its way to the host, and what says that it has arrived."""
         self.rows: list[list[float]] = []
         self.skipped, self.scaled = skipped, scaled
         self.in_a_row = 0
@@ -276,10 +292,27 @@ class Interval:
     def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor, scale: torch.Tensor) -> None:
         self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype), scale]))
 
+    def post(self) -> None:
+        """Send the figures of the steps so far on their way to the host."""
+        if not self.steps:
+            return
+        figures, arrived = torch.stack(self.steps), None
+        if figures.is_cuda:
+            figures = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.posted.append((figures, arrived))
+        self.steps.clear()
+
     def settle(self) -> None:
         """Count the skipped ones among the steps so far."""
-        rows = torch.stack(self.steps).tolist() if self.steps else []
-        self.steps.clear()
+        self.post()
+        rows = []
+        for figures, arrived in self.posted:
+            if arrived is not None:
+                arrived.synchronize()
+            rows += figures.tolist()
+        self.posted.clear()
         for loss, _, finite, scale in rows:
             # A gradient that overflowed under a scale above 1 says that the scale is too large yet, and it was halved.
             # From 65536 that happens 16 times at most, so a run whose numbers are bad still ends.

@@ -29,6 +29,8 @@ from fxtune.model import DType
 from fxtune.runfolder import claim
 from fxtune.tracking import Display
 
+VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
+"""Figures of a line that no two runs share."""
 ASSETS = Path(train.__file__).parent / "assets"
 
 
@@ -117,6 +119,21 @@ def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypa
     for micro in (1, 4):
         assert figures[micro] == pytest.approx(figures[8], rel=1e-6)
         assert (gradients[micro] - gradients[8]).norm() < 1e-6 * gradients[8].norm()
+
+
+def test_lines_that_are_read_late_are_the_same(small, build):
+    """As on a GPU, where the next step is issued before a line is written."""
+    small.train.log_every, small.checkpoint.every, small.train.max_steps = 2, 3, 9
+    lines = []
+    for late in (False, True):
+        small.run.name = f"late{late}"
+        trainer = build(small)
+        trainer.reads_late = late
+        trainer.run()
+        lines.append([{key: value for key, value in line.items() if "second" not in key and key not in VARYING}
+                      for line in history(trainer.folder.path)])
+    assert lines[0] == lines[1]
+    assert [line["train/step"] for line in lines[1] if "train/loss" in line] == [2, 4, 6, 8, 9]
 
 
 def document_losses(trainer) -> dict[bytes, float]:

@@ -41,6 +41,10 @@ class StorageError(UserError):
     exit_code = 6
 
 
+class HubError(StorageError):
+    """Something of the hub is not on this disk, and the hub cannot be reached for it."""
+
+
 class CheckError(UserError):
     """What `fxtune verify` or `fxtune doctor` looked at is not as it should be. Their tables said so already."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, HubError, StorageError
 
 BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -43,7 +43,7 @@ def is_commit(revision: str | None) -> bool:
 def locate(name: str, revision: str | None = None, key: str = "model.path", code: bool = False) -> Origin:
     """Find `name` and make its small files local. `key` is the recipe's key, for messages; `code`: also fetch *.py.
 
-    Raises ConfigError where the name is wrong, StorageError where the hub cannot be reached.
+    Raises ConfigError where the name is wrong, HubError where the hub cannot be reached.
     """
     if name.startswith(BUILTIN):
         return _builtin(name, key)
@@ -118,9 +118,9 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str, fi
                           "private model needs `hf auth login`.") from error
     except OSError as error:  # no network, a refused port, a proxy, a full disk: the hub's own errors are all OSErrors
         reason = str(error).splitlines()[0]
-        raise StorageError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-                           f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
-                           ) from error
+        raise HubError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
+                       f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+                       ) from error
 
 
 def _cached(name: str, revision: str | None) -> bool:

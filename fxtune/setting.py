@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from fxtune import model as models
 from fxtune import optimizer
 from fxtune.config import Config
 from fxtune.data.plan import Prepared, prepare, row_lengths
-from fxtune.errors import HardwareError
+from fxtune.data.sources import SourceConfig, obstacle
+from fxtune.data.tokens import cache_root
+from fxtune.errors import HardwareError, HubError, UserError
+from fxtune.hub import locate
 from fxtune.loss import Loss
 from fxtune.pipeline import make_probe, refuse
 from fxtune.technique import Evidence
@@ -39,7 +44,8 @@ class Setting:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
         torch.use_deterministic_algorithms(config.run.deterministic)
-        self.hf_config = models.load_config(config.model)
+        with _obstacles_together(config):
+            self.hf_config = models.load_config(config.model)
         self.facts = self.world.facts(
             model=self.hf_config.to_dict(), dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
             packing=config.data.packing, sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
@@ -54,7 +60,8 @@ class Setting:
         to load. `quarantine`: see tokenize().
         """
         config = self.config
-        tokenizer = models.load_tokenizer(config.model)
+        with _obstacles_together(config):
+            tokenizer = models.load_tokenizer(config.model)
         return tokenizer, prepare(
             config.data, tokenizer, micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps, epochs=config.train.epochs,
@@ -76,6 +83,37 @@ class Setting:
     def observe(self, loss: Loss) -> list[Evidence]:
         """prove() without the error."""
         return [*self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)), *loss.evidence]
+
+
+@contextmanager
+def _obstacles_together(config: Config) -> Iterator[None]:
+    """Where the hub cannot be reached for one thing, name all that the recipe wants of it and that is not here, in one error:
+    whoever fetches them elsewhere goes there once.
+    """
+    try:
+        yield
+    except HubError as error:
+        model, data, found = config.model, config.data, [str(error)]
+        wanted: list[tuple[str, str | None, str | None]] = [
+            ("model.adapter", model.adapter, None), ("model.tokenizer", model.tokenizer, None)]
+        if "model_type" not in model.architecture:
+            wanted.insert(0, ("model.path", model.path, model.revision))
+        for key, name, revision in wanted:
+            if name is not None:
+                try:
+                    locate(name, revision, key)
+                except UserError as other:
+                    found.append(str(other))
+        sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
+        if data.questions.path is not None:
+            sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
+        cache = cache_root(data) / "datasets" if data.cache_dir else None
+        found += [f"data.sources: {why}" for source in sources.values() if (why := obstacle(source, cache))]
+        found = list(dict.fromkeys(found))
+        if len(found) == 1:
+            raise
+        listed = "\n".join(f"  {why}" for why in found)
+        raise HubError(f"{len(found)} things of this recipe are not here:\n{listed}") from error
 
 
 def _afresh() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from fxtune import setting, world
 from fxtune.config import load
-from fxtune.errors import ConfigError, UserError
+from fxtune.errors import ConfigError, HubError, UserError
 from fxtune.world import PACKAGES, Facts, World
 
 GB = 10**9
@@ -214,6 +214,26 @@ def test_five_mistakes_in_one_recipe_come_in_one_message(on, cwd):
                 "techniques.checkpointing.enabled=true", "techniques.checkpointing.every=9", f"{COMPILE}.enabled=true"))
     keys = [line.partition(":")[0] for line in reasons(caught.value)[1:]]
     assert keys == [f"{ROPE}.factor", ATTENTION, "techniques.lora.init", "techniques.checkpointing.every", f"{COMPILE}.enabled"]
+
+
+def test_without_a_network_all_that_is_not_here_is_named_at_once(cwd):
+    """conftest.py has HF_HUB_OFFLINE set."""
+    words = ["model.path=nobody/model", "model.tokenizer=nobody/tokenizer", "model.adapter=nobody/adapter",
+             "data.sources=[{path: nobody/data}, {path: nobody/data, split: more}, {path: builtin:quickstart_train}]",
+             "data.eval_sources=[{path: data/held.jsonl}]", "techniques=lora"]
+    with pytest.raises(HubError) as caught:
+        setting.Setting(load(words))
+    seen = reasons(caught.value)
+    assert seen[0] == "5 things of this recipe are not here:"
+    starts = ("model.adapter=nobody/adapter:", "model.path=nobody/model:", "model.tokenizer=nobody/tokenizer:",
+              "data.sources: nobody/data:", "data.sources: data/held.jsonl:")
+    assert all(line.startswith(start) for line, start in zip(seen[1:], starts, strict=True)), seen
+    with pytest.raises(HubError, match=r"^model\.path=nobody/model: no such folder here, and the hub cannot be reached"):
+        setting.Setting(load(["model.path=nobody/model", "data.sources=[{path: builtin:quickstart_train}]"]))
+    words = ["model.tokenizer=nobody/tokenizer", "data.sequence_length=256", "data.sources=[{path: nobody/data}]"]
+    made = setting.Setting(load(words))
+    with pytest.raises(HubError, match=r"2 things .*\n  model\.tokenizer=nobody/tokenizer: .*\n  data\.sources: nobody/data: "):
+        made.read()
 
 
 def test_the_command_refuses_before_it_looks_for_a_weight(cwd):

@@ -49,6 +49,19 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     return found
 
 
+def absent(path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None) -> str | None:
+    """Why a dataset cannot be had without a network; None: there is one, or an earlier run left a copy. Fetches nothing."""
+    import datasets
+
+    try:
+        if not datasets.config.HF_HUB_OFFLINE and _ask(path, revision)[1] is None:
+            return None
+        load(path, subset, split, revision, cache_dir)
+    except DataError as error:
+        return str(error)
+    return None
+
+
 def load_saved(folder: Path) -> Any:
     """The dataset that `Dataset.save_to_disk` left in a folder."""
     import datasets

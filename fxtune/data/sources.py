@@ -29,7 +29,7 @@ from fxtune.data.rows import LineShard, Row, RowShard, Shard
 from fxtune.errors import ConfigError, DataError
 
 __all__ = ["DataConfig", "LineShard", "MixConfig", "OnBadRow", "OnLong", "QuestionsConfig", "Row", "RowFormat", "RowShard",
-           "Shard", "Source", "SourceConfig", "TextUnit", "detect", "open_source"]
+           "Shard", "Source", "SourceConfig", "TextUnit", "detect", "obstacle", "open_source"]
 
 SHARD_BYTES = 2 << 20
 """Bytes of a JSONL file that one worker takes at a time."""
@@ -250,6 +250,16 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
         return _of_dataset(config, remote.load(config.path, config.subset, config.split, config.revision, cache_dir))
     held = files.sort_out(config.path, found, config.limit)
     return Source(config, held[0].kind, held)
+
+
+def obstacle(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
+    """Why there is nothing behind `config.path`, as far as can be told while the hub does not answer; None: no reason."""
+    try:
+        if files.find(config.path) is not None:
+            return None
+    except DataError as error:
+        return str(error)
+    return remote.absent(config.path, config.subset, config.split, config.revision, cache_dir)
 
 
 def _of_dataset(config: SourceConfig, dataset: Any) -> Source:

@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 
 import fxtune
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.world import cache_home
 
 WARM_UP = 3
 """Steps before those that are measured; the first ones compile and fill caches."""
@@ -71,10 +70,10 @@ class Answer:
 
 
 class Cache:
-    """Answers on disk. `again`: none is read, new ones take the place of those that are there."""
+    """Answers in files of a folder. `again`: none is read, new ones take the place of those that are there."""
 
-    def __init__(self, again: bool = False) -> None:
-        self.folder, self.again = cache_home() / "tune", again
+    def __init__(self, folder: Path, again: bool = False) -> None:
+        self.folder, self.again = folder, again
         self._mine: set[Path] = set()
 
     def find(self, key: Any, repeat: int = 0) -> Answer | None:
@@ -112,26 +111,34 @@ def command(words: list[str], steps: int, file: Path) -> list[str]:
 def measure(words: list[str], steps: int, limit: float) -> Answer:
     """Run one trial for at most `limit` seconds. Any error of it is an answer; KeyboardInterrupt ends it and goes on up."""
     with tempfile.TemporaryDirectory(prefix="fxtune-tune-") as scratch:
-        file, output = Path(scratch) / "figures.json", Path(scratch) / "output"
-        path = os.pathsep.join(filter(None, [str(Path(fxtune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-        began = time.monotonic()
-        with output.open("wb") as out:
-            process = subprocess.Popen(command(words, steps, file), stdin=subprocess.DEVNULL, stdout=out,
-                                       stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_us(),
-                                       env={**os.environ, "PYTHONPATH": path})
-            try:
-                code: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
-        seconds = time.monotonic() - began
-        text = output.read_text(errors="replace")[-TAIL:]
+        file = Path(scratch) / "figures.json"
+        code, text, seconds = ended(command(words, steps, file), limit)
         if code is None:
             return Answer(Outcome.hung, seconds, reason=f"no figures after {limit:.0f} s: {_last(text) or 'it said nothing'}")
         if code == 0:
             return _read(file, seconds)
         return failed(code, text, seconds)
+
+
+def ended(command: list[str], limit: float | None = None) -> tuple[int | None, str, float]:
+    """Run a process for at most `limit` seconds, and end it and all that it started, whatever happens here.
+
+    Returns its exit code (None: it was over the limit), the end of what it said, and the seconds that it took.
+    """
+    with tempfile.TemporaryFile() as out:
+        path = os.pathsep.join(filter(None, [str(Path(fxtune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                   start_new_session=True, preexec_fn=_die_with_us(), env={**os.environ, "PYTHONPATH": path})
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        seconds = time.monotonic() - began
+        out.seek(max(0, out.seek(0, os.SEEK_END) - TAIL))
+        return code, out.read().decode(errors="replace"), seconds
 
 
 def failed(code: int, text: str, seconds: float) -> Answer:

@@ -35,6 +35,7 @@ from fxtune.console import say, table
 from fxtune.errors import ConfigError, HardwareError, StorageError
 from fxtune.search import TOLERANCE, Row, Search
 from fxtune.trials import Cache
+from fxtune.world import cache_home
 
 if TYPE_CHECKING:
     from fxtune.config import Config
@@ -60,7 +61,7 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
         raise ConfigError("tune tries values of its own, so each key has one here: leave -m out, and name the axes with --axes")
     path = tuned.place_for(words, config.run.name, output)
     ground = survey(words, config, with_data=not dry_run)
-    search = Search(config, words, ground, names, budget, count, Cache(again), say)
+    search = Search(config, words, ground, names, budget, count, Cache(cache_home() / "tune", again), say)
     if dry_run:
         say(planned_table(search.planned()))
         say(f"Nothing was run. Each axis goes on from the best before it, so the values above are those of the first round. "

@@ -1,0 +1,211 @@
+"""The loop on the card: between log lines the host waits for nothing; recorded passes are plain passes; copies come ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+from fxtune import train
+from fxtune.config import Config, TrainConfig
+from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.display import display
+from fxtune.model import ModelConfig
+from fxtune.optimizer import OptimizerName
+from fxtune.runfolder import claim
+from fxtune.techniques.compile import Switch
+from fxtune.techniques.liger import Switch as Fused
+from fxtune.tracking import Display, TrackingConfig
+from fxtune.world import Library
+
+SMALL = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
+             num_attention_heads=4)
+OPTIMIZERS = {"adamw": {}, "sgd": dict(name=OptimizerName.sgd), "muon": dict(name=OptimizerName.muon),
+              "lion": dict(name=OptimizerName.lion), "unfused": dict(fused=False),
+              "bitsandbytes": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
+              "torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao)}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Config:
+    """LoRA in bfloat16 over a random model with chats of all lengths, packed, two micro-batches a step."""
+    monkeypatch.chdir(tmp_path)
+    rows = Path("chats.jsonl")
+    chats(rows, range(7), range(11))
+    config = Config(
+        model=ModelConfig(path=str(_with_tokenizer(tmp_path / "base"))),
+        data=DataConfig(sources=[SourceConfig(path=str(rows))], sequence_length=512, packing=True, cache_dir="cache"),
+        train=TrainConfig(max_steps=40, epochs=1000, micro_batch_size=2, global_batch_size=4, log_every=100),
+        tracking=TrackingConfig(display=Display.none))
+    config.techniques.lora.enabled = True
+    config.techniques.compile.enabled = True
+    config.techniques.compile.cuda_graphs = Switch.off
+    config.techniques.liger.enabled = True
+    config.techniques.liger.fused_linear_cross_entropy = Fused.on
+    return config
+
+
+def chats(file: Path, asked: range, answered: range) -> None:
+    """400 chats of one turn whose questions and answers are of these lengths, in turn."""
+    with file.open("w") as out:
+        for number in range(400):
+            turns = [{"role": "user", "content": "a question of some words " * (1 + asked[number % len(asked)])},
+                     {"role": "assistant", "content": f"an answer {number % 10} of some " * (1 + answered[number % len(answered)])}]
+            out.write(json.dumps({"messages": turns}) + "\n")
+
+
+def _with_tokenizer(folder: Path) -> Path:
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(Path(train.__file__).parent / "assets" / "tiny").save_pretrained(folder)
+    reference._config(SMALL).save_pretrained(folder)
+    save_file({name: tensor.bfloat16() for name, tensor in reference.weights(SMALL).items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+    return folder
+
+
+@contextmanager
+def trainer(config: Config, name: str = "run"):
+    config.run.name = name
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    folder = claim(name, config.run.dir, config.run.resume.value, plain)
+    try:
+        yield train.Trainer(config, folder, display(Display.none), plain)
+    finally:
+        folder.release()
+
+
+@contextmanager
+def no_waiting(monkeypatch):
+    """Everything that torch knows to wait for the device raises; so does torch.cuda.synchronize, which it does not know."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("torch.cuda.synchronize was called"))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("graphs", [Switch.off, Switch.on])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graphs, monkeypatch):
+    recipe.techniques.compile.cuda_graphs = graphs
+    recipe.techniques.lora.dropout = 0.1
+    chats(Path("chats.jsonl"), range(5, 6), range(3, 4))  # as many supervised tokens in each row, so that no shape comes late
+    for name, value in OPTIMIZERS[optimizer].items():
+        setattr(recipe.optimizer, name, value)
+    with trainer(recipe) as built:
+        steps = built.steps()
+        for _ in range(20):  # compiled, and every number of supervised positions seen and recorded
+            next(steps)
+        interval = train.Interval(0)
+        with no_waiting(monkeypatch):
+            for _ in range(10):
+                _, _, outcome = next(steps)
+                interval.add(*outcome)
+            interval.post()
+        figures = interval.read()
+        steps.close()
+    assert figures["train/skipped_steps"] == 0
+    assert figures["train/loss"] < 8
+
+
+def run(config: Config, name: str, steps: int = 16, pause_at: int | None = None) -> tuple[list[float], list[torch.Tensor], float]:
+    """Losses of each step, the adapters' weights at the end, and milliseconds of a step in the second half."""
+    losses = []
+    with trainer(config, name) as built:
+        for step, _, outcome in built.steps():
+            losses.append(outcome[0])
+            if step.index == steps // 2:
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+            if step.index == steps - 1:
+                break
+        torch.cuda.synchronize()
+        took = (time.perf_counter() - begun) / (steps - 1 - steps // 2) * 1000
+        told = built.recorder.told() if built.recorder else ""
+        weights = [parameter.detach().float().cpu() for parameter in built.optimizer.names]
+    print(f"\n{name}: {took:.2f} ms a step. {told}")
+    return [loss.item() for loss in losses], weights, took
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recorded_passes_learn_what_plain_ones_do(recipe, dropout):
+    """Two micro-batches a step with other numbers of supervised tokens; random numbers must go on as in plain code."""
+    recipe.techniques.lora.dropout = dropout
+    recipe.optimizer.name = OptimizerName.sgd  # Adam would follow the sign of gradients that are all rounding
+    recipe.optimizer.lr = 0.05
+    plain, weights, slow = run(recipe, "plain")
+    recipe.techniques.compile.cuda_graphs = Switch.on
+    recorded, theirs, fast = run(recipe, "recorded")
+    assert recorded == pytest.approx(plain, rel=2e-3)
+    moved = torch.cat([weight.flatten() for weight in weights])
+    assert reference.relative(torch.cat([weight.flatten() for weight in theirs]), moved) < 2e-2
+    print(f"plain {slow:.2f} ms, recorded {fast:.2f} ms a step")
+
+
+def test_recorded_passes_are_played_and_faster(recipe):
+    recipe.data.sequence_length = 256
+    _, _, slow = run(recipe, "plain", 40)
+    recipe.techniques.compile.cuda_graphs = Switch.on
+    recipe.train.max_steps = 80
+    with trainer(recipe, "counted") as built:
+        for step, _, _ in built.steps():
+            if step.index == 30:
+                break
+        assert built.recorder.played > 0.5 * built.recorder.passes, built.recorder.told()
+    _, _, fast = run(recipe, "recorded", 40)
+    assert fast < slow, (fast, slow)
+
+
+def test_a_run_of_recorded_passes_resumes_as_if_it_had_not_stopped(recipe):
+    recipe.techniques.compile.cuda_graphs = Switch.on
+    recipe.techniques.lora.dropout = 0.1
+    recipe.train.max_steps, recipe.checkpoint.every = 12, 6
+    recipe.run.dir = "whole"
+    train.run(recipe)
+    recipe.run.dir = "broken"
+    step, seen = train.Trainer.step, []
+
+    def dying(self, given, lr):
+        seen.append(given.index)
+        if len(seen) == 9:
+            raise KeyboardInterrupt
+        return step(self, given, lr)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train.Trainer, "step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(recipe)
+    train.run(recipe)
+    from safetensors.torch import load_file
+
+    whole, broken = (load_file(f"{name}/adapter/adapter_model.safetensors") for name in ("whole", "broken"))
+    apart = max(reference.relative(broken[name], whole[name]) for name in whole)
+    print(f"\nresumed against whole: {apart:.1e} apart")
+    assert apart < 1e-3  # sums by atomic additions differ in their last bits from run to run
+
+
+def test_the_next_step_s_batch_is_there_before_this_step_ends(recipe):
+    """The copy is issued, on a stream of its own, before the step that computes meanwhile."""
+    with trainer(recipe) as built:
+        steps = built.steps()
+        for _ in range(6):
+            next(steps)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(4):
+                next(steps)
+            torch.cuda.synchronize()
+        steps.close()
+    copies = [event for event in profile.events() if "Memcpy HtoD" in event.name]
+    assert copies, "no copy was seen"
+    assert all("Pinned" in event.name for event in copies), {event.name for event in copies}

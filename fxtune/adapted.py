@@ -160,7 +160,7 @@ def groups_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
     """
     for part in module.modules():
         if getattr(part, "fused", None) == "attention":
-            linears = [getattr(part, name) for name in part.fused_names]  # type: ignore[union-attr, arg-type]
+            linears = [getattr(part, name) for name in part.fused_names]  # type: ignore[union-attr]
             for name in part.fused_names:  # type: ignore[union-attr]
                 yield str(name), (linears[0].in_features, sum(linear.out_features for linear in linears))
 
@@ -322,7 +322,9 @@ def _attention_kind(kind: Any) -> Any:
         if _as_peft(linears):
             return own(self, hidden_states, *args, **kwargs)
         results = _product(self, linears, hidden_states).split([linear.out_features for linear in linears], -1)
-        given = {name: _Given(hidden_states, result) for name, result in zip(self.fused_names, results, strict=True)}
+        # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
+        given = {name: _Given(hidden_states, result.contiguous() if name == "v_proj" else result)
+                 for name, result in zip(self.fused_names, results, strict=True)}
         return own(_Seen(self, given), hidden_states, *args, **kwargs)
 
     return _subclass(kind, "attention", forward)

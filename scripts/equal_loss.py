@@ -110,20 +110,22 @@ class Worker:
         try:
             self.pipe.send((function, given))
             if not self.pipe.poll(max(seconds, 0.0)):
-                self.close()
+                self.close(patience=0.0)
                 raise TimeOver
             return self.pipe.recv()
         except (EOFError, ConnectionError) as problem:
-            self.process.join()
+            self.process.join(5.0)
             status = self.process.exitcode
             self.close()
             raise Failed(f"failed: its process ended with {status}, see above") from problem
 
-    def close(self) -> None:
+    def close(self, patience: float = 5.0) -> None:
+        """End the process. It goes by itself when nobody asks any more; one at work has `patience` seconds for that."""
         if self.process is not None:
+            self.pipe.close()
+            self.process.join(patience)
             self.process.kill()
             self.process.join()
-            self.pipe.close()
             self.process = None
 
 

@@ -65,7 +65,7 @@ def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
         from fxtune.kernels.lora_triton import pack as launch
 
         bias = torch.cat(list(adapters.bias)) if adapters.bias else None
-        launch(*([one.contiguous() for one in half] for half in (adapters.a, adapters.b)), adapters.scaling, bias, a, b)
+        launch([one.contiguous() for one in adapters.a], [one.contiguous() for one in adapters.b], adapters.scaling, bias, a, b)
         return
     a.zero_()
     b.zero_()
@@ -121,15 +121,15 @@ class Sums:
         """Those of each lora_A and of each lora_B, each a tensor of its own; an empty list of what is not wanted."""
         adapters = self.adapters
         grads = [[one.new_empty(one.shape) for one in half] for half in (adapters.a, adapters.b)]
-        totals = [total if total is not None and wanted else None for total, wanted in zip(self.totals, self.wanted, strict=True)]
-        some = next((total for total in totals if total is not None), None)
+        da, db = self.totals
+        some = db if da is None else da
         if some is not None and some.is_cuda and some.dtype is torch.float32 and len(adapters.a) <= MOST_SIBLINGS:
             from fxtune.kernels.lora_triton import unpack as launch
 
-            launch(*totals, adapters.scaling, *grads)
+            launch(da, db, adapters.scaling, grads[0], grads[1])
         else:
             row, column = 0, 0
-            da, db = (None if total is None else total.sum(0) for total in totals)
+            da, db = (None if total is None else total.sum(0) for total in (da, db))
             for one, two, scaling in zip(*grads, adapters.scaling, strict=True):
                 ranks = slice(column, column + len(one))
                 if da is not None:

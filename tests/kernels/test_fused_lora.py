@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.kernels import fused_lora
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.lora_base import augment, weight_views
+from fxtune.kernels.lora_base import Dense, augment, weight_views
 from fxtune.kernels.quantized import dequantized, grouped, quantized
 
 OPERATORS = {"fxtune.lora_linear": fused_lora._linear, "fxtune.lora_linear_backward": fused_lora._linear_backward,
@@ -108,7 +108,7 @@ def compare(mine: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor]
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype is other.dtype
         largest = other.abs().max().item() if other.numel() else 0
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(largest, 1e-3))
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(largest, 0.05))
 
 
 sizes = st.integers(1, 33)
@@ -321,19 +321,23 @@ def test_what_is_kept_for_the_backward_pass(keep):
     assert [shape for shape in kept if shape[0] == 11] == [(11, 16)] + [(11, 80), (11, 16), (11, 16)] * keep
 
 
-def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs():
+def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(monkeypatch):
+    """Products with frozen weights: two each way and gate_up once more. Operator by operator a checkpoint repeats both."""
+    products = []
+    for name in ("forward", "backward"):
+        own = getattr(Dense, name)
+        monkeypatch.setattr(Dense, name, lambda *given, own=own, name=name: products.append(name) or own(*given))
     model, fused, trained = mlp(16, 24, [2, 3, 1])
     x = inputs(11, 16)
-    wanted = torch.autograd.grad(model(x).sin().sum(), [x, *trained])
+    wanted = torch.autograd.grad((model(x) + x).sum(), [x, *trained])
 
     def run(x):
-        return checkpoint(lambda x: fused(x * 1.0, keep=False), x, use_reentrant=False).sin()
+        return checkpoint(lambda x: fused(x * 1.0, keep=False), x, use_reentrant=False) + x
 
-    for forward, again in ((run, 2), (torch.compile(run, fullgraph=True, backend="aot_eager"), 1)):
-        with Calls() as seen:
-            found = torch.autograd.grad(forward(x).sum(), [x, *trained])
-        assert seen.named("lora_mlp") == again
-        assert seen.named("lora_mlp_backward") == 1
+    for forward, times in ((run, 5), (torch.compile(run, fullgraph=True, backend="aot_eager"), 3)):
+        products.clear()
+        found = torch.autograd.grad(forward(x).sum(), [x, *trained])
+        assert (products.count("forward"), products.count("backward")) == (times, 2)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -421,8 +425,3 @@ def test_the_triton_kernels_are_the_plain_ones(tmp_path):
                          check=False, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[2])})
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split() == ["24", "compared"]
-
-
-def test_the_kinds_are_told_apart():
-    assert type(fused_lora.base_of("dense", [augment([torch.zeros(4, 6)], [2])], fused_lora.Adapters(
-        [torch.zeros(2, 6)], [torch.zeros(4, 2)], [], [1.0], torch.float32))).__name__ == "Dense"

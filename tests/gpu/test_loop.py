@@ -55,8 +55,9 @@ def chats(file: Path, asked: range, answered: range) -> None:
     """400 chats of one turn whose questions and answers are of these lengths, in turn."""
     with file.open("w") as out:
         for number in range(400):
-            turns = [{"role": "user", "content": "a question of some words " * (1 + asked[number % len(asked)])},
-                     {"role": "assistant", "content": f"an answer {number % 10} of some " * (1 + answered[number % len(answered)])}]
+            question, answer = (1 + lengths[number % len(lengths)] for lengths in (asked, answered))
+            turns = [{"role": "user", "content": "a question of some words " * question},
+                     {"role": "assistant", "content": f"an answer {number % 10} of some " * answer}]
             out.write(json.dumps({"messages": turns}) + "\n")
 
 

@@ -34,6 +34,7 @@ from fxtune.loss import backward
 from fxtune.pipeline import Pipeline
 from fxtune.setting import Setting
 from fxtune.techniques.attention import Attention
+from fxtune.techniques.lora import Fused
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
 
@@ -169,6 +170,7 @@ class _Comparison:
     def _plain(self) -> Pipeline:
         """The techniques less those that must not change what is computed: attention is transformers' own choice."""
         off = copy.deepcopy(self.techniques)
+        off.lora.fused = Fused.off
         for name in OPTIONAL:
             getattr(off, name).enabled = False
         if self.setting.facts.text.get("attn_logit_softcapping"):

@@ -25,10 +25,11 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from fxtune.adapted import fuses_mlps
 from fxtune.kernels import liger_forwards as forwards
 from fxtune.kernels import liger_timing
 from fxtune.kernels.profiled import operators
-from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
+from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed, skeleton
 from fxtune.world import Facts, World, cache_home
 
 PACKAGE = "liger-kernel"
@@ -72,6 +73,7 @@ FAMILIES = {
 }
 """By the config's model_type."""
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+GATED = ("swiglu", "geglu")
 WHAT = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GeGLU (tanh)"}
 """The operations that are Liger's."""
 KERNELS = {"rms_norm": "_rms_norm_forward_kernel", "layer_norm": "_layer_norm_forward_kernel", "rope": "_triton_rope",
@@ -112,6 +114,9 @@ class Liger(Technique):
             yield from (f"{name}: Liger's kernels are Triton's and need a GPU. Use auto or off." for name in asked)
         elif PACKAGE not in facts.packages:
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(wanted)} to off."
+        if facts.techniques.get("lora", {}).get("fused") == "on" and fuses_mlps(facts, skeleton(facts.model)):
+            yield from (f"{name}: techniques.lora.fused=on makes an MLP one operator, with its own. Set one of them to off."
+                        for name in asked if name in GATED)
         if "rope" in asked and "compile" in facts.techniques:
             yield ("rope: torch.compile cannot trace Liger's RoPE, and fuses RoPE itself. Use auto or off, or "
                    "techniques.compile.enabled=false.")
@@ -137,6 +142,8 @@ class Liger(Technique):
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
         if name not in _operations(facts.text):
             return False, ""
+        if name in GATED and fuses_mlps(facts, skeleton(facts.model)):
+            return False, "techniques.lora.fused has it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"
         if "compile" not in facts.techniques:

@@ -65,8 +65,11 @@ class Lora(Technique):
     init: AdapterInit = AdapterInit.default
     """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
     fused: Fused = Fused.auto
-    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where it can act; linears that it
-    cannot serve run as peft runs them."""
+    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where it can act (on a CPU a step
+    takes up to a quarter longer with it); linears that it cannot serve run as peft runs them."""
+
+    def __post_init__(self) -> None:
+        self._may_not_fuse = False  # where `auto` became on: a model of none but unusual modules is no error
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.r < 1:
@@ -107,7 +110,10 @@ class Lora(Technique):
         if self.fused is not Fused.auto:
             return None
         why = "nothing is won on a CPU" if facts.device == "cpu" else fusing.hindrance(facts)
-        self.fused = Fused.off if why else Fused.on
+        liger = facts.techniques.get("liger", {})
+        if not why and "on" in (liger.get("swiglu"), liger.get("geglu")) and fusing.fuses_mlps(facts, skeleton(facts.model)):
+            why = "techniques.liger has the MLPs"
+        self.fused, self._may_not_fuse = (Fused.off if why else Fused.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
@@ -181,7 +187,7 @@ class Lora(Technique):
                        f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
                        f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
         if self.fused is Fused.on:
-            yield _ran_fused(model, probe)
+            yield self._ran_fused(model, probe)
         # Of an embedding's adapter peft starts the other half at zero.
         halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
         nonzero = sum(bool(half.any()) for half in halves)
@@ -196,6 +202,17 @@ class Lora(Technique):
         yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
                        f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits within {shift:.1e} of the base's",
                        shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
+
+    def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:
+        """The operators of a forward pass, seen where they are dispatched."""
+        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            seen = fusing.calls(lambda: model(**probe))
+        ran, wanted = sum(seen.values()), sum(model.fusion.groups.values())
+        told = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
+        # A mixture's experts run where a token goes to them.
+        fits = ran == wanted or (model.fusion.experts and 0 < ran < wanted)
+        return Evidence("lora", f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})", f"{told} ran",
+                        fits and (wanted > 0 or self._may_not_fuse))
 
 
 def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
@@ -227,7 +244,7 @@ def _train_in_float32(adapted: Any) -> None:
     """Give what modules_to_save trains float32 weights as well, between two casts: peft leaves them in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
-    dtype = next(adapted.parameters()).dtype
+    dtype = next(one.dtype for name, one in adapted.named_parameters() if one.is_floating_point() and "lora_" not in name)
 
     def cast(value: Any, to: torch.dtype) -> Any:
         return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -253,17 +270,6 @@ def _sketch(model: Any) -> torch.Tensor:
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
-
-
-def _ran_fused(model: Any, probe: dict[str, Any]) -> Evidence:
-    """The operators of a forward pass, seen where they are dispatched."""
-    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        calls = fusing.calls(lambda: model(**probe))
-    ran, wanted = sum(calls.values()), sum(model.fusion.groups.values())
-    told = ", ".join(f"{name} {count} times" for name, count in calls.items()) or "none"
-    # A mixture's experts run where a token goes to them.
-    return Evidence("lora", f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})", f"{told} ran",
-                    0 < ran <= wanted and (ran == wanted or model.fusion.experts))
 
 
 def _size(parameter: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ from fxtune.world import Facts, World
 VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100
 """Twice this is still a float32."""
-_LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm")
+_LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
 """Operators that multiply activations by a weight: aten's mm and addmm, the fused ones of libraries."""
 
 
@@ -111,7 +111,9 @@ class Precision(Technique):
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the matmuls of one forward pass by the dtype of their inputs; see TF32's rounding in a product."""
         device = next(model.parameters()).device
-        weights = next(model.parameters()).dtype
+        # Not packed ones, nor adapters, which have a dtype of their own.
+        weights = next(parameter.dtype for name, parameter in model.named_parameters()
+                       if parameter.is_floating_point() and "lora_" not in name)
         eager = torch.compiler.set_stance("force_eager")
         with observed(model), torch.no_grad(), eager, self.context(device), _Matmuls() as seen:
             model(**probe)

@@ -206,8 +206,6 @@ AXES: dict[str, Callable[[Config, Ground], Iterator[Deltas]]] = {
     "attention": attention, "compile": compiling, "liger": liger, "fused_lora": fused_lora, "checkpointing": checkpointing,
     "micro_batch": micro_batch, "workers": workers}
 """Kernels first, for what they take decides what fits; the loader last, for it shows when all else is fast."""
-CLIMBS = {"micro_batch"}
-"""Axes on which a step that does not pay ends the way in that direction."""
 
 
 def fitting(config: Config, deltas: Deltas, ground: Ground) -> Deltas:

@@ -11,16 +11,19 @@ point is tried with the largest one at which it does.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fxtune import __version__, axes, trials
-from fxtune.axes import AXES, CLIMBS, Deltas, Ground, Outlook
+from fxtune.axes import AXES, Deltas, Ground, Outlook
 from fxtune.errors import ConfigError
 from fxtune.trials import Answer, Cache, Outcome
 
@@ -152,21 +155,34 @@ class Search:
             yield axes.differing(self.config, deltas)
 
     def _along(self, name: str) -> None:
-        """Try each value on one axis and go on from the best of them."""
+        """Try each value on one axis and go on from the best of them. Where a step in one direction did not pay, no further one
+        in that direction is tried.
+        """
         assert self.best is not None
-        here = self._at(self.best.deltas).train.micro_batch_size
-        given_up: set[bool] = set()
-        """Ways on an axis that is climbed: True is up."""
+        if name == "workers" and self.best.answers[0].waited < NOISE:
+            self.tell(f"workers: the loop waits for its data {self.best.answers[0].waited:.1%} of the time, so none is tried")
+            return
+        given_up: set[str] = set()
         for deltas in list(self._points(name)):
-            up = self._at(deltas).train.micro_batch_size > here
-            if name in CLIMBS and up in given_up:
+            way = self._way(name, deltas)
+            if way in given_up:
                 continue
             row = self._try(deltas)
             if self._better(row):
                 self.best = row
-                given_up |= {False} if up else set()
+                given_up |= {"fewer rows"} if way == "more rows" else set()
             elif row.speed < self.best.speed:
-                given_up.add(up)
+                given_up.add(way)
+
+    def _way(self, name: str, deltas: Deltas) -> str:
+        """In which direction from the best point this one lies, on the axes that have directions."""
+        assert self.best is not None
+        here, there = (self._at(point).train.micro_batch_size for point in (self.best.deltas, deltas))
+        if name == "micro_batch":
+            return "more rows" if there > here else "fewer rows"
+        if name == "checkpointing" and here == there and self._outlook(deltas).need < self.best.outlook.need:
+            return "keeping less"  # which takes more time, and here buys nothing for it
+        return str(deltas)
 
     def _points(self, name: str) -> Iterator[Deltas]:
         """The values of an axis, from the best point."""
@@ -232,7 +248,7 @@ class Search:
         took = [other.seconds for known in self.rows for other in known.answers if other.outcome is Outcome.measured]
         usual = statistics.median(took) if took else 0.0
         left = self.deadline - time.monotonic()
-        if left <= usual * (1 if repeat else 1 + 2 * REPEATS):  # the fastest are to be measured again
+        if left <= usual * (1 if repeat else 3):  # the two fastest are to be measured again
             raise _TimeIsUp
         limit = max(LEAST_LIMIT, TIMES * took[0]) if took else LEAST_LIMIT
         self.tell(f"{title} (forecast {row.outlook.need / GIB:.1f} GiB) ...")
@@ -256,16 +272,15 @@ class Search:
             row.verdict = f"another loss: off by {row.loss_off:.1e}, more than {tolerance:g}"
 
     def _repeat(self) -> None:
-        """Measure the two fastest again."""
-        for row in sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)[:2]:
-            for repeat in range(1, REPEATS + 1):
+        """Measure the two fastest again, in turn, so that a machine that grows warm or busy is so for both."""
+        fastest = sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)[:2]
+        for repeat in range(1, REPEATS + 1):
+            for row in (row for row in fastest if row.speed):
                 answer = self._measured(row, repeat)
                 row.answers.append(answer)
                 if answer.outcome is not Outcome.measured:
                     row.verdict = f"not each time; {answer.outcome.value}: {answer.reason}"
-                    self.tell(f"  {row.verdict}")
-                    break
-                self.tell(f"  {answer.tokens_per_second:,.0f} tokens/s")
+                self.tell(f"  {row.verdict or f'{answer.tokens_per_second:,.0f} tokens/s'}")
 
     def _outlook(self, deltas: Deltas) -> Outlook:
         return axes.outlook(self._at(deltas), self.ground)
@@ -277,8 +292,9 @@ class Search:
         """All that a trial's answer depends on."""
         facts, config = self.ground.facts, self.config
         model = {name: value for name, value in facts.model.items() if name not in ("_name_or_path", "transformers_version")}
-        return {"card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores], "model": model,
-                "packages": {**facts.packages, "fxtune": __version__, "python": sys.version.split()[0]},
+        return {"code": _own_code(), "model": model,
+                "card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
+                "packages": {**facts.packages, "python": sys.version.split()[0]},
                 "data": [facts.packing, facts.sequence_length, facts.rows, self.ground.document],
                 "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer), self.steps,
                         trials.WARM_UP], "point": row.outlook.identity}
@@ -286,6 +302,15 @@ class Search:
 
 class _TimeIsUp(Exception):
     pass
+
+
+@lru_cache(maxsize=1)
+def _own_code() -> str:
+    """fxtune's version and its source: in a checkout the version does not say what runs."""
+    whole = hashlib.sha256()
+    for file in sorted(Path(axes.__file__).parent.rglob("*.py")):
+        whole.update(file.read_bytes())
+    return f"{__version__} {whole.hexdigest()[:12]}"
 
 
 def told(deltas: Deltas) -> str:

@@ -62,6 +62,8 @@ class Answer:
     """GiB at most; of the GPU, or of the process where there is none."""
     losses: tuple[float, ...] = ()
     """nats a supervised token, of each step, those to warm up included; NaN where it was not finite."""
+    waited: float = 1.0
+    """Share of the time in which the loop stood still for its data."""
     reason: str = ""
     """Why there is no figure, in a line."""
     data: str = ""
@@ -157,7 +159,8 @@ def _read(file: Path, seconds: float) -> Answer:
     try:
         found = json.loads(file.read_text())
         losses = tuple(math.nan if loss is None else float(loss) for loss in found["losses"])
-        return Answer(Outcome.measured, seconds, float(found["tokens_per_second"]), float(found["memory_gib"]), losses)
+        return Answer(Outcome.measured, seconds, float(found["tokens_per_second"]), float(found["memory_gib"]), losses,
+                      float(found["data_wait"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Answer(Outcome.crashed, seconds, reason=f"wrote no figures that can be read ({type(error).__name__}: {error})")
 

@@ -1,0 +1,287 @@
+"""Fused adapters: the losses, gradients, names and files of plain peft; what cannot be fused is peft's, and told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
+from safetensors.torch import load_file
+
+from fxtune import adapted
+from fxtune.errors import ConfigError
+from fxtune.metrics import training_cost
+from fxtune.model import DType, ModelConfig, load_tokenizer, save
+from fxtune.pipeline import make_probe
+from fxtune.technique import decoder_layers
+from fxtune.techniques.checkpointing import Policy
+from fxtune.techniques.liger import Switch
+from fxtune.techniques.lora import Fused
+from fxtune.techniques.precision import Autocast
+from fxtune.techniques.quantize import Type
+from fxtune.world import Library
+
+ALL = {"attention": 2, "mlp": 2, "linear": 2}
+GROUPS = {**dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "mistral_sliding", "gemma", "gemma2", "gemma3"), ALL),
+          "phi": {"attention": 2, "linear": 6}, "phi3": {"linear": 8}}
+
+
+@pytest.fixture(autouse=True)
+def _qwen2(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "qwen2", {"model_type": "qwen2", **SIZES})  # its q, k and v have biases
+
+
+def pair(model: ModelConfig, dtype: str = "float32", prepare=lambda pipeline: None, **options):
+    """The same model and adapters, whose B is not zero, by peft and fused."""
+    found = []
+    for fused in (Fused.off, Fused.on):
+        pipeline = lora(fused=fused, **options)
+        prepare(pipeline)
+        made = built(pipeline, model, dtype=dtype)
+        for name, parameter in made.named_parameters():
+            if "bias" in name:  # of the base: zero in a model drawn at random
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+        found.append(made)
+    return found
+
+
+def gradients(model, **autocast) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.train()
+    model.zero_grad()
+    with torch.autocast("cpu", **(autocast or {"enabled": False})):
+        loss = model(**make_probe(model)).logits.float().logsumexp(-1).mean()
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def close(one, other, tolerance: float) -> None:
+    (loss, mine), (wanted, theirs) = one, other
+    assert abs(loss - wanted) <= tolerance * abs(wanted)
+    assert list(mine) == list(theirs)
+    for name, gradient in mine.items():
+        assert gradient.dtype is theirs[name].dtype
+        assert (gradient - theirs[name]).norm() <= tolerance * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_losses_gradients_and_names_are_those_of_peft(family):
+    plain, fused = pair(random_model(family))
+    assert dict(fused.fusion.groups) == GROUPS[family]
+    assert not fused.fusion.left
+    close(gradients(fused), gradients(plain), 1e-5)
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in fused.named_parameters()]
+    assert {name: value.shape for name, value in plain.state_dict().items()} == {
+        name: value.shape for name, value in fused.state_dict().items()}
+
+
+@pytest.mark.parametrize(("options", "groups"), [
+    ({"target_modules": ["q_proj", "v_proj"]}, {"attention": 2}), ({"target_modules": ["q_proj"]}, {"linear": 2}),
+    ({"target_modules": ["gate_proj", "down_proj", "k_proj", "v_proj"]}, {"attention": 2, "linear": 4}),
+    ({"rslora": True}, ALL), ({"r": 17, "alpha": 3.0}, ALL), ({"modules_to_save": ["norm"]}, ALL),
+    ({"target_modules": ["o_proj", "lm_head"]}, {"linear": 3})])
+def test_a_part_of_the_linears_and_other_scalings(options, groups):
+    plain, fused = pair(random_model("llama"), **options)
+    assert dict(fused.fusion.groups) == groups
+    close(gradients(fused), gradients(plain), 1e-5)
+
+
+def test_what_is_not_fused_is_told():
+    fused = built(lora(fused=Fused.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
+    assert fused.fusion.told() == "2 single linears; 1 left to peft: Embedding is no linear"
+
+
+@pytest.mark.parametrize("base", [DType.bfloat16, DType.float32])
+def test_under_autocast_they_are_as_near_to_float32_as_peft(base):
+    def prepare(pipeline):
+        pipeline.precision.autocast = Autocast.bfloat16
+
+    model = random_model("llama")
+    exact = gradients(pair(model)[0])
+    model.dtype = base
+    plain, fused = (gradients(one, dtype=torch.bfloat16) for one in pair(model, base.value, prepare))
+
+    def off(found):
+        return sum((found[1][name].float() - wanted).norm() ** 2 for name, wanted in exact[1].items()) ** 0.5
+
+    assert {gradient.dtype for gradient in fused[1].values()} == {torch.float32}
+    assert off(fused) <= 1.5 * off(plain)
+
+
+@pytest.mark.parametrize(("kind", "library"), [(Type.nf4, Library.bitsandbytes), (Type.int8, Library.bitsandbytes),
+                                               (Type.int8, Library.torchao)])
+def test_over_a_quantised_base(kind, library):
+    def prepare(pipeline):
+        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
+        pipeline.quantize.resolve(facts_of(random_model("llama")))
+
+    plain, fused = pair(random_model("llama"), prepare=prepare)
+    assert dict(fused.fusion.groups) == ALL
+    close(gradients(fused), gradients(plain), 1e-5)
+
+
+def test_the_frozen_weights_are_stored_once_and_the_adapters_beside_them_are_never_stale():
+    model = built(lora(fused=Fused.on), random_model("llama"))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in (*model.parameters(), *model.buffers())}
+    sizes = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert sum(storages.values()) < 1.35 * sizes, "padding of the tiny sizes, not a second copy"
+    before = logits(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    assert (logits(model) - before).abs().max() > 0.01
+
+
+def test_adapters_switched_off_and_merged_are_the_base_and_the_sum():
+    plain, fused = pair(random_model("llama"))
+    with fused.disable_adapter():
+        without = logits(fused)
+    with plain.disable_adapter():
+        torch.testing.assert_close(without, logits(plain))
+    whole = logits(fused)
+    assert (whole - without).abs().max() > 0.01
+    for safe in (False, True):
+        fused.merge_adapter(safe_merge=safe)
+        torch.testing.assert_close(logits(fused), whole, rtol=1e-4, atol=1e-5)
+        fused.unmerge_adapter()
+        torch.testing.assert_close(logits(fused), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_with_a_cache_is_that_of_peft():
+    plain, fused = (one.eval() for one in pair(random_model("llama")))
+    ids = torch.arange(1, 9).view(2, 4)
+    made = [one.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=0)
+            for one in (plain, fused)]
+    assert torch.equal(*made)
+    assert made[0].shape == (2, 10)
+
+
+def test_what_is_saved_is_a_plain_adapter_and_training_goes_on_from_it(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = ModelConfig(path=str(on_disk(tmp_path / "base")))
+    plain, fused = built(lora(fused=Fused.off), model), trained(built(lora(fused=Fused.on), model))
+    tokenizer = load_tokenizer(model)
+    one, other = (save(each, tokenizer, tmp_path / name) for each, name in ((plain, "plain"), (fused, "fused")))
+    theirs, mine = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert {name: value.shape for name, value in theirs.items()} == {name: value.shape for name, value in mine.items()}
+    assert (one / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), other)
+    torch.testing.assert_close(logits(loaded), logits(fused), rtol=1e-4, atol=1e-5)
+    again = built(lora(fused=Fused.on), ModelConfig(path=str(tmp_path / "base"), adapter=str(other)))
+    assert torch.equal(logits(again), logits(fused))
+
+
+def test_the_work_is_counted_as_before():
+    plain, fused = pair(random_model("llama"))
+    assert training_cost(plain) == training_cost(fused)
+
+
+def test_an_attention_of_other_code_keeps_its_linears_apart(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+    def reads_something_else(self, hidden_states, **kwargs):
+        return self.o_proj(self.q_proj(hidden_states * 2) + 0 * self.v_proj(hidden_states).repeat(1, 1, 2)
+                           + 0 * self.k_proj(hidden_states).repeat(1, 1, 2)), None
+
+    def clamped(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=7))
+
+    monkeypatch.setattr(LlamaAttention, "forward", reads_something_else)
+    monkeypatch.setattr(LlamaMLP, "forward", clamped)
+    made_once = (adapted._source, adapted._reads_hidden_states, adapted._attention_kind)
+    for cached in made_once:
+        cached.cache_clear()
+    try:
+        plain, fused = pair(random_model("llama"))
+        assert dict(fused.fusion.groups) == {"attention": 2, "linear": 10}, "k and v read the same states, q does not"
+        close(gradients(fused), gradients(plain), 1e-5)
+    finally:
+        for cached in made_once:
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"dropout": 0.1}, "techniques.lora.dropout=0.1"),
+                                                 ({"dora": True}, "techniques.lora.dora=true")])
+def test_on_is_refused_and_auto_is_off_where_no_adapter_can_be_fused(options, reason):
+    card = facts_of(random_model("llama"), device="cuda", capability=(9, 0))
+    with pytest.raises(ConfigError, match=rf"techniques\.lora\.fused: {reason}"):
+        lora(fused=Fused.on, **options).ready(card)
+    chosen, notes = lora(**options).ready(card)
+    assert chosen.lora.fused is Fused.off
+    assert any(reason in note for note in notes)
+    fusion = adapted.fuse(built(lora(**options), random_model("llama")))
+    assert not fusion.groups
+    assert fusion.told() == f"none; 14 left to peft: {'DoRA' if 'dora' in options else 'dropout'}"
+
+
+def test_auto_is_on_with_a_card_and_off_without_and_liger_makes_way():
+    for device, chosen in (("cuda", Fused.on), ("cpu", Fused.off)):
+        pipeline = lora()
+        pipeline.liger.enabled = True
+        ready, notes = pipeline.ready(facts_of(random_model("llama"), device=device, capability=(9, 0), dtype="bfloat16",
+                                               packages={"liger-kernel": "0.8.5"}))
+        assert ready.lora.fused is chosen
+        assert any(note.startswith(f"lora: fused {chosen.value}") for note in notes)
+        assert ready.liger.swiglu is Switch.off
+    pipeline.lora.fused, pipeline.liger.swiglu = Fused.on, Switch.on
+    with pytest.raises(ConfigError, match=r"techniques\.liger\.swiglu: techniques\.lora\.fused=on"):
+        pipeline.ready(facts_of(random_model("llama"), device="cuda", capability=(9, 0), packages={"liger-kernel": "0.8.5"}))
+    pipeline.lora.fused = Fused.auto
+    ready, _ = pipeline.ready(facts_of(random_model("llama"), device="cuda", capability=(9, 0),
+                                       packages={"liger-kernel": "0.8.5"}))
+    assert (ready.lora.fused, ready.liger.swiglu) == (Fused.off, Switch.on)
+
+
+def test_operators_that_did_not_run_are_noticed():
+    pipeline = lora(fused=Fused.on)
+    model = built(pipeline, random_model("llama"))
+    assert all(evidence.acted for evidence in pipeline.verify(model, make_probe(model)))
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.__class__ = type(mlp).__mro__[1]
+    with pytest.raises(ConfigError, match=r"adapters fused: 6 operators .* fxtune\.lora_mlp 1 times ran"):
+        pipeline.prove(model, make_probe(model))
+
+
+@pytest.mark.parametrize("options", [
+    {"policy": Policy.full}, {"policy": Policy.full, "mlp_tiles": 4}, {"policy": Policy.none, "mlp_tiles": 3},
+    {"policy": Policy.selective}, {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]},
+    {"policy": Policy.selective, "save": ["attention"]},
+    {"policy": Policy.selective, "recompute": ["q_proj", "k_proj", "v_proj"]},
+    {"policy": Policy.selective, "recompute": ["o_proj", "fxtune.lora_mlp"]}, {"policy": Policy.full, "every": 2}])
+def test_checkpointing_keeps_what_it_says_and_changes_no_gradient(options):
+    def prepare(pipeline):
+        pipeline.checkpointing.enabled = True
+        for name, value in options.items():
+            setattr(pipeline.checkpointing, name, value)
+
+    plain, _ = pair(random_model("llama"))
+    wanted = gradients(plain)
+    pipeline = lora(fused=Fused.on)
+    prepare(pipeline)
+    proven = built(pipeline, random_model("llama"))
+    assert all(evidence.acted for evidence in pipeline.verify(proven, make_probe(proven)))
+    _, fused = pair(random_model("llama"), prepare=prepare)
+    close(gradients(fused), wanted, 1e-5)
+
+
+def test_compiled_layers_share_a_graph_and_a_checkpoint_never_computes_down_twice():
+    """With the compiler's own cut between forward and backward, and no code generated."""
+    from torch.profiler import ProfilerActivity, profile
+
+    layers, pipeline = 4, lora(fused=Fused.on)
+    pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, Policy.full
+    model = built(pipeline, random_model("llama", num_hidden_layers=layers)).train()
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+            model(**make_probe(model)).logits.sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2, "the first layer's input needs no gradient"
+    names = [event.name for event in trace.events()]
+    ran = {name: names.count(f"fxtune::lora_{name}") for name in ("linear", "mlp", "linear_backward", "mlp_backward")}
+    assert ran == {"linear": 4 * layers, "mlp": layers, "linear_backward": 2 * layers, "mlp_backward": layers}

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-import fxtune
+from fxtune import trials
 from fxtune.config import Config
 from fxtune.data.plan import Plan
 from fxtune.display import Display
@@ -153,12 +152,16 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
     with energy:
         meter.read()  # begins anew
         marks.add()
+        due = False
         for number, (step, _, outcome) in enumerate(taken, 1):
+            if due:
+                interval.settle()  # as training does: for the step before this one, which is under way
             interval.add(*outcome)
             meter.add(step.index, step.waited)
             marks.add()
-            if number % log_every == 0:
-                interval.settle()
+            due = number % log_every == 0
+            if due:
+                interval.post()
         _wait(device)
         figures = meter.read()
     interval.settle()
@@ -223,34 +226,23 @@ def process_age() -> Callable[[], float]:
         return lambda: time.perf_counter() - began
 
 
-def apart(words: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, seconds: Optional[float] = None) -> dict[str, Any]:
+def apart(words: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None) -> dict[str, Any]:
     """`fxtune bench WORDS` in a process of its own: the fields of Measured, or `{"error": why, in one line}`.
 
-    Raises subprocess.TimeoutExpired after `seconds`.
+    Raises TimeoutError where it was not done after `limit` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="fxtune-apart-") as scratch:
         file = Path(scratch) / "measured.json"
-        command = [sys.executable, "-m", "fxtune", "bench", *words, "--steps", str(steps), "--warm-up", str(warm_up),
-                   "--json", str(file)]
-        path = os.pathsep.join(filter(None, [str(Path(fxtune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env={**os.environ, "PYTHONPATH": path})
-        if done.returncode:
-            return {"error": reason(done.returncode, done.stderr)}
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
-
-
-def reason(status: int, stderr: str) -> str:
-    """What a process of fxtune that failed says, in one line."""
-    lines = [text.strip() for text in stderr.splitlines() if text.strip()]
-    if "out of memory" in stderr:
-        return "does not fit"
-    own = [index for index, text in enumerate(lines) if text.startswith("fxtune: ")]
-    if not own:
-        return f"failed ({status}): {lines[-1] if lines else ''}"[:300]
-    said = lines[own[-1]:]
-    first = said[1] if said[0].endswith(":") and len(said) > 1 else said[0].removeprefix("fxtune: ")
-    return f"refused: {first}"[:300]
+        code, text, seconds = trials.ended([sys.executable, "-m", "fxtune", "bench", *words, "--steps", str(steps),
+                                            "--warm-up", str(warm_up), "--json", str(file)], limit)
+        if code is None:
+            raise TimeoutError(f"no figures after {limit:.0f} s")
+        if code == 0:
+            found: dict[str, Any] = json.loads(file.read_text())
+            return found
+    answer = trials.failed(code, text, seconds)
+    how = {trials.Outcome.memory: "does not fit", trials.Outcome.refused: f"refused: {answer.reason}"}
+    return {"error": how.get(answer.outcome, f"failed: {answer.reason}")[:300]}
 
 
 def _wait(device: torch.device) -> None:

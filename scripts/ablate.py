@@ -180,7 +180,7 @@ def measure(shape: str, length: int, case: str, args: argparse.Namespace, folder
     began = time.monotonic()
     try:
         found = apart(words, args.steps - WARM_UP, WARM_UP, seconds)
-    except subprocess.TimeoutExpired:
+    except TimeoutError:
         return None
     row["seconds"] = round(time.monotonic() - began, 1)
     kept = ("error", "tokens_per_second", "step_seconds", "mfu", "memory_gib")

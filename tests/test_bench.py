@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,7 @@ def tokens_of(config, steps) -> int:
 
 
 def test_times_fit_together(small, monkeypatch):
-    whole_step, slow = train.Trainer.step, iter([0.0, 0.0, 0.05, 0.05, 0.4, 0.05])
+    whole_step, slow = train.Trainer.step, iter([0.0, 0.0, 0.05, 0.05, 1.5, 0.05])
 
     def slower(self, step, lr):
         measure.time.sleep(next(slow))
@@ -76,10 +77,9 @@ def test_times_fit_together(small, monkeypatch):
     monkeypatch.setattr(train.Trainer, "step", slower)
     found = measure.measure(small, steps=4, warm_up=2, age=iter([3.0, 4.5]).__next__)
     assert (found.first_step_seconds, found.second_step_seconds) == (3.0, 4.5)
-    assert found.step_seconds_p5 < found.step_seconds < 0.3 < found.step_seconds_p95, "one slow step is spread, not the median"
+    assert found.step_seconds_p5 < found.step_seconds < 1.2 < found.step_seconds_p95, "one slow step is spread, not the median"
     seconds = tokens_of(small, range(2, 6)) / found.tokens_per_second
-    assert seconds > 0.55, "all of the time counts, also that of the slow step"
-    assert seconds < 0.55 + 8 * found.step_seconds
+    assert seconds > 1.65, "all of the time counts, also that of the slow step"
     assert 0 <= found.data_wait < 0.5
     assert 0.05 < found.step_memory_gib <= found.memory_gib
     assert found.joules_per_token is found.watts is found.memory_reserved_gib is found.compile_seconds is None
@@ -137,9 +137,18 @@ def test_the_command_prints_and_writes(cwd, capsys):
     (["--price", "0"], "--price 0", 2),
     (["--json", "nowhere/b.json"], "--json nowhere/b.json cannot be written", 6),
 ])
-def test_an_option_that_makes_no_sense_is_refused_before_anything_is_built(cwd, capsys, words, told, code):
+def test_an_option_that_makes_no_sense_is_refused_before_anything_is_built(cwd, capsys, monkeypatch, words, told, code):
+    monkeypatch.setattr(bench, "measure", None)
     assert main(["bench", *TINY, *words]) == code
     assert told in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_recipe_that_fails_leaves_the_file_of_an_earlier_one_as_it_was(cwd):
+    assert main(["bench", *TINY, "techniques.attention.backend=flash4", "--json", "new.json"]) == 2
+    assert list(cwd.iterdir()) == []
+    Path("old.json").write_text("{}")
+    assert main(["bench", *TINY, "techniques.attention.backend=flash4", "--json", "old.json"]) == 2
+    assert Path("old.json").read_text() == "{}"
 
 
 def test_what_is_switched_off():
@@ -185,20 +194,27 @@ def test_ablation_of_a_recipe_that_cannot_be_measured_is_an_error(cwd, capsys, m
     assert "The recipe as it stands cannot be measured: does not fit" in capsys.readouterr().err
 
 
-def test_a_process_of_its_own_gives_figures_or_the_reason(cwd):
-    refused = measure.apart([*TINY, "techniques.attention.backend=flash4"])
-    assert refused["error"].startswith("refused: techniques.attention.backend")
-    found = measure.apart(TINY, steps=1, warm_up=2)
-    assert found["tokens_per_second"] > 0
-    assert len(found["losses"]) == 3
-    assert 0.5 < found["first_step_seconds"] < found["second_step_seconds"]
+@pytest.mark.parametrize(("code", "text", "error"), [
+    (2, "fxtune: This cannot run here:\n  techniques.lora.r: 0 is not", "refused: This cannot run here: techniques.lora.r"),
+    (4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps", "does not fit"),
+    (-9, "", "does not fit"),
+    (1, "Traceback\nKeyError: 'x'", "failed: exit code 1: KeyError: 'x'"),
+])
+def test_a_process_of_its_own_that_fails_says_why_in_one_line(monkeypatch, code, text, error):
+    monkeypatch.setattr(measure.trials, "ended", lambda command, limit: (code, text, 1.0))
+    assert measure.apart(TINY)["error"].startswith(error)
 
 
-def test_what_failed_is_said_in_one_line():
-    many = "fxtune: This cannot run here as asked:\n  techniques.lora.r: 0 is not\n  techniques.rope.factor: 1\n"
-    assert measure.reason(2, many) == "refused: techniques.lora.r: 0 is not"
-    assert measure.reason(4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps") == "does not fit"
-    assert measure.reason(1, "KeyError: 'x'") == "failed (1): KeyError: 'x'"
+def test_a_process_of_its_own_gives_its_figures_or_its_time_is_over(monkeypatch):
+    def ended(command, limit):
+        assert command[2:] == ["fxtune", "bench", "+recipe=x", "--steps", "7", "--warm-up", "2", "--json", command[-1]]
+        Path(command[-1]).write_text('{"tokens_per_second": 5}')
+        return (None if limit < 1 else 0), "", 1.0
+
+    monkeypatch.setattr(measure.trials, "ended", ended)
+    assert measure.apart(["+recipe=x"], steps=7, warm_up=2, limit=60.0) == {"tokens_per_second": 5}
+    with pytest.raises(TimeoutError):
+        measure.apart(["+recipe=x"], steps=7, warm_up=2, limit=0.5)
 
 
 def measured() -> dict:

@@ -159,8 +159,11 @@ def _price(text: Optional[str]) -> Optional[float]:
 
 def _write(file: Path, found: Optional[Mapping[str, Any]] = None) -> None:
     """Without `found` only see whether it could be done."""
+    there = file.exists()
     try:
         with file.open("a" if found is None else "w", encoding="utf-8") as out:
             out.write("" if found is None else jsons.dumps(found, indent=1) + "\n")
+        if found is None and not there:
+            file.unlink()
     except OSError as error:
         raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error

@@ -1,0 +1,59 @@
+"""`fxtune bench` on a card: its figures fit each other, and what only a GPU has is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxtune.metrics import peak_flops
+
+SHAPE = ("+recipe=quickstart", "model.init=random", "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
+         "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128}", "model.dtype=bfloat16",
+         "data.sequence_length=2048", "train.micro_batch_size=4", "train.global_batch_size=8", "techniques=[lora,fast]")
+"""The quickstart's data through a Llama large enough that its steps are the card's work."""
+
+
+def bench(folder: Path, *words: str) -> tuple[str, Any]:
+    file = folder / "bench.json"
+    done = subprocess.run([sys.executable, "-m", "fxtune", "bench", *SHAPE, *words, "--json", str(file)], capture_output=True,
+                          cwd=Path(__file__).resolve().parents[2], text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_the_figures_of_a_card_fit_each_other(tmp_path):
+    out, found = bench(tmp_path, "--steps", "12", "--price", "4")
+    assert found["step_seconds_p5"] <= found["step_seconds"] <= found["step_seconds_p95"] < 2 * found["step_seconds"]
+    tokens_a_step = found["tokens_per_second"] * found["step_seconds"]
+    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, "the marks on the card's stream and the clock of the host tell one time"
+    assert found["first_step_seconds"] < found["second_step_seconds"]
+    assert 0 < found["compile_seconds"] < found["first_step_seconds"]
+    assert 0 < found["step_memory_gib"] <= found["memory_gib"] <= found["memory_reserved_gib"]
+    assert 0 <= found["data_wait"] < 0.2
+    assert found["device"] == torch.cuda.get_device_name()
+    if peak_flops(found["device"], "bfloat16"):
+        assert 0.02 < found["mfu"] < 1
+    if found["joules_per_token"] is not None:  # a driver may keep it to itself, and then `energy` says why
+        assert 30 < found["watts"] < 2000
+        assert found["joules_per_token"] * found["tokens_per_second"] == pytest.approx(found["watts"], rel=0.01)
+    else:
+        assert found["energy"].startswith("not measured: ")
+    assert f"{found['tokens_per_second']:,.0f} of real documents" in out
+
+
+def test_every_technique_is_switched_off_in_turn(tmp_path):
+    out, found = bench(tmp_path, "--steps", "4", "--ablate")
+    rows = found["without"]
+    assert {"liger", "lora", "compile", "checkpointing"} <= rows.keys()
+    measured = {name: row for name, row in rows.items() if "error" not in row}
+    assert {"liger", "compile"} <= measured.keys(), rows
+    for name in ("liger", "compile", "checkpointing"):
+        if name in measured:
+            assert measured[name]["losses"][0] == pytest.approx(found["losses"][0], rel=5e-3), name
+    assert out.count("without ") >= 2 * len(rows)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batch import Batch
 from fxtune.data.loader import Loader
+from fxtune.kernels.fp8_ends import Fp8Head
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
 from fxtune.kernels.recorded import Recorder
 from fxtune.technique import Evidence, backbone, model_inputs, observed
@@ -70,7 +71,7 @@ class Loss:
             return F.cross_entropy(self._logits(hidden), batch.labels, reduction="sum")
         if (linear := _linear(self.head)) is not None:
             return linear_cross_entropy(hidden, linear.weight, batch.labels, linear.bias, scale=self.scale, cap=self.cap,
-                                        chunk_rows=self.chunk_rows)
+                                        chunk_rows=self.chunk_rows, fp8_scales=_scales(linear))
         # A head with an adapter or with packed weights: its own forward, again in the backward pass, so no logits are kept.
         total = torch.zeros((), device=hidden.device)
         for rows, labels in zip(hidden.split(self._chunk()), batch.labels.split(self._chunk()), strict=True):
@@ -110,7 +111,7 @@ class Loss:
         linear = _linear(self.head)
         if self.fused and linear is not None:
             return row_losses(hidden, linear.weight, labels, linear.bias, scale=self.scale, cap=self.cap,
-                              chunk_rows=self.chunk_rows)
+                              chunk_rows=self.chunk_rows, fp8_scales=_scales(linear))
         pieces = zip(hidden.split(self._chunk()), labels.split(self._chunk()), strict=True)
         return torch.cat([F.cross_entropy(self._logits(rows), wanted, reduction="none") for rows, wanted in pieces])
 
@@ -146,7 +147,7 @@ class Loss:
         linear = _linear(self.head)
         if linear is None:
             return f"{self._chunk():,} rows at once, the head ({type(self.head).__name__}) run again in the backward pass"
-        dtype = linear.weight.dtype
+        dtype = linear.weight.dtype if _scales(linear) is None else torch.bfloat16
         rows = self.chunk_rows or rows_at_once(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
         return f"{rows:,} rows at once, {trained}"
@@ -197,11 +198,17 @@ def mean_loss(loss: Loss, loader: Loader, precision: Precision) -> float:
 
 
 def _linear(head: Any) -> nn.Linear | None:
-    """The plain linear that the head is, or that an adapter trains in its place; None where it is anything else."""
+    """The linear that the head is, plain or in fp8, or that an adapter trains in its place; None where it is anything else."""
     if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    if isinstance(head, Fp8Head):
+        return head
     plain = type(head) is nn.Linear and type(head.weight) in (torch.Tensor, nn.Parameter)
     return head if plain and head.weight.is_floating_point() else None
+
+
+def _scales(linear: nn.Linear) -> torch.Tensor | None:
+    return linear.scales if isinstance(linear, Fp8Head) else None
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -231,8 +231,18 @@ def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
     wanted = [str(name) for name in lora["target_modules"]]
     adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
     adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)
-    base = shape.in_linears * _linear_bytes(facts, number) + shape.around * number
+    base = shape.in_linears * _linear_bytes(facts, number) + _around_bytes(facts, shape, number)
     return int(base) + 4 * adapters, int(4 * adapters * (1 + moments))
+
+
+def _around_bytes(facts: Facts, shape: Shape, number: int) -> float:
+    """Bytes of the embedding, the head and the norms; in fp8 those two are a byte a weight, and one where they are tied."""
+    asked = facts.techniques.get("quantize") or {}
+    head, embeddings = bool(asked.get("head")), bool(asked.get("embeddings"))
+    end = shape.vocabulary * shape.hidden
+    if shape.tied:
+        return shape.around * number + end * ((1 - number) if embeddings else 1 if head else 0)
+    return shape.around * number - end * (number - 1) * (head + embeddings)
 
 
 def _linear_bytes(facts: Facts, number: int) -> float:

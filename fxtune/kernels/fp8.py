@@ -101,6 +101,8 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Opti
     shape = len(left), len(right)
     out = torch.empty(shape, dtype=torch.bfloat16, device=left.device) if out is None else out
     assert (out.shape, out.dtype) == (shape, torch.bfloat16)
+    if left.is_cuda and not out.is_contiguous():
+        return out.copy_(scaled_mm(x, codes, scales))
     if not left.is_cuda:
         return out.copy_((left.float() @ right.float().t()).mul_(left_scales).mul_(scales))
     if shape[0]:  # cuBLAS takes no matrix without rows

@@ -26,6 +26,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fxtune.kernels.fp8 import quantize_rows, scaled_mm
+from fxtune.kernels.fp8_ends import dequantized_end
+
 BUFFER = 2**30
 """Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
 IGNORED = -100
@@ -35,30 +38,35 @@ PART = 64 * 2**20
 
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
-                         scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None) -> torch.Tensor:
+                         scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
+                         fp8_scales: torch.Tensor | None = None) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
     `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary) or IGNORED, for a row
     without loss or gradient; `bias`: [vocabulary].
     The logits are `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` where `cap` is above 0 (Gemma 2).
     `chunk_rows`: logits of so many rows are held at once; None: as many as fit into BUFFER bytes.
+    `fp8_scales`: float32 [1, vocabulary]; `weight` are then the codes of a frozen head in fp8 (kernels/fp8_ends.py), whose logits
+    are a product in fp8.
 
     Matmuls run in autocast's dtype, or else in the weight's. The device is never waited for.
     A label outside of the vocabulary gives nan on a GPU and IndexError or RuntimeError on a CPU.
     """
-    dtype = _compute_dtype(weight)
+    dtype = _compute_dtype(weight, fp8_scales)
     inputs = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
     if any(wanted):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(*inputs, labels, dtype, scale, cap, chunk_rows)
+        loss: torch.Tensor = _LinearCrossEntropy.apply(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales)
         return loss
-    return _run(*inputs, labels, dtype, scale, cap, chunk_rows, wanted)[0].sum()
+    return _run(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, wanted)[0].sum()
 
 
 def row_losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
-               scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None) -> torch.Tensor:
+               scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
+               fp8_scales: torch.Tensor | None = None) -> torch.Tensor:
     """The loss of each row, [rows] in float32, without a gradient. Arguments as for linear_cross_entropy()."""
-    return _run(hidden, weight, bias, labels, _compute_dtype(weight), scale, cap, chunk_rows, [False, False, False])[0]
+    dtype = _compute_dtype(weight, fp8_scales)
+    return _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, [False, False, False])[0]
 
 
 def rows_at_once(vocabulary: int, dtype: torch.dtype) -> int:
@@ -70,20 +78,23 @@ def rows_at_once(vocabulary: int, dtype: torch.dtype) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                dtype: torch.dtype, scale: float, cap: float, chunk_rows: int | None) -> torch.Tensor:
-        losses, *gradients = _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, list(ctx.needs_input_grad[:3]))
+                dtype: torch.dtype, scale: float, cap: float, chunk_rows: int | None,
+                fp8_scales: torch.Tensor | None) -> torch.Tensor:
+        losses, *gradients = _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales,
+                                  list(ctx.needs_input_grad[:3]))
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), *[None] * 5)
+        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), *[None] * 6)
 
 
 @torch.no_grad()
 def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, dtype: torch.dtype,
-         scale: float, cap: float, chunk_rows: int | None, wanted: list[bool]) -> tuple[torch.Tensor, Any, Any, Any]:
+         scale: float, cap: float, chunk_rows: int | None, fp8_scales: torch.Tensor | None,
+         wanted: list[bool]) -> tuple[torch.Tensor, Any, Any, Any]:
     """The loss of each row, and the gradient of their sum after hidden, weight and bias, each None unless wanted."""
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
     exact = torch.float64 if dtype is torch.float64 else torch.float32
@@ -92,7 +103,7 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if wanted[1] else None
     d_bias = weight.new_zeros(vocabulary, dtype=exact) if wanted[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        head, offset = _head(weight, fp8_scales, dtype, wanted[0]), None if bias is None else bias.to(dtype)
         most = min(chunk_rows or rows_at_once(vocabulary, dtype), max(rows, 1))
         # Chunks of equal size: a last chunk of few rows would be a slow matmul.
         step = -(-rows // -(-rows // most)) if rows else 1
@@ -103,7 +114,11 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         for start in range(0, rows, step):
             chunk = slice(start, min(start + step, rows))
             inputs, logits = hidden[chunk].to(dtype), buffer[:min(step, rows - start)]
-            if offset is None:
+            if fp8_scales is not None:
+                scaled_mm(quantize_rows(hidden[chunk]), weight, fp8_scales, logits)
+                if offset is not None:
+                    logits += offset
+            elif offset is None:
                 torch.mm(inputs, head.t(), out=logits)
             else:
                 torch.addmm(offset, inputs, head.t(), out=logits)
@@ -169,7 +184,16 @@ def _as(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tenso
     return gradient if gradient is None or like is None else gradient.to(like.dtype)
 
 
-def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
+def _head(weight: torch.Tensor, fp8_scales: torch.Tensor | None, dtype: torch.dtype, gradient: bool) -> torch.Tensor:
+    """The head's matrix in `dtype`. Of one in fp8 only the hidden states' gradient has a use for it."""
+    if fp8_scales is None:
+        return weight.to(dtype)
+    return dequantized_end(weight, fp8_scales, dtype) if gradient else weight
+
+
+def _compute_dtype(weight: torch.Tensor, fp8_scales: torch.Tensor | None) -> torch.dtype:
+    if fp8_scales is not None:
+        return torch.bfloat16
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.kernels.fp8_ends import Fp8Embedding, Fp8Head, embedding_of, end_bytes, head_of
 from fxtune.kernels.profiled import operators, short
 from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.technique import Evidence, Technique, observed, skeleton
@@ -70,7 +71,11 @@ class Quantize(Technique):
     compute_dtype: ComputeDtype = ComputeDtype.auto
     """What weights are dequantised to, and matmuls run in. `auto`: what the rest of the model computes in."""
     skip: list[str] = field(default_factory=list)
-    """Names of linears to leave as they are, such as `down_proj` or `layers.0.mlp.up_proj`. The head always stays."""
+    """Names of linears to leave as they are, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""
+    head: bool = False
+    """fp8: the output head's logits as a product in fp8, too. Their rounding shows in the loss that is reported."""
+    embeddings: bool = False
+    """fp8: token embeddings as codes, which are dequantised as they are read: half of their memory."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         library, fp8 = self._library(facts), self.type is Type.fp8
@@ -89,6 +94,11 @@ class Quantize(Technique):
         yield from self._compute(facts)
         yield from self._adapters(lora or {}, library)
         model = skeleton(facts.model)
+        if (self.head or self.embeddings) and not fp8:
+            which = "head" if self.head else "embeddings"
+            yield f"{which}: {self.type.value} quantises linears besides the head. Set it to false, or type to fp8."
+        elif model is not None:
+            yield from self._ends(model, facts, lora or {})
         if model is not None:
             yield from self._linears(model, facts, lora or {}, library)
 
@@ -103,6 +113,24 @@ class Quantize(Technique):
             of = ("techniques.precision.autocast=bfloat16 or model.dtype=bfloat16" if self.compute_dtype is ComputeDtype.auto
                   else "it to auto or bfloat16")
             yield f"compute_dtype: fp8's products come out in bfloat16, and this asks for {compute}. Set {of}."
+
+    def _ends(self, model: Any, facts: Facts, lora: dict[str, Any]) -> Iterator[str]:
+        """Why this model's head and embeddings cannot be in fp8."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
+            yield (f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model has a "
+                   f"{type(head).__name__} of {tuple(head.weight.shape)}. Set it to false.")
+        if self.embeddings and type(embedding) is not nn.Embedding:
+            yield f"embeddings: this model has a {type(embedding).__name__}, which is no plain embedding. Set it to false."
+        tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
+        if self.embeddings and tied and not self.head:
+            yield "embeddings: this model's head and embeddings are one tensor. Set head=true, too, or this to false."
+        trained = {*lora.get("modules_to_save", []), *lora.get("target_modules", [])}
+        for option, module in (("head", head), ("embeddings", embedding)):
+            names = [name for name, one in model.named_modules() if one is module]
+            if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
+                yield (f"{option}: techniques.lora trains {names[0]}, and what is in fp8 is frozen. Set it to false, or take it "
+                       "out of target_modules and modules_to_save.")
 
     def _compute(self, facts: Facts) -> Iterator[str]:
         """What the card and the model's own dtype leave to choose."""
@@ -222,14 +250,31 @@ class Quantize(Technique):
             setattr(parent, name, made)
             # Drops the last name that keeps the whole weight alive.
             targets[index] = ("", parent, name, made)
+        ends = self._end(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()  # the 16-bit weights' memory, which the next allocations would be cut from
             torch.cuda.reset_peak_memory_stats(world.device)  # what training takes is to be seen, not this
         if self.library is Library.bitsandbytes:  # what peft asks before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error, "share": share}
+        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error, "share": share,
+                              "ends": ends}
         return model
+
+    def _end(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
+        """Replace the head and the embeddings where that is asked for; what was done, for people."""
+        head, embedding, told = model.get_output_embeddings(), model.get_input_embeddings(), []
+        shared = None
+        if self.embeddings:
+            made = embedding_of(embedding, compute, world.device)
+            model.set_input_embeddings(made)
+            shared = made if head is not None and head.weight is embedding.weight else None
+            told.append(f"embeddings {end_bytes(made) / GIB:.3g} GiB")
+        if self.head:
+            last = head_of(head, compute, world.device, shared)
+            model.set_output_embeddings(last)
+            told.append("head with the embeddings' codes" if shared else f"head {end_bytes(last) / GIB:.3g} GiB")
+        return told
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         linears = [module for module in model.modules() if is_quantized(module)]
@@ -250,6 +295,10 @@ class Quantize(Technique):
         yield Evidence("quantize", f"frozen, dequantised to {self.compute_dtype.value}",
                        f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
                        not trained and dtypes == {self.compute_dtype.value})
+        if self.head or self.embeddings:
+            ends = [model.get_output_embeddings()] * self.head + [model.get_input_embeddings()] * self.embeddings
+            yield Evidence("quantize", " and ".join(["head"] * self.head + ["embeddings"] * self.embeddings) + " in fp8",
+                           ", ".join(done["ends"]), all(isinstance(one, (Fp8Head, Fp8Embedding)) for one in ends))
         if self.type is Type.fp8:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 seen = operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]

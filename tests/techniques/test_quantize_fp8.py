@@ -13,9 +13,14 @@ import torch
 from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.commands.merge import merge
+from fxtune.kernels.fp8_ends import dequantized_end, head_of
+from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.loss import Loss
+from fxtune.memory import Keeping, forecast
 from fxtune.model import ModelConfig, load_config, load_tokenizer, save
 from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.liger import Liger, Switch
 from fxtune.techniques.lora import AdapterInit
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
@@ -160,6 +165,73 @@ def test_tuning_over_it_ends_where_tuning_over_the_plain_base_does():
     assert ends["fp8"][-1] == pytest.approx(ends["plain"][-1], rel=0.02)
 
 
+def ended(head: bool = True, embeddings: bool = True, **options: Any) -> Pipeline:
+    pipeline = fp8("on", **options)
+    pipeline.quantize.head, pipeline.quantize.embeddings = head, embeddings
+    return pipeline
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_and_embeddings_in_fp8_are_near_the_plain_ones_and_share_codes_where_they_are_one(tied):
+    model = random_model("llama", **WIDE, tie_word_embeddings=tied)
+    mine, plain = made(ended(), model), made(fp8("on"), model)
+    evidence = {one.asked: one for one in ended().verify(mine, make_probe(mine)) if one.technique == "quantize"}
+    told = evidence["head and embeddings in fp8"]
+    assert told.acted
+    assert ("head with the embeddings' codes" in told.observed) is tied
+    head, embedding = mine.get_output_embeddings(), mine.get_base_model().get_input_embeddings()
+    assert (head.weight.data_ptr() == embedding.weight.data_ptr()) is tied
+    assert {head.weight.dtype, embedding.weight.dtype} == {torch.uint8}
+    lost = (logits(mine) - logits(plain)).norm() / logits(plain).norm()
+    assert 0.01 < lost < 0.1
+    assert next(one for one in ended().verify(mine, make_probe(mine)) if one.technique == "precision").acted
+    asked = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert mine.generate(**asked).shape == (1, 9)
+
+
+def test_a_head_in_fp8_through_the_fused_loss_has_the_plain_product_s_gradient():
+    """The logits are those of the head's own forward pass; the hidden states' gradient is exact in the dequantised weight."""
+    source = torch.nn.Linear(64, 96, bias=True)
+    head = head_of(source, torch.float32, CPU.device)
+    weight = dequantized_end(head.weight, head.scales, torch.float32)
+    hidden = (3 * torch.randn(40, 64)).requires_grad_()
+    labels = torch.randint(0, 96, (40,))
+    loss = linear_cross_entropy(hidden, head.weight, labels, head.bias, chunk_rows=16, fp8_scales=head.scales)
+    loss.backward()
+    own = torch.nn.functional.cross_entropy(head(hidden).float(), labels, reduction="sum")
+    assert loss.item() == pytest.approx(own.item(), rel=1e-2)
+    (expected,) = torch.autograd.grad(own, hidden)
+    assert (hidden.grad - expected).norm() < 0.02 * expected.norm()
+    plain = hidden.detach().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(plain @ weight.t() + source.bias, labels, reduction="sum")
+    exact.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=0.03)
+    assert (hidden.grad - plain.grad).norm() < 0.1 * plain.grad.norm()
+    torch.library.opcheck(torch.ops.fxtune.fp8_head.default, (plain, head.weight.t(), head.scales))
+
+
+def test_a_model_with_a_head_in_fp8_trains_by_the_fused_loss():
+    mine = made(ended(), random_model("llama", **WIDE))
+    for fused in (Switch.on, Switch.off):
+        loss = Loss(mine, Liger(True, fused_linear_cross_entropy=fused))
+        assert all(one.acted for one in loss.evidence), loss.evidence
+        assert ("the head is frozen" in loss.evidence[0].observed) is (fused is Switch.on)
+        assert not loss.whole
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("head", "embeddings"), [(False, False), (True, False), (True, True)])
+def test_the_memory_of_its_weights_is_foreseen(tied, head, embeddings):
+    model = random_model("llama", **WIDE, tie_word_embeddings=tied, vocab_size=4096)
+    pipeline = ended(head, embeddings)
+    pipeline.lora.fused = type(pipeline.lora.fused)("off")
+    mine = made(pipeline, model)
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for module in mine.modules()
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    facts = dataclasses.replace(facts_of(model), techniques=pipeline.asked())
+    assert forecast(facts, Keeping()).weights == pytest.approx(sum(held.values()), rel=0.04)  # scales, at 128 a row
+
+
 def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False,
             here: dict | None = None, **options: Any) -> str:
     pipeline = fp8(compute=ComputeDtype.auto, **options)
@@ -186,6 +258,10 @@ def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None
                                            "as model.layers.0.mlp.gate_proj. Use nf4 or int8, or name them in skip."),
     ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
     ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model."),
+    ({"here": {"type": Type.nf4, "head": True}}, "head: nf4 quantises linears besides the head. Set it to false, or type to"),
+    ({"here": {"head": True}, "sizes": {"vocab_size": 100}}, "head: a product in fp8 takes a plain linear with sizes of a"),
+    ({"here": {"embeddings": True}, "sizes": {"tie_word_embeddings": True}}, "embeddings: this model's head and embeddings"),
+    ({"here": {"head": True}, "modules_to_save": ["lm_head"]}, "head: techniques.lora trains lm_head, and what is in fp8 is"),
     ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
 ])
 def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
@@ -195,6 +271,8 @@ def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
 @pytest.mark.parametrize("options", [
     {}, {"facts": {"capability": (8, 9)}}, {"facts": {"capability": (10, 0)}}, {"facts": {"packages": {}}}, {"family": "gemma"},
     {"dropout": 0.1}, {"modules_to_save": ["lm_head"]}, {"skip": ("down_proj",)},
+    {"here": {"head": True, "embeddings": True}},
+    {"here": {"head": True, "embeddings": True}, "sizes": {"tie_word_embeddings": True}},
     {"sizes": {"intermediate_size": 88}, "skip": ("gate_proj", "up_proj", "down_proj")}])
 def test_what_can_act_is_not(options):
     assert refused(**options) == ""

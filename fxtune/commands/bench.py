@@ -136,7 +136,7 @@ def _row(name: str, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[s
     speed, memory = (found[key] / base[key] for key in ("tokens_per_second", "memory_gib"))
     known = found["loss"] is not None and base["loss"] is not None
     return [name, f"{found['tokens_per_second']:,.0f}", f"{speed:.2f}x", f"{found['memory_gib']:.1f}", f"{memory:.2f}x",
-            *([f"{found['loss']:.4f}", f"{found['loss'] - base['loss']:+.4f}"] if known else ["not finite", ""])]
+            *([f"{found['loss']:.4f}", f"{round(found['loss'] - base['loss'], 4) + 0.0:+.4f}"] if known else ["not finite", ""])]
 
 
 def _whole(option: str, text: Optional[str], default: int, least: int) -> int:

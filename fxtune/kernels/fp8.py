@@ -74,9 +74,16 @@ def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`codes` [rows, width], e4m3 or uint8, times `scales` (float32, one for each row). Powers of two: exact in bfloat16."""
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`codes` [rows, width], e4m3 or uint8, times `scales` (float32, one for each row)."""
     return (codes.view(E4M3).to(torch.float32) * scales.view(-1, 1)).to(dtype)
+
+
+def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """dequantize_rows() for scales that are powers of two, without a float32 copy in between where bfloat16 holds the result."""
+    if dtype is torch.bfloat16:
+        return codes.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
+    return dequantize_rows(codes, scales, dtype)
 
 
 def quantize_weight(weight: Tensor) -> Weight:
@@ -87,7 +94,8 @@ def quantize_weight(weight: Tensor) -> Weight:
 @torch.no_grad()
 def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
     """The whole of a weight from what it is forward: `codes` [out, in] and `scales`, float32, one for each row."""
-    back, back_scales = quantize_rows(dequantize_rows(codes, scales).t().contiguous(), powers=True)
+    transpose = dequantize_weight(codes, scales, torch.bfloat16).t().contiguous()
+    back, back_scales = quantize_rows(transpose, powers=True)
     return Weight(codes.view(torch.uint8), scales.view(1, -1), back.view(torch.uint8), back_scales.view(1, -1))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxtune.kernels.fp8 import E4M3, dequantize_rows, quantize_rows, scaled_mm
+from fxtune.kernels.fp8 import E4M3, dequantize_weight, quantize_rows, scaled_mm
 
 
 class Fp8Embedding(nn.Embedding):
@@ -64,13 +64,6 @@ def end_bytes(module: Fp8Embedding | Fp8Head) -> int:
     return sum(one.numel() * one.element_size() for one in (module.weight, module.scales))
 
 
-def dequantized_end(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [vocabulary, width] that codes and scales stand for."""
-    if dtype is torch.bfloat16:  # exact: e4m3 times a power of two
-        return weight.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
-    return dequantize_rows(weight, scales, dtype)
-
-
 def _holding(made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None) -> Any:
     if shared is None:
         codes, scales = quantize_rows(weight.detach().to(device), powers=True)
@@ -101,7 +94,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight, scales = ctx.saved_tensors
-    return gradient @ dequantized_end(weight.t(), scales, gradient.dtype), None, None
+    return gradient @ dequantize_weight(weight.t(), scales, gradient.dtype), None, None
 
 
 fp8_head.register_autograd(_backward, setup_context=_setup)

@@ -26,8 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fxtune.kernels.fp8 import quantize_rows, scaled_mm
-from fxtune.kernels.fp8_ends import dequantized_end
+from fxtune.kernels.fp8 import dequantize_weight, quantize_rows, scaled_mm
 
 BUFFER = 2**30
 """Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
@@ -188,7 +187,7 @@ def _head(weight: torch.Tensor, fp8_scales: torch.Tensor | None, dtype: torch.dt
     """The head's matrix in `dtype`. Of one in fp8 only the hidden states' gradient has a use for it."""
     if fp8_scales is None:
         return weight.to(dtype)
-    return dequantized_end(weight, fp8_scales, dtype) if gradient else weight
+    return dequantize_weight(weight, fp8_scales, dtype) if gradient else weight
 
 
 def _compute_dtype(weight: torch.Tensor, fp8_scales: torch.Tensor | None) -> torch.dtype:

@@ -71,7 +71,7 @@ def is_quantized(module: nn.Module) -> bool:
 def dequantized(module: Any) -> torch.Tensor:
     """The weight that a quantised linear multiplies by, [out, in] in the dtype that it computes in."""
     if isinstance(module, _Fp8):
-        return fp8.dequantize_rows(module.weight, module.scales, module.compute_dtype)
+        return fp8.dequantize_weight(module.weight, module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return _int8_weight(module.codes, module.scale, module.compute_dtype)
     if module.fxtune_quantized == "nf4/torchao":

@@ -76,7 +76,7 @@ def test_a_weight_and_its_transpose_are_the_same_numbers():
     made, stands_for = weight(96, 160)
     assert apart(wide(made.back, made.back_scales).t(), stands_for) < 1e-3
     assert apart(stands_for, 0.02 * torch.randn(96, 160, generator=torch.Generator().manual_seed(0))) < 0.03
-    assert torch.equal(fp8.dequantize_rows(made.codes, made.scales).float(), stands_for), "bfloat16 holds them exactly"
+    assert torch.equal(fp8.dequantize_weight(made.codes, made.scales, torch.bfloat16).float(), stands_for), "bfloat16 holds them"
     assert sum(one.numel() * one.element_size() for one in made) == 2 * 96 * 160 + 4 * (96 + 160)
 
 

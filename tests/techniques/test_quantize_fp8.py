@@ -13,7 +13,8 @@ import torch
 from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.commands.merge import merge
-from fxtune.kernels.fp8_ends import dequantized_end, head_of
+from fxtune.kernels.fp8 import dequantize_weight
+from fxtune.kernels.fp8_ends import head_of
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.loss import Loss
@@ -193,7 +194,7 @@ def test_a_head_in_fp8_through_the_fused_loss_has_the_plain_product_s_gradient()
     """The logits are those of the head's own forward pass; the hidden states' gradient is exact in the dequantised weight."""
     source = torch.nn.Linear(64, 96, bias=True)
     head = head_of(source, torch.float32, CPU.device)
-    weight = dequantized_end(head.weight, head.scales, torch.float32)
+    weight = dequantize_weight(head.weight, head.scales, torch.float32)
     hidden = (3 * torch.randn(40, 64)).requires_grad_()
     labels = torch.randint(0, 96, (40,))
     loss = linear_cross_entropy(hidden, head.weight, labels, head.bias, chunk_rows=16, fp8_scales=head.scales)

@@ -274,7 +274,7 @@ class Search:
     def _repeat(self) -> None:
         """Measure the two fastest again, in turn, so that a machine that grows warm or busy is so for both."""
         fastest = sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)[:2]
-        for repeat in range(1, REPEATS + 1):
+        for repeat in range(1, REPEATS + 1 if len(fastest) > 1 else 0):  # one alone has nobody to be told from
             for row in (row for row in fastest if row.speed):
                 answer = self._measured(row, repeat)
                 row.answers.append(answer)

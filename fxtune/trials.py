@@ -172,13 +172,15 @@ def _last(text: str) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the trial, asked first, then killed, and all that it started and left."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        if how is signal.SIGKILL or process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, how)  # its group: start_new_session made it the leader of one
+    """End the trial, asked first as by Ctrl-C so that it can put its files away, then killed; and all that it started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # its group: start_new_session made it the leader of one
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
 
 
 def _die_with_us() -> Callable[[], None] | None:

@@ -149,7 +149,8 @@ def header(search: Search, winner: Row, path: Path) -> list[str]:
     options = [] if search.names == list(AXES) else ["--axes", ",".join(search.names)]
     times = f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps" if len(speeds) > 1 else (
         f"one run of {search.steps} steps")
-    return [f"{search.config.run.name}, the fastest of {sum(bool(row.answers) for row in search.rows)} measured settings"
+    count = sum(bool(row.speeds) for row in search.rows)
+    return [f"{search.config.run.name}, the fastest of {count} measured setting{'s' if count != 1 else ''}"
             f"{'' if winner.deltas else ': as it was'}", "",
             f"  {_command(path)}", "",
             f"{tuned.MARK.removeprefix('# ')}{shlex.join([*search.overrides, *options])} ({date.today()})",

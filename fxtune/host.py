@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -25,3 +26,11 @@ def memory() -> tuple[int, int]:
 def cores() -> int:
     """CPU cores that this process may use (a container's affinity counts, the host's size does not)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_age() -> float:
+    """Seconds since this process was started, imports included; 0 where nobody can say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
+    return 0.0

@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+
+from fxtune.host import process_age
 
 GIB = 2**30
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
@@ -184,6 +186,31 @@ def memory_gib(device: torch.device) -> float:
             return int(high[1]) * 1024 / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+class StartUp:
+    """Where the time from the command to the first line of figures goes: what is compiled in the first steps is in it."""
+
+    begun: ClassVar[bool] = False
+    """Whether a run of this process has begun: one of a sweep after the first does not count from the process's start."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        before = 0.0 if StartUp.begun else process_age()
+        StartUp.begun = True
+        self._last = clock()
+        self.seconds: dict[str, float] = {"imports": before} if before else {}
+
+    def done(self, stage: str) -> None:
+        """What ran since the last call was `stage`."""
+        now = self._clock()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def told(self) -> str:
+        """One line: all of it, and each stage that took half a second or more."""
+        parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
+        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (f" ({', '.join(parts)})" if parts else "")
 
 
 class Work(Protocol):

@@ -27,7 +27,7 @@ from fxtune.errors import ConfigError, NumbersError, UserError
 from fxtune.generation import Exam
 from fxtune.kernels.recorded import Recorder
 from fxtune.loss import backward, mean_loss, one_pass
-from fxtune.metrics import Meter
+from fxtune.metrics import Meter, StartUp
 from fxtune.optimizer import Optimizer
 from fxtune.runfolder import RunFolder, claim
 from fxtune.schedule import learning_rate
@@ -61,22 +61,27 @@ def run(config: Config) -> dict[str, Any]:
 class Trainer:
     def __init__(self, config: Config, folder: RunFolder, screen: Display, plain: dict[str, Any]):
         self.config, self.folder, self.screen, self.plain = config, folder, screen, plain
+        self.startup = StartUp()
         # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
         setting = Setting(config)
         self.world, self.facts = setting.world, setting.facts
         self.techniques, self.decided = setting.techniques, setting.decided
         if reasons := list(tracking.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
+        self.startup.done("checks")
         self.tokenizer, self.data = setting.read(quarantine=folder.path / "quarantine.jsonl")
         self.plan = self.data.training
         self.held_out = Loader(self.data.evaluation, config.loader, self.world.device) if self.data.evaluation else None
         self.exam = Exam.open(config.data.questions, self.tokenizer, folder.path, config.data.chat_template)
         self._say_setting()
+        self.startup.done("data")
         self.model = setting.build()
+        self.startup.done("model")
         self.loss = setting.loss(self.model)
         evidence = setting.prove(self.loss)
         (folder.path / "evidence.json").write_text(json.dumps([dataclasses.asdict(seen) for seen in evidence], indent=1))
         screen.evidence(evidence)
+        self.startup.done("proofs")
         if self.facts.dtype == "bfloat16" and not self.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
             screen.note("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small "
                         "learning rates learn little. optimizer.stochastic_rounding=true loses none on average; "
@@ -101,6 +106,7 @@ class Trainer:
             self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
             if self.exam and self.state.step == 0:
                 self._log({"questions/exact_match": self.exam.ask(self.model, "before")})
+            self.startup.done("optimizer and questions")
             self._loop()
             return self._finish()
 
@@ -134,6 +140,10 @@ class Trainer:
     def _line(self, lr: float, interval: Interval, meter: Meter) -> None:
         """Log the steps up to state.step. Waits for the device to have done them."""
         figures = interval.read()
+        if "start-up" not in self.told:
+            self.told.add("start-up")
+            self.startup.done("first steps")
+            self.screen.note(self.startup.told())
         self.state.skipped_steps = interval.skipped
         self._log({"train/epoch": self.plan.epoch(self.state.step), "train/lr": lr, **figures, **meter.read()})
         self._tell_compiled("training")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.metrics import Meter, TrainingCost, memory_gib, peak_flops, training_cost
+from fxtune.metrics import Meter, StartUp, TrainingCost, memory_gib, peak_flops, training_cost
 
 SHAPE = dict(vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
@@ -171,3 +171,18 @@ def test_memory_on_a_cpu_is_this_process_own_peak():
     code = "import torch, fxtune.metrics as m; print(m.memory_gib(torch.device('cpu')))"
     child = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert child < memory_gib(torch.device("cpu"))
+
+
+def test_the_time_to_the_first_line_is_told_by_stage():
+    now = iter([10.0, 12.0, 12.1, 29.0])
+    startup = StartUp(clock=lambda: next(now))
+    startup.seconds.clear()
+    for stage in ("data", "checks", "first steps"):
+        startup.done(stage)
+    assert startup.told() == "from the start to here: 19 s (data 2, first steps 17)"
+
+
+def test_only_the_first_run_of_a_process_counts_its_imports(monkeypatch):
+    monkeypatch.setattr(StartUp, "begun", False)
+    assert 0 < StartUp().seconds["imports"] < 3600
+    assert StartUp().seconds == {}

@@ -137,7 +137,7 @@ def unwaiting() -> type[torch.optim.Optimizer]:
     """bitsandbytes' AdamW8bit, whose own step() lets the host wait for the device after each weight (0.50), without that."""
     from bitsandbytes.optim import AdamW8bit as Waiting
 
-    class AdamW8bit(Waiting):  # type: ignore[misc]
+    class AdamW8bit(Waiting):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:  # type: ignore[override]
             if not self.initialized:

@@ -222,7 +222,9 @@ class Checkpointing(Technique):
         for layer in treated:
             for mlp in filter(adapted.fused_mlp, layer.modules()):
                 wide, whole = self._of_fused_mlp()
-                mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide, repeated and not whole  # type: ignore[assignment]
+                # Where a norm reads the MLP's result (Gemma 2, Olmo 2), recomputing the layer runs all of the operator again.
+                again = repeated and not whole and hasattr(layer, "post_feedforward_layernorm")
+                mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide or again, repeated and not whole  # type: ignore
             if self.mlp_tiles > 1 and not adapted.fused_mlp(layer.mlp):
                 tile(layer.mlp, self.mlp_tiles, repeated)  # type: ignore[arg-type]
             if repeated:

@@ -268,13 +268,15 @@ def test_checkpointing_keeps_what_it_says_and_changes_no_gradient(options):
     close(gradients(fused), wanted, 1e-5)
 
 
-def test_compiled_layers_share_a_graph_and_a_checkpoint_never_computes_down_twice():
+@pytest.mark.parametrize(("family", "mlps"), [("llama", 1), ("olmo2", 2)])
+def test_compiled_layers_share_a_graph_and_a_checkpoint_computes_down_twice_only_where_a_norm_reads_it(family, mlps, monkeypatch):
     """With the compiler's own cut between forward and backward, and no code generated."""
     from torch.profiler import ProfilerActivity, profile
 
     layers, pipeline = 4, lora(fused=Fused.on)
     pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, Policy.full
-    model = built(pipeline, random_model("llama", num_hidden_layers=layers)).train()
+    monkeypatch.setitem(FAMILIES, "olmo2", {"model_type": "olmo2", **SIZES})
+    model = built(pipeline, random_model(family, num_hidden_layers=layers)).train()
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -284,4 +286,4 @@ def test_compiled_layers_share_a_graph_and_a_checkpoint_never_computes_down_twic
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2, "the first layer's input needs no gradient"
     names = [event.name for event in trace.events()]
     ran = {name: names.count(f"fxtune::lora_{name}") for name in ("linear", "mlp", "linear_backward", "mlp_backward")}
-    assert ran == {"linear": 4 * layers, "mlp": layers, "linear_backward": 2 * layers, "mlp_backward": layers}
+    assert ran == {"linear": 4 * layers, "mlp": mlps * layers, "linear_backward": 2 * layers, "mlp_backward": layers}

@@ -31,8 +31,9 @@ from fxtune.errors import ConfigError, DataError
 __all__ = ["DataConfig", "LineShard", "MixConfig", "OnBadRow", "OnLong", "QuestionsConfig", "Row", "RowFormat", "RowShard",
            "Shard", "Source", "SourceConfig", "TextUnit", "detect", "obstacle", "open_source"]
 
-SHARD_BYTES = 2 << 20
-"""Bytes of a JSONL file that one worker takes at a time."""
+SHARD_BYTES = 1 << 20
+"""Bytes of a JSONL file that one worker takes at a time: about a second's work, so that of 40 MB no worker of 16 gets much more
+than another."""
 ROW_SHARD_BYTES = 1 << 20
 """The same for rows that are read here and sent to a worker."""
 HEAD_ROWS = 100

@@ -165,6 +165,10 @@ def _read(file: Path, seconds: float) -> Answer:
         return Answer(Outcome.crashed, seconds, reason=f"wrote no figures that can be read ({type(error).__name__}: {error})")
 
 
+def _tail(output: Path) -> str:
+    return output.read_text(errors="replace")[-TAIL:]
+
+
 def _last(text: str) -> str:
     """The last line that says something; of a traceback that is the error."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]

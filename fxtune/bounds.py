@@ -43,6 +43,7 @@ BOUNDS = {
     "techniques.rope.factor": AT_LEAST_ONE, "techniques.rope.original_max_position_embeddings": AT_LEAST_ONE,
     "techniques.precision.initial_scale": POSITIVE, "techniques.precision.scale_growth_interval": AT_LEAST_ONE,
     "techniques.checkpointing.every": AT_LEAST_ONE, "techniques.checkpointing.mlp_tiles": AT_LEAST_ONE,
+    "techniques.checkpointing.offload_layers": AT_LEAST_ONE,
     "techniques.checkpointing.budget": SHARE, "techniques.liger.chunk_rows": AT_LEAST_ONE,
     "techniques.compile.max_graph_breaks": NOT_NEGATIVE, "techniques.compile.max_recompiles": NOT_NEGATIVE,
     "loader.num_workers": NOT_NEGATIVE, "loader.prefetch_factor": AT_LEAST_ONE,

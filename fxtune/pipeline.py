@@ -14,8 +14,9 @@ from torch import nn
 
 from fxtune import model as models
 from fxtune.errors import ConfigError
-from fxtune.memory import Keeping, Need, forecast
+from fxtune.memory import Need, forecast
 from fxtune.model import ModelConfig
+from fxtune.shape import Keeping
 from fxtune.technique import Evidence, Technique, model_inputs
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import Attention

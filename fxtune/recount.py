@@ -49,9 +49,12 @@ class Counts:
         return [(name, seen) for layer in self.operators for (name, _), seen in layer.items()]
 
 
-def count(layers: list[nn.Module], rule: Rule, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Counts:
-    """Run `backward(forward())` with compiled code switched off, and count attention and products of `layers`."""
-    mode = _Count(len(layers), rule)
+def count(layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Counts:
+    """Run `backward(forward())` with compiled code switched off, and count attention and products of `layers`.
+
+    `rules`: each layer's.
+    """
+    mode = _Count(rules)
     hooks = []
     for index, layer in enumerate(layers):
         inner = [module for module in layer.modules() if module is not layer]
@@ -77,13 +80,13 @@ def count(layers: list[nn.Module], rule: Rule, forward: Callable[[], Any], backw
 class _Count(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, layers: int, rule: Rule) -> None:
+    def __init__(self, rules: list[Rule]) -> None:
         super().__init__()
-        self.rule, self.backward, self.inside = rule, False, []  # type: tuple[Rule, bool, list[int]]
+        self.rules, self.backward, self.inside = rules, False, []  # type: tuple[list[Rule], bool, list[int]]
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
         """Layers by the place of their MLP's weights: a backward pass runs in no module."""
-        self.counts = Counts([{} for _ in range(layers)], [0] * layers, [[0, 0] for _ in range(layers)])
+        self.counts = Counts([{} for _ in rules], [0] * len(rules), [[0, 0] for _ in rules])
 
     def enter(self, index: int, *_: Any) -> None:
         self.inside.append(index)
@@ -110,8 +113,9 @@ class _Count(TorchDispatchMode):
         group = group_of(name)
         if group is not None and self.inside:
             shape = weight_shape(name, args) if group == "matmuls" else None
-            kinds = self.counts.operators[self.inside[-1]]
-            seen = kinds.setdefault((name, shape), Seen(group, shape, self.rule.keeps(name, args)))
+            index = self.inside[-1]
+            kinds = self.counts.operators[index]
+            seen = kinds.setdefault((name, shape), Seen(group, shape, self.rules[index].keeps(name, args)))
             if self.backward:
                 seen.again += 1
             else:

@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 FLOORS = [
     {"__init__", "errors", "host"},
     # knows the machine, the disk, a library; nothing of training
-    {"world", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
+    {"world", "shape", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
     {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "trials"},
+    {"pace", "witness"},  # what checkpointing decides by, and what proves that it acted
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
     # puts several together

@@ -1,23 +1,27 @@
 """Activation checkpointing: compute again in the backward pass what one does not want to keep until then.
 
-A layer keeps for its backward pass 139 KB a token (Llama-3-8B, LoRA, compiled). What else it can do, from fast to small:
+A layer keeps for its backward pass 139 KB a token (Llama-3-8B, LoRA, compiled), or 110 where adapters are fused. What else it
+can do, from fast to small, by the level's name and by the policy of that:
 
-    selective   94 KB   keeps the results of matmuls and attention and repeats what lies between them, a few percent of the time;
-                37 KB   with `recompute: [gate_proj, up_proj]`, the widest ones, half of the layer's matmuls
-                16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
-    full         8 KB   keeps the layer's input and repeats all of it: a third more time
-    + offload    0 KB   and that input waits in host memory (kernels/offload.py): no more time where a layer computes for longer
-                        than its input travels, from some thousand tokens on
-    + mlp_tiles         the MLP a part of the sequence at a time (kernels/tiled.py): what one layer holds while it computes falls
-                        from 385 KB a token to 134
+    wide        94 KB   selective: keeps the results of matmuls and attention and repeats what lies between them, a few percent
+                        of the time
+    narrow      37 KB   with `recompute: [gate_proj, up_proj]`, the widest ones, a third of the layer's matmuls
+    attention   16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
+    input        8 KB   full: keeps the layer's input and repeats all of it, a third more time
+    + offload           and that waits in host memory (kernels/offload.py): no more time where a layer computes for longer than
+                        its input travels, from some thousand tokens on. With `offload_what: kept` what narrow or attention keep
+                        goes along, which leaves 0 KB, or gate and up, on the device
+    + mlp_tiles         the MLP a part of the sequence at a time: what one layer holds while it computes falls
+    mix                 so many layers of one level and so many of another: `mix: {narrow: 12, wide: 20}`
     budget              the compiler picks what to keep, up to a share of what it would
-    auto                the first of these that fits the memory that is free, by the arithmetic of fxtune/memory.py
+    auto                of all of these but budget, mixes included, the one that by the arithmetic of fxtune/memory.py fits the
+                        memory that is free and by that of fxtune/pace.py adds least time
 
 Layers are wrapped here, not by transformers' own switch: that one changed its name and its meaning within the versions we
 serve, acts only in training mode, and needs care with frozen embeddings. The non-reentrant form of torch needs no input
 that requires a gradient, keeps the random state (so dropout repeats itself in the recomputation) and stops recomputing as
 soon as it has what the backward pass needs. Under torch.compile the same wrapper is traced, and the compiler, which sees
-forward and backward at once, leaves out of both whatever nobody needs.
+forward and backward at once, leaves out of both whatever nobody needs. Layers of one level share a graph.
 """
 
 from __future__ import annotations
@@ -27,47 +31,58 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxtune import adapted
+from fxtune import adapted, pace, witness
 from fxtune.kernels import selective
 from fxtune.kernels.offload import Offload
 from fxtune.kernels.selective import GROUPS, Rule
 from fxtune.kernels.tiled import tile
-from fxtune.memory import Keeping, Need, forecast
-from fxtune.recount import Counts, count, kept_bytes
-from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed, skeleton
+from fxtune.memory import Need, forecast
+from fxtune.shape import LEVELS, Keeping
+from fxtune.technique import Evidence, Technique, backbone, decoder_layers, skeleton
 from fxtune.world import Facts, World
 
 GIB = 1 << 30
 TILES = (4, 16)
 """What `auto` tries for mlp_tiles."""
-LONG_TILE = 4096
-"""Tokens in a tile whose matmuls run as fast as those of the whole row."""
-SELECTIVE = {"narrow": "selective", "attention": "selective"}
-"""The policies of what memory.forecast() tells apart."""
 HOST_SHARE = 0.8
-"""Of the host's memory, what offloaded inputs may fill."""
+"""Of the host's memory, what offloaded tensors may fill."""
+
+
+ROOM = 0.95
+"""Of the free memory, what `auto` fills if it can: a mix goes up to the limit, and a forecast may be wrong by some percent."""
 
 
 class Policy(str, Enum):
     none = "none"
     selective = "selective"
     full = "full"
+    mix = "mix"
     budget = "budget"
     auto = "auto"
+
+
+class What(str, Enum):
+    inputs = "inputs"
+    kept = "kept"
+
+
+POLICIES = {"everything": Policy.none, "wide": Policy.selective, "narrow": Policy.selective, "attention": Policy.selective,
+            "input": Policy.full}
+"""The policy of each level."""
 
 
 @dataclass
 class Checkpointing(Technique):
     policy: Policy = Policy.full
     """What layers keep for the backward pass. `none`: everything; `selective`: what `save` and `recompute` say; `full`: their
-    input; `budget`: what the compiler picks; `auto`: the fastest of these that fits, with `offload` and `mlp_tiles` where it
-    needs them."""
+    input; `mix`: what `mix` says of each; `budget`: what the compiler picks; `auto`: the fastest of these that fits, with
+    `offload` and `mlp_tiles` where it needs them."""
     every: int = 1
     """Treat one decoder layer in this many: 1 is all of them, 2 every other one. Of the policies selective and full."""
     save: list[str] = field(default_factory=list)
@@ -75,10 +90,18 @@ class Checkpointing(Technique):
     (`q_proj`). Empty: both groups. A linear's name decides over its operator's, that over its group's."""
     recompute: list[str] = field(default_factory=list)
     """policy=selective: exceptions from `save`, in the same words: [gate_proj, up_proj] keeps what is left of `matmuls`."""
+    mix: dict[str, int] = field(default_factory=dict)
+    """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow` ones (q, k, v,
+    o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not counted keep their input. Those
+    that keep little come first."""
     budget: float = 0.5
     """policy=budget: which share of what the compiler would keep it may keep. 0: layers' inputs only; 1: all it would."""
     offload: bool = False
-    """Keep layers' inputs in pinned host memory from forward to backward, in time with the computation (needs a GPU)."""
+    """Keep what offload_what says in pinned host memory from forward to backward, in time with the computation (needs a GPU)."""
+    offload_what: What = What.inputs
+    """`inputs`: layers' inputs; `kept`: also what else they keep, but for the products wider than the hidden state (compiled)."""
+    offload_layers: Optional[int] = None
+    """How many layers send, from the first; null: all but the last one, whose share is wanted at once."""
     mlp_tiles: int = 1
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: whole."""
 
@@ -86,13 +109,15 @@ class Checkpointing(Technique):
         layers = facts.text.get("num_hidden_layers")
         if self.every < 1 or (layers and self.every > layers):
             yield f"every: {self.every} must be at least 1 and at most the model's {layers or ''} layers."
-        if self.policy not in (Policy.selective, Policy.full, Policy.auto) and self.every != 1:
+        if self.policy not in (Policy.selective, Policy.full) and self.every != 1:
             yield f"every: {self.every} is not read by policy={self.policy.value}. Set it to 1."
         if self.policy is not Policy.selective and (self.save or self.recompute):
             yield (f"{'save' if self.save else 'recompute'}: read by policy=selective alone, and policy is "
                    f"{self.policy.value}. Empty it, or set policy=selective.")
         elif self.save or self.recompute:
             yield from self._names(facts)
+        if self.mix or self.policy is Policy.mix:
+            yield from self._counts(layers)
         if self.policy is Policy.budget:
             if not 0 <= self.budget <= 1:
                 yield f"budget: {self.budget} must be from 0 to 1."
@@ -100,6 +125,9 @@ class Checkpointing(Technique):
                 yield "policy: budget is the compiler's, and techniques.compile.enabled=false. Set it to true, or use selective."
         if self.offload:
             yield from self._offloads(facts)
+        elif self.offload_what is not What.inputs or self.offload_layers is not None:
+            name = "offload_layers" if self.offload_layers is not None else "offload_what"
+            yield f"{name}: read where offload=true, and it is false. Set it to true, or leave {name} out."
         if self.mlp_tiles != 1:
             yield from self._tiles(facts)
 
@@ -123,24 +151,51 @@ class Checkpointing(Technique):
                 yield (f"recompute: {name} has the shape of {', '.join(twins)} in save, {shapes[name]}, and products are told "
                        "apart by their shape. Put them in the same list.")
 
+    def _counts(self, layers: int | None) -> Iterator[str]:
+        """What is wrong with `mix`."""
+        if self.policy is not Policy.mix:
+            yield f"mix: read by policy=mix alone, and policy is {self.policy.value}. Empty it, or set policy=mix."
+        for level in self.mix:
+            if level not in LEVELS:
+                close = difflib.get_close_matches(level, LEVELS, 1, 0.5)
+                yield (f"mix: {level} is nothing that a layer may keep. Use {', '.join(LEVELS)}."
+                       + (f" Did you mean {close[0]}?" if close else ""))
+        if any(count < 0 for count in self.mix.values()):
+            yield f"mix: {min(self.mix.values())} layers are less than none. Use 0 or more."
+        if not any(self.mix.values()):
+            yield "mix: counts no layer. Say how many keep what, such as {narrow: 12, wide: 20}."
+        elif layers and sum(self.mix.values()) > layers:
+            yield f"mix: counts {sum(self.mix.values())} layers, and the model has {layers}. Lower one of the numbers."
+        tiled = sorted({"wide", "everything"} & {level for level, count in self.mix.items() if count})
+        if self.mlp_tiles > 1 and tiled:
+            yield f"mix: mlp_tiles={self.mlp_tiles} keeps nothing of an MLP, so no layer can keep {' or '.join(tiled)}."
+
     def _offloads(self, facts: Facts) -> Iterator[str]:
         if self.policy in (Policy.none, Policy.budget):
             yield (f"offload: policy={self.policy.value} keeps more than layers' inputs on the device, so little would be won. "
-                   "Use full or selective, or set it to false.")
+                   "Use full, selective or mix, or set it to false.")
         if facts.device != "cuda":
             yield f"offload: brings tensors from a GPU to host memory, and this runs on {facts.device}. Set it to false."
         if _scope(facts) == "model":
             yield ("offload: techniques.compile.scope=model makes one graph of all layers, with no place between them. Use "
                    "scope=layers.")
+        if self.offload_what is What.kept and self.policy is Policy.full:
+            yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
+        if self.offload_what is What.kept and "compile" not in facts.techniques:
+            yield ("offload_what: kept is what compiled layers hand to autograd, and techniques.compile.enabled=false. Set it to "
+                   "inputs, or techniques.compile.enabled=true.")
         layers = facts.text.get("num_hidden_layers")
-        if layers and -(-layers // self.every) < 2:
-            yield (f"offload: the last layer's input stays, and with {layers} layers and every={self.every} there is no other. "
-                   "Set it to false.")
-        need = forecast(facts, self.keeping()).host
-        if facts.device == "cuda" and need > HOST_SHARE * facts.host_memory:
-            yield (f"offload: the inputs of {facts.text.get('num_hidden_layers')} layers take {need / GIB:.1f} GiB of host "
-                   f"memory, and {HOST_SHARE:.0%} of this machine's is {HOST_SHARE * facts.host_memory / GIB:.1f}. Set it to "
-                   "false, or shorten data.sequence_length.")
+        if layers and self.policy is not Policy.auto and not any(self.keeping().sending(layers)):
+            yield (f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
+                   f"offload_layers={self.offload_layers} there is no other. Set it to false.")
+        keeping = self.keeping()
+        need, limit = forecast(facts, keeping).host, HOST_SHARE * facts.host_memory
+        if facts.device == "cuda" and need > limit and self.policy is not Policy.auto:
+            fit = pace.within(facts, keeping, limit)[0].senders or 0
+            what = "inputs" if self.offload_what is What.inputs else "kept tensors"
+            yield (f"offload: the {what} of {sum(keeping.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host memory, "
+                   f"and {HOST_SHARE:.0%} of this machine's is {limit / GIB:.1f}. "
+                   + (f"Set offload_layers={fit}" if fit else "Set it to false") + ", or shorten data.sequence_length.")
 
     def _tiles(self, facts: Facts) -> Iterator[str]:
         layer = _layer(facts.model)
@@ -159,84 +214,128 @@ class Checkpointing(Technique):
             yield f"mlp_tiles: tiles keep nothing of the MLP, and save names {', '.join(inside)}. Take it out, or set tiles to 1."
 
     def resolve(self, facts: Facts) -> str | None:
-        """For `auto`: try from fast to small what memory.forecast() says of each."""
+        """For `auto`: what adds least time of all that fits."""
         if self.policy is not Policy.auto:
             return None
-        said, needs = [], []
-        for name, keeping in self._candidates(facts):
-            need = forecast(facts, keeping)
-            needs.append((need.device, name, keeping, need))
-            if need.device <= facts.free_memory:
-                break
-            said.append(f"{name} would need {need.device / GIB:.1f}")
-        else:  # nothing fits by the forecast, which may be wrong by some percent: the smallest is tried
-            needs.append(min(needs, key=lambda entry: entry[0]))
-        _, name, keeping, need = needs[-1]
-        self.policy = Policy(SELECTIVE.get(keeping.policy, keeping.policy))
-        self.offload, self.mlp_tiles, self.every = keeping.offload, keeping.tiles, keeping.every
-        self.save = ["attention"] if keeping.policy == "attention" else []
-        self.recompute = _wide(facts) if keeping.policy == "narrow" else []
-        free, host = f"{facts.free_memory / GIB:.1f}", f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
-        if need.device > facts.free_memory:
-            return (f"{name}: the smallest there is, and it needs some {need.device / GIB:.1f} GiB{host} where {free} are free "
-                    f"({_shares(need)}). It may run out of memory: shorten data.sequence_length, or quantise the base.")
-        return f"{name}: {need.device / GIB:.1f} of {free} GiB free{host} ({_shares(need)}){'; ' * bool(said)}{', '.join(said)}"
+        ways = list(self._ways(facts))
+        host = HOST_SHARE * facts.host_memory
+        choice = pace.fastest(replace(facts, free_memory=int(ROOM * facts.free_memory)), ways, host) or pace.fastest(
+            facts, ways, host)
+        if choice is None:  # by the forecast, which may be wrong by some percent: the smallest is tried
+            smallest = [pace.within(facts, replace(way, level=levels[0]), host) for way, levels in ways]
+            keeping, need = min((one for one in smallest if one[1].host <= host), key=lambda one: one[1].device)
+            self._become(keeping, facts)
+            return (f"{self.told()}: the smallest there is, and it needs some {_room(facts, need)} ({_shares(need)}). It may run "
+                    "out of memory: shorten data.sequence_length, or quantise the base.")
+        self._become(choice.keeping, facts)
+        everything = forecast(facts, Keeping())
+        less = "" if everything.device <= facts.free_memory else f"; everything would need {everything.device / GIB:.1f}"
+        return (f"{self.told()}: {_room(facts, choice.need)} ({_shares(choice.need)}), which by arithmetic adds "
+                f"{choice.added / choice.step:.0%} to the layers' time{less}")
 
-    def _candidates(self, facts: Facts) -> Iterator[tuple[str, Keeping]]:
-        """What `auto` may become, from fast to small. `every` stays, and so do offload and mlp_tiles where they are asked for.
+    def _ways(self, facts: Facts) -> Iterator[tuple[Keeping, tuple[str, ...]]]:
+        """What `auto` tries: whether to send and to tile, each with the levels that go with it. What is asked for stays."""
+        whole = replace(self, policy=Policy.full)
+        several = (facts.text.get("num_hidden_layers") or 2) > 1
+        able = facts.device == "cuda" and _scope(facts) != "model" and several
+        kept = ["kept"] if "compile" in facts.techniques else []
+        sent = [self.offload_what.value] if self.offload_what is What.kept else ["inputs", *kept]
+        sent = sent if self.offload else ["", *sent] if able else [""]
+        tiles = [self.mlp_tiles]
+        if self.mlp_tiles == 1 and not list(replace(whole, mlp_tiles=TILES[0])._tiles(facts)):
+            tiles += TILES
+        for way in sent:
+            for pieces in tiles:
+                # Products that are as wide as nothing else are told from others by their names, if the MLP has a form we know.
+                levels = [level for level in LEVELS if (level != "narrow" or _wide(facts))
+                          and (level != "wide" or pieces == 1) and (level != "everything" or (pieces == 1 and not way))]
+                yield Keeping(sent=way, senders=self.offload_layers, tiles=pieces), tuple(levels)
 
-        The dearest that can be kept is attention, two thirds of a layer's time at 64k tokens; sending inputs to the host and
-        tiling the MLP cost little where they are needed.
-        """
-        wide, whole = _wide(facts), replace(self, policy=Policy.full)
-        names = {"none": "none", "selective": "selective", "narrow": f"selective, {' and '.join(wide)} recomputed",
-                 "attention": "selective, attention alone kept", "full": "full"}
-        several = -(-(facts.text.get("num_hidden_layers") or 2) // self.every) > 1
-        fits = facts.device == "cuda" and _scope(facts) != "model" and several and (
-            forecast(facts, Keeping("full", every=self.every, offload=True)).host <= HOST_SHARE * facts.host_memory)
-        sent = [True] if self.offload else [False, True] if fits else [False]
-        tokens = facts.micro_batch_size * max(facts.rows, default=facts.sequence_length)
-        more = [] if self.mlp_tiles > 1 or list(replace(whole, mlp_tiles=TILES[0])._tiles(facts)) else list(TILES)
-        for policy, name in names.items():
-            if (policy == "narrow" and not wide) or (policy in ("none", "selective") and (self.offload or self.mlp_tiles > 1)):
-                continue
-            inputs = [False] if policy in ("none", "selective") else sent
-            ways = [(offload, self.mlp_tiles) for offload in inputs]
-            if policy in ("attention", "full"):
-                ways += [(inputs[-1], tiles) for tiles in more if policy == "full" or tokens >= tiles * LONG_TILE]
-            for offload, tiles in ways:
-                yield (name + " + offload" * offload + f" + mlp_tiles={tiles}" * (tiles > 1),
-                       Keeping(policy, 1 if policy == "none" else self.every, 1.0, offload, tiles))
+    def _become(self, keeping: Keeping, facts: Facts) -> None:
+        """Take the options that `keeping` stands for."""
+        levels = [level for level, count in keeping.mix if count]
+        self.mix = dict(keeping.mix) if len(levels) > 1 else {}
+        level = keeping.level if not keeping.mix else levels[0]
+        uniform = self._uniform(level, _wide(facts))
+        self.policy = Policy.mix if self.mix else uniform.policy
+        self.save, self.recompute = ([], []) if self.mix else (uniform.save, uniform.recompute)
+        sends = any(keeping.sending(facts.text.get("num_hidden_layers") or 1))
+        self.offload, self.offload_layers = sends, keeping.senders if sends else None
+        more = keeping.sent == "kept" and set(levels or [level]) != {"input"}
+        self.offload_what = What.kept if sends and more else What.inputs
+        self.mlp_tiles, self.every = keeping.tiles, 1
+
+    def _uniform(self, level: str, wide: list[str]) -> Checkpointing:
+        """These options with one level for all layers. `wide`: the linears of the MLP that are wider than their input."""
+        return replace(self, policy=POLICIES[level], mix={}, save=["attention"] if level == "attention" else [],
+                       recompute=list(wide) if level == "narrow" else [])
 
     def keeping(self) -> Keeping:
         """These options as memory.forecast() takes them."""
-        policy = "full" if self.policy is Policy.auto else self.policy.value
-        if self.policy is Policy.selective:
-            policy = "attention" if self.save == ["attention"] else "narrow" if self.recompute else policy
-        return Keeping(policy, self.every, self.budget, self.offload, self.mlp_tiles)
+        level = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}.get(self.policy, "input")
+        if self.policy is Policy.selective and self.save == ["attention"]:
+            level = "attention"
+        elif self.policy is Policy.selective and self.recompute:
+            level = "narrow"
+        return Keeping(level, self.every, self.budget, tuple(self.mix.items()), self.offload_what.value if self.offload else "",
+                       self.offload_layers, self.mlp_tiles)
+
+    def told(self) -> str:
+        """What layers keep, in words."""
+        keeping, parts = self.keeping(), []
+        if self.mix:
+            parts.append(" and ".join(f"{level} in {count} layer{'s' * (count != 1)}" for level in LEVELS
+                                      if (count := self.mix.get(level, 0))))
+        else:
+            parts.append(f"{keeping.level} in {'every layer' if self.every == 1 else f'one layer of {self.every}'}")
+        if self.offload:
+            wide = ", but for gate and up," * ("wide" in [keeping.level, *self.mix])
+            what = "inputs" if self.offload_what is What.inputs else f"what they keep{wide}"
+            parts.append(f"{what} of {'all but the last' if self.offload_layers is None else f'the first {self.offload_layers}'}"
+                         " in host memory")
+        return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        treated = decoder_layers(model)[:: self.every]
-        repeated = self.policy in (Policy.selective, Policy.full)
-        contexts = self._rule(treated).contexts() if self.policy is Policy.selective else None
-        for layer in treated:
-            for mlp in filter(adapted.fused_mlp, layer.modules()):
-                wide, whole = self._of_fused_mlp()
-                # Where a norm reads the MLP's result (Gemma 2, Olmo 2), recomputing the layer runs all of the operator again.
-                again = repeated and not whole and hasattr(layer, "post_feedforward_layernorm")
-                mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide or again, repeated and not whole  # type: ignore
-            if self.mlp_tiles > 1 and not adapted.fused_mlp(layer.mlp):
-                tile(layer.mlp, self.mlp_tiles, repeated)  # type: ignore[arg-type]
-            if repeated:
-                layer.forward = partial(_checkpointed, layer.forward, contexts)
+        layers = decoder_layers(model)
+        kinds = self._kinds(layers)
+        contexts = {level: own._rule(layers).contexts() for level, own in kinds.items() if own.policy is Policy.selective}
+        keeping = self.keeping()
+        levels, sending = keeping.levels(len(layers)), keeping.sending(len(layers))
+        for layer, level in zip(layers, levels, strict=True):
+            kinds[level]._wrap(layer, contexts.get(level))
         if self.policy is Policy.budget:
             # Around the model as it is called in training and in a test, since the compiler reads this when a layer first runs.
             base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
             for module in {id(one): one for one in (model, base, backbone(model))}.values():
                 _Budget(self.budget).around(module)
         if self.offload:
-            model.offload = Offload(treated, world.device)  # type: ignore[assignment]
+            # And the next layer, whose backward pass is the sign that the last one that sends is wanted.
+            senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
+            above = layers[len(sending) - sending[::-1].index(True)]
+            wide = [outward for inward, outward in _linears_of_mlp(layers[0]).values() if outward > inward]
+            model.offload = Offload([*senders, above], world.device, self.offload_what is What.kept,  # type: ignore[assignment]
+                                    frozenset([*wide, sum(wide)]))
         return model
+
+    def _kinds(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:
+        """For each level that Keeping.levels() names, the options of its layers."""
+        wide = [name for name, (inward, outward) in _linears_of_mlp(layers[0]).items() if outward > inward]
+        if self.mix:
+            return {level: self._uniform(level, wide) for level in LEVELS}
+        return {"everything": self._uniform("everything", wide), self.keeping().level: self}
+
+    def _wrap(self, layer: nn.Module, contexts: Any) -> None:
+        """Make one layer do what these options say of all."""
+        repeated = self.policy in (Policy.selective, Policy.full)
+        for mlp in filter(adapted.fused_mlp, layer.modules()):
+            wide, whole = self._of_fused_mlp()
+            # Where a norm reads the MLP's result (Gemma 2, Olmo 2), recomputing the layer runs all of the operator again.
+            again = repeated and not whole and hasattr(layer, "post_feedforward_layernorm")
+            mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide or again, repeated and not whole  # type: ignore
+        if self.mlp_tiles > 1 and not adapted.fused_mlp(layer.mlp):
+            tile(layer.mlp, self.mlp_tiles, repeated)  # type: ignore[arg-type]
+        if repeated:
+            layer.forward = partial(_checkpointed, layer.forward, contexts)
 
     def _rule(self, layers: list[nn.Module]) -> Rule:
         """What `save`, `recompute` and `mlp_tiles` come to, for layers as they are."""
@@ -267,107 +366,17 @@ class Checkpointing(Technique):
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count what runs once and twice in one forward and backward, and look at what autograd keeps in between."""
-        layers = decoder_layers(model)
-        rule = Rule(()) if self.policy is Policy.full else self._rule(layers)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad][:1]
-
-        def forward() -> torch.Tensor:
-            logits: torch.Tensor = model(**probe).logits
-            return logits
-
-        with observed(model):
-            seen = count(layers, rule, forward, lambda logits: torch.autograd.grad(logits.float().mean(), trained))
-            if self.policy in (Policy.selective, Policy.full):
-                yield self._layers_ran(layers, trained, seen)
-            yield self._operators_ran(layers, seen)
-            if self.policy is not Policy.none and not self.offload:
-                yield from self._bytes_kept(model, layers, probe, forward, seen)
-            if self.offload:
-                yield self._sent(model, layers, lambda: torch.autograd.grad(forward().float().mean(), trained))
-        if self.mlp_tiles > 1:
-            tokens = probe["input_ids"].numel()
-            pieces = -(-tokens // -(-tokens // self.mlp_tiles))
-            tiles = sorted({tuple(calls) for calls in seen.tiles})
-            told = " or ".join(f"{ahead} forward and {back} again" for ahead, back in tiles)
-            # Twice where the layer does more after its MLP (Gemma 2's norm), so that recomputing it goes through.
-            fits = all(ahead == pieces and back in (0, pieces, 2 * pieces) for ahead, back in tiles)
-            yield Evidence("checkpointing", f"each MLP in {pieces} tiles (of the probe's {tokens} tokens)", told,
-                           fits and any(back for _, back in tiles))
-
-    def _layers_ran(self, layers: list[nn.Module], trained: list[nn.Parameter], seen: Counts) -> Evidence:
-        # Layers before the first trained parameter get no backward pass, so nothing is recomputed there.
-        inside = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
-        owned = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        first = 0 if any(id(parameter) not in owned for parameter in trained) else inside.index(True)
-        wanted = [1 + (index % self.every == 0 and index >= first) for index in range(len(layers))]
-        return Evidence("checkpointing", f"{len(layers[:: self.every])} of {len(layers)} layers recomputed",
-                        f"{sum(calls > 1 for calls in seen.first)} of {len(layers)} layers ran twice in one forward and backward",
-                        seen.first == wanted)
-
-    def _operators_ran(self, layers: list[nn.Module], seen: Counts) -> Evidence:
-        """Nothing that is kept runs again, and everything that was named ran."""
-        sizes, ranks = selective.linears(layers[0]) | dict(adapted.groups_of(layers[0])), selective.ranks(layers[0])
-        shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
+        layers, keeping = decoder_layers(model), self.keeping()
+        levels, kinds = keeping.levels(len(layers)), self._kinds(layers)
+        rules = {level: Rule(()) if own.policy is Policy.full else own._rule(layers) for level, own in kinds.items()}
         asked = {Policy.selective: f"kept: {', '.join(self.save or GROUPS)}"
                  + (f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""),
                  Policy.full: "attention and matmuls run again", Policy.budget: f"the compiler keeps {self.budget:.0%}",
-                 Policy.none: "nothing runs again"}[self.policy]
-        totals: dict[str, list[int]] = {}
-        for name, kind in seen.all():
-            total = totals.setdefault(f"{name} ({shapes.get(kind.shape, 'adapters')})" if kind.shape else name, [0, 0])
-            total[0] += kind.forward
-            total[1] += kind.again
-        told = ", ".join(f"{name} {ahead}+{again}" for name, (ahead, again) in totals.items())
-        twice = any(kind.again for _, kind in seen.all())
-        # Tiles repeat the MLP's adapters, too, which have the shapes of attention's.
-        tiled = {kind.shape for _, kind in seen.all() if self.mlp_tiles > 1 and kind.shape and kind.shape[1] in ranks}
-        wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
-        inside = adapted.MLP if any(map(adapted.fused_mlp, layers[0].modules())) else ()
-        missing = [name for name in [*self.save, *self.recompute] if not any(
-            name in (operator, kind.group) or kind.shape == sizes.get(name, ())
-            or (name in inside and operator == "fxtune.lora_mlp") for operator, kind in seen.all())]
-        note = f"; never ran: {', '.join(missing)}" if missing else ""
-        return Evidence("checkpointing", asked, f"runs forward + again: {told or 'none'}{note}",
-                        not wrong and not missing and (twice or self.policy is not Policy.full))
-
-    def _bytes_kept(self, model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any],
-                    seen: Counts) -> Iterator[Evidence]:
-        """What autograd keeps of the layers, compiled ones as they are compiled, against what the policy leaves it."""
-        tokens = probe["input_ids"].numel()
-        with torch.compiler.set_stance("force_eager"):
-            everything, arguments = kept_bytes(model, layers, tokens, forward)
-        whole = backbone(model)
-        one_graph = "forward" in vars(whole)  # techniques.compile.scope=model: no hook may stand between its layers
-        kept, _ = kept_bytes(model, [whole] if one_graph else layers, tokens, forward)
-        each, inputs = tokens * len(layers), arguments * (len(layers) + 4 * one_graph)  # the last norm's is in the graph, too
-        allowed = inputs + sum(kind.bytes for _, kind in seen.all() if kind.kept)
-        if self.policy is Policy.budget:
-            # Of a row as short as the probe most is weights to the compiler, so what it keeps of this one proves little.
-            given: list[float] = []
-            hook = (whole if one_graph else layers[0]).register_forward_pre_hook(
-                lambda *_: given.append(torch._functorch.config.activation_memory_budget))
-            forward()
-            hook.remove()
-            yield Evidence("checkpointing", f"a budget of {self.budget:g} for the compiler",
-                            f"{given[-1]:g} while layers run; {kept / each:,.0f} of {everything / each:,.0f} bytes a token and "
-                            "layer of the probe kept", given[-1] == self.budget)
-            return
-        if self.policy is Policy.selective and kept == everything:
-            return  # layers that are not compiled: torch's policy keeps what it keeps where these hooks do not see it
-        if self.every > 1:
-            allowed += everything
-        yield Evidence("checkpointing", f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
-                       f"{kept / each:,.0f} bytes", kept <= allowed)
-
-    def _sent(self, model: Any, layers: list[nn.Module], step: Callable[[], Any]) -> Evidence:
-        offload = getattr(model, "offload", None)
-        wanted = len(layers[:: self.every]) - 1
-        before = (offload.stored, offload.fetched) if offload else (0, 0)
-        with torch.enable_grad():
-            step()
-        seen = (offload.stored - before[0], offload.fetched - before[1]) if offload else (0, 0)
-        return Evidence("checkpointing", f"the inputs of {wanted} layers wait in host memory",
-                        f"{seen[0]} sent there and {seen[1]} brought back in one forward and backward", seen == (wanted, wanted))
+                 Policy.mix: self.told(), Policy.none: "nothing runs again"}[self.policy]
+        yield from witness.evidence(model, witness.Asked(
+            asked, levels, [rules[level] for level in levels], [*self.save, *self.recompute],
+            self.budget if self.policy is Policy.budget else None, self.mlp_tiles, keeping.sending(len(layers)),
+            self.offload_what is What.kept), probe)
 
 
 class _Budget:
@@ -413,8 +422,18 @@ def _scope(facts: Facts) -> str:
 
 def _wide(facts: Facts) -> list[str]:
     """The linears of the MLP that are wider than what goes in."""
-    mlp = getattr(_layer(facts.model), "mlp", None)
-    return [name for name, (inward, outward) in selective.linears(mlp).items() if outward > inward] if mlp is not None else []
+    layer = _layer(facts.model)
+    return [name for name, (inward, outward) in _linears_of_mlp(layer).items() if outward > inward] if layer is not None else []
+
+
+def _linears_of_mlp(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    mlp = getattr(layer, "mlp", None)
+    return selective.linears(mlp) if isinstance(mlp, nn.Module) else {}
+
+
+def _room(facts: Facts, need: Need) -> str:
+    host = f" and {need.host / GIB:.1f} GiB of host memory" if need.host else ""
+    return f"{need.device / GIB:.1f} of {facts.free_memory / GIB:.1f} GiB free{host}"
 
 
 def _shares(need: Need) -> str:

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import fxtune
 from fxtune.errors import ConfigError, HardwareError
@@ -132,15 +132,14 @@ def ended(command: list[str], limit: float | None = None) -> tuple[int | None, s
         began = time.monotonic()
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                                    start_new_session=True, preexec_fn=_die_with_us(), env={**os.environ, "PYTHONPATH": path})
+        code: int | None = None
         try:
-            code: int | None = process.wait(limit)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            code = None
+            return None, _tail(out), time.monotonic() - began  # before it says that it was ended
         finally:
             _end(process)
-        seconds = time.monotonic() - began
-        out.seek(max(0, out.seek(0, os.SEEK_END) - TAIL))
-        return code, out.read().decode(errors="replace"), seconds
+        return code, _tail(out), time.monotonic() - began
 
 
 def failed(code: int, text: str, seconds: float) -> Answer:
@@ -165,8 +164,10 @@ def _read(file: Path, seconds: float) -> Answer:
         return Answer(Outcome.crashed, seconds, reason=f"wrote no figures that can be read ({type(error).__name__}: {error})")
 
 
-def _tail(output: Path) -> str:
-    return output.read_text(errors="replace")[-TAIL:]
+def _tail(out: IO[bytes]) -> str:
+    """The end of a file that another process may still be writing to, and whose place stays as that one has it."""
+    size = os.fstat(out.fileno()).st_size
+    return os.pread(out.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
 
 
 def _last(text: str) -> str:

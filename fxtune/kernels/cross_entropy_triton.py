@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-WARPS = 8
+WARPS = 32
 """Of a program, for vocabularies that keep so many busy."""
-LOADS = 4
+LOADS = 2
 """Of 16 bytes that a thread has under way at once."""
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = (64, 128, 8)
+TILE = (64, 64, 4)
 """Rows, columns and warps of a program."""
 RANKS = 64
 """Columns of xa that are multiplied at once."""

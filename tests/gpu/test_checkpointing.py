@@ -102,7 +102,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
 def _deterministic(monkeypatch):
     """Attention's backward pass adds in any order otherwise."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
 
 
 @pytest.mark.usefixtures("_deterministic")

@@ -16,7 +16,8 @@ import torch
 
 from fxtune.memory import forecast
 from fxtune.pipeline import Pipeline
-from fxtune.techniques.checkpointing import Checkpointing, Policy
+from fxtune.techniques.checkpointing import Checkpointing, Policy, What
+from fxtune.techniques.lora import Fused
 
 GIB = 1 << 30
 BIG = dict(reference.SHAPES["llama"], hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
@@ -26,10 +27,19 @@ POLICIES: dict[str, dict[str, Any]] = {
     "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW,
     "attention": {"policy": Policy.selective, "save": ["attention"]}, "full": {},
     "offload": {"offload": True}, "offload_tiles": {"offload": True, "mlp_tiles": 8}}
+MIXES: dict[str, dict[str, Any]] = {
+    "narrow_wide": {"policy": Policy.mix, "mix": {"narrow": 4, "wide": 4}},
+    "input_everything": {"policy": Policy.mix, "mix": {"input": 5, "everything": 3}},
+    "narrow_sent": {**NARROW, "offload": True, "offload_what": What.kept},
+    "mix_sent": {"policy": Policy.mix, "mix": {"attention": 2, "narrow": 3, "wide": 3}, "offload": True,
+                 "offload_what": What.kept},
+    "some_sent": {"offload": True, "offload_layers": 4},
+    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": What.kept, "mlp_tiles": 4}}
 
 
-def pipeline(compiled: bool = True, backend: str = "auto", **options: Any) -> Pipeline:
+def pipeline(compiled: bool = True, backend: str = "auto", fused: Fused = Fused.auto, **options: Any) -> Pipeline:
     made = Pipeline(checkpointing=Checkpointing(enabled=True, **options))
+    made.lora.fused = fused
     made.precision.autocast = type(made.precision.autocast)("bfloat16")
     made.attention.backend = backend
     made.liger.enabled = True
@@ -132,10 +142,11 @@ def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
         print(f"\n{shape} {name}: {seen}, without checkpointing {none}")
 
 
-def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast():
+@pytest.mark.parametrize("fused", [Fused.on, Fused.off], ids=["fused", "peft"])
+def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
-        measured = Measured(pipeline(**options), BIG, 8192)
+        measured = Measured(pipeline(fused=fused, **options), BIG, 8192)
         peaks[name], forecasts[name] = measured.peak(), expected(measured, BIG, 8192)
         print(f"\n{name:14} measured {peaks[name] / GIB:6.2f} GiB, forecast {forecasts[name] / GIB:6.2f} "
               f"({forecasts[name] / peaks[name] - 1:+.1%})")
@@ -149,6 +160,62 @@ def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast():
     assert len(set(order)) == len(order)
     off = {name: forecasts[name] / peaks[name] - 1 for name in peaks}
     assert all(abs(error) < 0.15 for error in off.values()), off
+
+
+@pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
+def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options):
+    """Gradients as near to those without checkpointing as attention's sums in any order leave them."""
+    plain = Measured(pipeline(policy=Policy.none), BIG, 8192)
+    plain.step()
+    expected_gradients = plain.gradients()
+    del plain
+    freed()
+    measured = Measured(pipeline(**options), BIG, 8192)
+    for _ in range(3):
+        measured.step()
+    for key, value in measured.gradients().items():
+        assert reference.relative(expected_gradients[key], value) < 2e-2, key
+    peak, said = measured.peak(), expected(measured, BIG, 8192)
+    report = measured.pipeline.compile.report()
+    host = getattr(measured.model, "offload", None)
+    print(f"\nmeasured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%}); {report.graphs} graphs; "
+          f"host {host.pinned / GIB if host else 0:.2f} GiB")
+    for seen in measured.evidence:
+        if seen.technique == "checkpointing":
+            print(f"    {seen.asked} | {seen.observed}")
+    assert abs(said / peak - 1) < 0.15
+    assert report.recompilations <= measured.pipeline.compile.max_recompiles
+
+
+def test_sending_what_layers_keep_costs_no_time_at_long_rows():
+    """narrow at 32k tokens: q, k, v, attention's output and the input of each layer go to the host and come back."""
+    found = {}
+    for name, options in {"here": NARROW, "sent": MIXES["narrow_sent"], "full": {}}.items():
+        measured = Measured(pipeline(**options), BIG, 32768)
+        found[name] = measured.seconds(), measured.peak()
+        if name == "sent":
+            offload = measured.model.offload
+            print(f"\n{offload.sent / GIB:.1f} GiB sent so far, {offload.pinned / GIB:.2f} GiB pinned")
+            assert offload.stored == offload.fetched
+        del measured
+        freed()
+    print({name: f"{seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB" for name, (seconds, peak) in found.items()})
+    assert found["sent"][0] < 1.15 * found["here"][0]
+    assert found["sent"][0] < found["full"][0]
+    assert found["here"][1] - found["sent"][1] > 0.7 * 6 * 2 * (2 * 2048 + 2 * 2048 + 2 * 512) * 32768
+
+
+def test_pinned_memory_is_at_most_what_was_forecast():
+    from fxtune.world import World
+
+    measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
+    measured.step()
+    facts = World(torch.device("cuda", 0)).facts(model=BIG, dtype="bfloat16", packing=True, sequence_length=8192, rows=(8192,),
+                                                 micro_batch_size=1, optimizer="none")
+    facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
+    said = forecast(facts, measured.pipeline.checkpointing.keeping()).host
+    print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
+    assert 0.7 * said < measured.model.offload.pinned <= 1.1 * said
 
 
 @pytest.mark.parametrize("options", [{"policy": Policy.none}, NARROW, {}], ids=["none", "narrow", "full"])
@@ -169,7 +236,7 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         found[name] = losses, measured.gradients(), measured.seconds(), measured.peak()
         if name == "offload":
             offload = measured.model.offload
-            assert len(offload.pool) == 7
+            assert offload.pinned == 7 * 2 * 2048 * 32768
             assert offload.stored == offload.fetched
         del measured
         freed()
@@ -219,16 +286,16 @@ def test_auto_chooses_by_the_memory_that_is_free():
     measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
     (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
     print(f"\n{note}")
-    assert note.startswith("checkpointing: none: "), note
+    assert note.startswith("checkpointing: everything in every layer: "), note
     before = torch.cuda.get_per_process_memory_fraction()
     try:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 7 * GIB / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 5 * GIB / torch.cuda.get_device_properties(0).total_memory))
         del measured
         freed()
         measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
         (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
         print(f"\n{note}")
-        assert "none would need" in note
+        assert "everything would need" in note
         measured.step()
     finally:
         torch.cuda.set_per_process_memory_fraction(before)

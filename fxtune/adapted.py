@@ -34,6 +34,7 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.lora_base import DENSE, augment, weight_views
 from fxtune.kernels.quantized import grouped, is_quantized
 from fxtune.kernels.selective import name_of
+from fxtune.kernels.tiled import kept_early
 from fxtune.world import Facts
 
 ADAPTER = "default"
@@ -351,10 +352,25 @@ def _mlp_kind(kind: Any) -> Any:
         a, b, scaling = _halves(linears)
         # A checkpoint that runs operator by operator computes this operator again as a whole, so that is where gate and up come
         # from; the compiler's leaves it out, and the backward pass makes them.
-        keep = self.keep or (self.recomputed and not torch.compiler.is_compiling())
-        return lora_mlp(x, a, b, up, down, scaling, up_kind, down_kind, self.fused_act, keep, self.tiles)
+        eager = self.recomputed and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if eager and self.tiles > 1:
+            return _tiled(x, a, b, [up, down, scaling, up_kind, down_kind, self.fused_act, False, self.tiles])
+        return lora_mlp(x, a, b, up, down, scaling, up_kind, down_kind, self.fused_act, self.keep or eager, self.tiles)
 
     return _subclass(kind, "mlp", forward, keep=True, recomputed=False, tiles=1)
+
+
+def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
+    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operator's arguments after b."""
+    device, operators = x.device.type, torch.ops.fxtune
+
+    def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:
+        asked = [wanted[0], any(wanted[1:len(a) + 1]), any(wanted[len(a) + 1:])]
+        dx, da, db = operators.lora_mlp_backward(gradient, flat, *[flat.new_empty(0)] * 3, a, b, *rest, asked)
+        return [dx if asked[0] else None, *(da if asked[1] else [None] * len(a)), *(db if asked[2] else [None] * len(b))]
+
+    flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest)[0], backward, flat, [*a, *b]).view(x.shape)
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:

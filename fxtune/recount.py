@@ -64,8 +64,7 @@ def count(layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any]
         hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in inner if not list(module.children())]
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
-            leaf = next((module for module in mlp.modules() if not list(module.children())), mlp)
-            hooks.append(leaf.register_forward_pre_hook(partial(mode.tile, index)))
+            hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(mode.tile, index)))
     try:
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"), mode:
             result = forward()

@@ -93,7 +93,7 @@ def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evide
     wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
     inside = adapted.MLP if any(map(adapted.fused_mlp, layers[0].modules())) else ()
     missing = [name for name in asked.named if not any(
-        name in (operator, kind.group) or kind.shape == sizes.get(name, ())
+        name in (operator, selective.INSIDE.get(operator), kind.group) or kind.shape == sizes.get(name, ())
         or (name in inside and operator == "fxtune.lora_mlp") for operator, kind in seen.all())]
     note = f"; never ran: {', '.join(missing)}" if missing else ""
     return Evidence("checkpointing", asked.told, f"runs forward + again: {told or 'none'}{note}",

@@ -30,6 +30,8 @@ MATMULS = frozenset({
     "aten._scaled_grouped_mm", "aten.convolution", "fxtune.lora_linear", "fxtune.lora_mlp"})
 _SECOND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """Where the second operand stands, if not at 1."""
+INSIDE = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
+"""What operators do that are named by none of the lists."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS | {"aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_cudnn_attention",
                    "aten._scaled_dot_product_efficient_attention", "higher_order.flex_attention", "fxtune.flash4"}
@@ -58,8 +60,9 @@ class Rule(NamedTuple):
 
     def keeps_all(self, name: str) -> bool:
         """keeps(), where nothing is known of the shape."""
-        if name in self.saved or name in self.recomputed:
-            return name in self.saved
+        for one in (name, INSIDE.get(name, name)):
+            if one in self.saved or one in self.recomputed:
+                return one in self.saved
         group = group_of(name)
         return group in self.saved and group not in self.recomputed
 

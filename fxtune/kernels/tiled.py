@@ -16,7 +16,7 @@ recomputation, and the compiler frees each tile's before the next begins.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -62,6 +62,31 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
         out = _Tiles.apply(forward, size, kept, flat, *trained)
     return out.view(hidden.shape)
+
+
+def kept_early(forward: Forward, backward: Callable[..., Sequence[Any]], flat: torch.Tensor,
+               trained: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`forward(flat)`, whose backward pass needs `flat` alone, inside a checkpoint that runs operator by operator: what is kept
+    is kept before the work, so that the checkpoint stops there and does not do the work a second time.
+
+    `backward(flat, gradient, wanted)` gives the gradients of flat and of each of `trained`, or None; `wanted`: a bool of each.
+    """
+    kept = [_Keep.apply(flat, torch.empty(0, requires_grad=True))]
+    out: torch.Tensor = _Early.apply(forward, backward, kept, flat, *trained)
+    return out
+
+
+class _Early(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, backward: Any, kept: Any, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.kept = backward, kept
+        return forward(flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (flat,) = ctx.kept[0].grad_fn.saved_tensors
+        run, ctx.run, ctx.kept = ctx.run, None, None  # this node may live on in the graph
+        return None, None, None, *run(flat, gradient, ctx.needs_input_grad[3:])
 
 
 class _Keep(torch.autograd.Function):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from fxtune import adapted
 from fxtune.errors import ConfigError
+from fxtune.kernels import fused_forwards
 from fxtune.metrics import training_cost
 from fxtune.model import DType, ModelConfig, load_tokenizer, save
 from fxtune.pipeline import make_probe
@@ -192,7 +193,7 @@ def test_an_attention_of_other_code_keeps_its_linears_apart(monkeypatch):
 
     monkeypatch.setattr(LlamaAttention, "forward", reads_something_else)
     monkeypatch.setattr(LlamaMLP, "forward", clamped)
-    made_once = (adapted._source, adapted._reads_hidden_states, adapted._attention_kind)
+    made_once = (adapted._source, adapted._reads_hidden_states, fused_forwards._attention_kind)
     for cached in made_once:
         cached.cache_clear()
     try:

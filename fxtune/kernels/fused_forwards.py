@@ -1,0 +1,190 @@
+"""The forwards of modules with fused adapters (fused_lora.py), and the classes that carry them.
+
+A module gets a class of its own, a subclass of what it was, with one of these as its forward. All layers share the class and the
+function, so they share a compiled graph too. Which modules get one is decided in fxtune/adapted.py.
+
+An attention's own code runs as it is, over a stand-in for the module (`_Seen`) whose projections hand out what the operator has
+computed. State that one projection leaves for the next would do as well, but torch.compile traces none inside a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.kernels.lora_base import DENSE, augment, weight_views
+from fxtune.kernels.quantized import grouped
+from fxtune.kernels.tiled import kept_early
+
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def kind_of(linear: Any) -> str:
+    """How a linear's frozen weight is stored, in kernels/lora_base.py's words."""
+    return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
+
+
+def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
+    """Lay the frozen weights of a group out for its operator, in buffers `fused_{name}0` and on of `module`."""
+    kind, bases = kind_of(linears[0]), [linear.get_base_layer() for linear in linears]
+    biases = [base.bias for base in bases if base.bias is not None]
+    if kind == DENSE:
+        made = augment([base.weight.data for base in bases], [linear.r[ADAPTER] for linear in linears], bool(biases))
+        views = weight_views(made, [linear.out_features for linear in linears], linears[0].in_features)
+        for base, view in zip(bases, views, strict=True):
+            base.weight.data = view
+        tensors = [made]
+    else:
+        tensors = grouped(bases)
+    for index, tensor in enumerate(tensors):
+        module.register_buffer(f"fused_{name}{index}", tensor, persistent=False)
+    setattr(module, f"fused_{name}_kind", kind)
+    setattr(module, f"fused_{name}_names", tuple(f"fused_{name}{index}" for index in range(len(tensors))))
+
+
+def _held(module: Any, name: str) -> tuple[list[torch.Tensor], str]:
+    """What _hold() laid out, and its kind."""
+    return ([module._buffers[each] for each in getattr(module, f"fused_{name}_names")], getattr(module, f"fused_{name}_kind"))
+
+
+def _halves(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """lora_A, lora_B and scaling of each linear."""
+    return ([linear.lora_A[ADAPTER].weight for linear in linears], [linear.lora_B[ADAPTER].weight for linear in linears],
+            [linear.scaling[ADAPTER] for linear in linears])
+
+
+def _as_peft(linears: Sequence[Any]) -> bool:
+    """Whether adapters are switched off or merged into the weights."""
+    return any(linear.disable_adapters or linear.merged_adapters for linear in linears)
+
+
+def _product(module: Any, linears: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+    a, b, scaling = _halves(linears)
+    base, kind = _held(module, "base")
+    bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
+    return lora_linear(x, a, b, base, scaling, kind, bias)
+
+
+def fuse_linear(linear: Any) -> None:
+    """Let an adapted linear of peft run as one operator."""
+    _hold(linear, "base", [linear])
+    kind: Any = type(linear)
+    linear.__class__ = _linear_kind(kind)
+
+
+@functools.cache
+def _linear_kind(kind: Any) -> Any:
+    own = kind.forward
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs or _as_peft([self]):
+            whole: torch.Tensor = own(self, x, *args, **kwargs)
+            return whole
+        return _product(self, [self], x)
+
+    return _subclass(kind, "linear", forward)
+
+
+def fuse_attention(attention: Any, names: Sequence[str]) -> None:
+    """Let the projections `names` of an attention, which its forward calls with its hidden_states, run as one operator."""
+    attention.fused_names = tuple(names)
+    linears = [getattr(attention, name) for name in names]
+    _hold(attention, "base", linears)
+    kind: Any = type(attention)
+    attention.__class__ = _attention_kind(kind)
+
+
+class _Given:
+    """A projection whose result is there."""
+
+    def __init__(self, hidden_states: torch.Tensor, result: torch.Tensor) -> None:
+        self.hidden_states, self.result = hidden_states, result
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states is self.hidden_states, "an attention projects other states than those that it was given"
+        return self.result
+
+
+class _Seen:
+    """Stands for an attention in its own code: some of its projections are given, everything else is the attention's."""
+
+    def __init__(self, attention: Any, given: dict[str, _Given]) -> None:
+        self._attention, self._given = attention, given
+
+    def __getattr__(self, name: str) -> Any:
+        given = self._given
+        return given[name] if name in given else getattr(self._attention, name)
+
+
+@functools.cache
+def _attention_kind(kind: Any) -> Any:
+    own = kind.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        linears = [getattr(self, name) for name in self.fused_names]
+        if _as_peft(linears):
+            return own(self, hidden_states, *args, **kwargs)
+        results = _product(self, linears, hidden_states).split([linear.out_features for linear in linears], -1)
+        # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
+        given = {name: _Given(hidden_states, result.contiguous() if name == "v_proj" else result)
+                 for name, result in zip(self.fused_names, results, strict=True)}
+        return own(_Seen(self, given), hidden_states, *args, **kwargs)
+
+    return _subclass(kind, "attention", forward)
+
+
+def fuse_mlp(mlp: Any, act: str) -> None:
+    """Let down(act(gate(x)) * up(x)) run as one operator. The module may be told, before it is compiled:
+
+    `keep`: keep gate and up for the backward pass; `recomputed`: a checkpoint around it computes it again; `tiles`.
+    """
+    mlp.fused_act = act
+    linears = [getattr(mlp, name) for name in MLP]
+    _hold(mlp, "up", linears[:2])
+    _hold(mlp, "down", linears[2:])
+    kind: Any = type(mlp)
+    mlp.__class__ = _mlp_kind(kind)
+
+
+@functools.cache
+def _mlp_kind(kind: Any) -> Any:
+    own = kind.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        linears = [self.gate_proj, self.up_proj, self.down_proj]
+        if _as_peft(linears):
+            plain: torch.Tensor = own(self, x)
+            return plain
+        (up, up_kind), (down, down_kind) = _held(self, "up"), _held(self, "down")
+        a, b, scaling = _halves(linears)
+        # A checkpoint that runs operator by operator computes this operator again as a whole, so that is where gate and up come
+        # from; the compiler's leaves it out, and the backward pass makes them.
+        eager = self.recomputed and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if eager and self.tiles > 1:
+            return _tiled(x, a, b, [up, down, scaling, up_kind, down_kind, self.fused_act, False, self.tiles])
+        return lora_mlp(x, a, b, up, down, scaling, up_kind, down_kind, self.fused_act, self.keep or eager, self.tiles)
+
+    return _subclass(kind, "mlp", forward, keep=True, recomputed=False, tiles=1)
+
+
+def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
+    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operator's arguments after b."""
+    device, operators = x.device.type, torch.ops.fxtune
+
+    def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:
+        asked = [wanted[0], any(wanted[1:len(a) + 1]), any(wanted[len(a) + 1:])]
+        dx, da, db = operators.lora_mlp_backward(gradient, flat, *[flat.new_empty(0)] * 3, a, b, *rest, asked)
+        return [dx if asked[0] else None, *(da if asked[1] else [None] * len(a)), *(db if asked[2] else [None] * len(b))]
+
+    flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
+    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest)[0], backward, flat, [*a, *b]).view(x.shape)
+
+
+def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward, "fused": fused, "__module__": kind.__module__, **options})

@@ -42,6 +42,7 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
     rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
     found = reference.ours(pipeline(Fused.auto, compiled), shape, given, lora=True)
     assert any("fused on" in note for note in found.notes), found.notes
+    assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), found.evidence
     off = reference.apart(found, exact)
     assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
 

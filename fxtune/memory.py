@@ -31,7 +31,8 @@ The MLP's part, in numbers of e bytes (what the code has alive that Inductor gen
     in t tiles    11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   a tile's, and parts of the input's gradient
 
 Fused, the operator's own buffers: the product's gradient (i), those of gate and up (2i), for fp8 a quantised copy of them (i),
-and inputs, outputs and padded copies (4h); below wide gate and up again (2i).
+8 ranks, a padded copy of its gradient (h), all in t tiles, and whole its gradient, its input and theirs (4h); below wide gate and
+up again (2i). A base in 4 bits or int8 is dequantised, gate and up at once.
 
 attention's part: e (3h + 4q + 4k) + 4q + 8k, with float32 sums. A layer that runs operator by operator holds, besides
 e (3i + 4h), all that it keeps without checkpointing.
@@ -106,6 +107,8 @@ def forecast(facts: Facts, keeping: Keeping) -> Need:
         most, below = max(most, held + working[level]), away
         host += pinned(int(away))
     weights, trained = _parameters(facts, shape)
+    if is_fused(facts) and kind_of(facts) in ("nf4", "int8"):
+        most += number_of(facts) * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
     return Need(weights, trained, int(held), int(max(most - held, 0)), _loss(facts, shape, tokens), host)
 
 
@@ -174,10 +177,11 @@ def _working_fused(facts: Facts, shape: Shape, keeping: Keeping, level: str) -> 
     """_working() where adapters and MLP are operators of our own."""
     h, q, k, i, tiles, number = shape.hidden, shape.q, shape.k, shape.inner, keeping.tiles, number_of(facts)
     again = tiles > 1 or level not in ("wide", "everything")
-    mlp = (3 + 2 * again + (kind_of(facts) == "fp8")) * i / tiles + h / tiles + (3 if level == "everything" else 4) * h
+    inside = (3 + 2 * again + (kind_of(facts) == "fp8")) * i + h + 8 * int(facts.techniques["lora"]["r"])
+    mlp = inside / tiles + (3 if level == "everything" else 4) * h
     if not _compiled(facts):
-        inside = _everything(facts, shape, number, 1 if tiles == 1 else 2) if level != "everything" else 0
-        return inside + number * (mlp - 2 * i * (again and tiles == 1))
+        whole = _everything(facts, shape, number, 1 if tiles == 1 else 2) if level != "everything" else 0
+        return whole + number * (mlp - 2 * i * (again and tiles == 1))
     attention = 2 * h + 3 * q + 3 * k
     if level in ("input", "attention", "budget"):
         mlp, attention = mlp + h + 3 * q + 3 * k, attention + 2 * q + 2 * k
@@ -264,12 +268,17 @@ def _linear_bytes(facts: Facts, number: int) -> float:
 
 
 def _loss(facts: Facts, shape: Shape, tokens: int) -> int:
-    """The loss's largest moment: the last hidden states, their norm and its gradient, and logits with what becomes of them."""
+    """The loss's largest moment: the last hidden states, their norm and its gradient, and logits with what becomes of them.
+
+    The last norm stands outside of the layers. Without Liger's kernel it runs in float32, operator by operator: it keeps one
+    such copy, and its backward pass, which comes when the logits are gone, holds four more.
+    """
     number = number_of(facts)
-    states, numbers = tokens * shape.hidden * number * 3, tokens * shape.vocabulary
+    copies = 0 if _on(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden
+    states, numbers = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
     if not _on(facts, "fused_linear_cross_entropy"):
-        return states + numbers * (2 * number + 8)
+        return max(states + numbers * (2 * number + 8), 5 * copies)
     rows = facts.techniques["liger"].get("chunk_rows")
     held = rows * shape.vocabulary * number if rows else BUFFER
     head = 0 if "lora" in facts.techniques else 4 * shape.vocabulary * shape.hidden  # its gradient is summed in float32
-    return states + min(numbers * number, held) + 4 * min(numbers, PART) + head
+    return max(states + min(numbers * number, held) + 4 * min(numbers, PART) + head, 5 * copies)

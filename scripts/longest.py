@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def main() -> None:
     if args.child:
         take_steps(args.child, args.words, args.steps)
         return
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rows, here, began = known(args.json), ground(args), time.monotonic()
     print(HEAD, flush=True)
     for length in args.lengths:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from architectures import CPU, FAMILIES, built, facts_of, lora, random_model
 
 from fxtune import pace, recount
 from fxtune.errors import ConfigError, HardwareError
+from fxtune.kernels import lora_base
 from fxtune.kernels.offload import Offload
 from fxtune.kernels.selective import group_of, weight_shape
 from fxtune.memory import forecast, kept_bytes
@@ -634,6 +635,38 @@ def test_layers_that_keep_little_come_first_where_the_others_are_done_by_then():
     assert Keeping(mix=(("wide", 2), ("attention", 1))).levels(5) == ["input", "input", "attention", "wide", "wide"]
     assert mixed.layer == wide.layer < forecast(facts, Keeping("input")).layer
     assert mixed.kept == (forecast(facts, Keeping("input")).kept + wide.kept) // 2
+
+
+def peak_bytes(run) -> int:
+    """The most that `run` allocates at a time on the CPU, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        held = run()
+    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del held
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
+def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, keep, tiles):
+    """Backward, in floats a token; the activation's own kernel, which on a CPU is plain torch, is left out."""
+    monkeypatch.setattr(lora_base, "gated", lambda act, gate_up, out, *_: out)
+    monkeypatch.setattr(lora_base, "gated_backward", lambda act, gate_up, dp, out, *_: out)
+    h, i, r, rows = 64, 256, 16, 2048
+    a, b = [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)], [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)]
+    up = [lora_base.augment([torch.ones(i, h)] * 2, [r, r])]
+    down = [lora_base.augment([torch.ones(h, i)], [r])]
+    options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
+    x, dy = torch.ones(rows, h), torch.ones(rows, h)
+    _, *kept = torch.ops.fxtune.lora_mlp(x, *options)
+    peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
+    shape = dict(LLAMA, hidden_size=h, intermediate_size=i, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+                 head_dim=4)
+    facts = card(139, rows, model=shape, dtype="float32", techniques={
+        "lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}})
+    said = forecast(facts, Keeping("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
+    assert peak == pytest.approx(said - 3 * h, rel=0.06)  # besides: dy, x, and what the norm before made x of
 
 
 def test_pinned_memory_is_taken_in_pieces():

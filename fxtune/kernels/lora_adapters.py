@@ -86,7 +86,7 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: the column of the product
     that is `value` instead.
     """
-    if _by_triton(x, factor.shape[1]):
+    if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch
 
         return launch(x, factor, left, right, -1 if ones is None else ones, value)
@@ -98,6 +98,15 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     if right is not None:
         right.copy_(product)
     return product
+
+
+def add(y: Tensor, narrow: Tensor, factor: Tensor) -> Tensor:
+    """y += narrow factor, in place: `y` [rows, width] with contiguous rows, `narrow` [rows, R], `factor` [R, width]."""
+    if by_triton(y, len(factor)):
+        from fxtune.kernels.lora_triton import add as launch
+
+        return launch(y, narrow, factor)
+    return y.addmm_(narrow, factor)
 
 
 class Sums:
@@ -143,7 +152,7 @@ class Sums:
 
 def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
     """wide^T narrow in parts to be summed, [parts, width, R], added to `into`; float32, or float64 for float64."""
-    if (into is not None and into.shape[0] > 1) or _by_triton(wide, narrow.shape[1]):
+    if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 
         return reduce(wide, narrow, into)
@@ -156,5 +165,6 @@ def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
     return product.unsqueeze(0) if into is None else into.add_(product)
 
 
-def _by_triton(x: Tensor, width: int) -> bool:
+def by_triton(x: Tensor, width: int) -> bool:
+    """Whether the kernels of lora_triton.py are for a product of `x` [rows, ...] that is `width` wide."""
     return x.is_cuda and x.dtype.itemsize == 2 and width <= WIDEST and len(x) >= FEWEST

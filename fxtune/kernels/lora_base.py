@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.gated import Share, gated, gated_backward
-from fxtune.kernels.lora_adapters import Adapters, pack, padded_rank, project
+from fxtune.kernels.lora_adapters import Adapters, add, pack, padded_rank, project
 
 DENSE = "dense"
 
@@ -109,8 +109,11 @@ class Base:
 
     def projected(self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None) -> Tensor:
         """x factor, [rows, R], with a column of ones opposite the bias (of zeros in dy B); `left`, `right`: as in project()."""
-        ones = sum(self.adapters.ranks) if self.adapters.bias else None
-        return project(x, factor, left, right, ones, 0.0 if factor is self.b else 1.0)
+        return project(x, factor, left, right, *self.ones(factor))
+
+    def ones(self, factor: Tensor) -> tuple[Optional[int], float]:
+        """The column of x factor that is opposite the bias, and what stands in it."""
+        return sum(self.adapters.ranks) if self.adapters.bias else None, 0.0 if factor is self.b else 1.0
 
 
 class Dense(Base):
@@ -181,7 +184,7 @@ class Dequantized(Base):
 
 def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor) -> Tensor:
     """The adapters' product, added in place."""
-    return product if narrow is None else product.addmm_(narrow, factor)
+    return product if narrow is None else add(product, narrow, factor)
 
 
 def _mm(left: Tensor, right: Tensor, out: Optional[Tensor]) -> Tensor:

@@ -12,8 +12,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.fp8 import Weight, quantize_rows, scaled_mm
+from fxtune.kernels.fp8 import Weight, project_and_quantize, quantize_rows, scaled_mm
+from fxtune.kernels.lora_adapters import by_triton
 from fxtune.kernels.lora_base import Adapters, Base, Operand, added
+
+BOTH_WIDTH = 6144
+"""Numbers of a row up to which it is quantised and multiplied by an adapter's half in one launch: what all processors together
+are at must fit into the cache."""
+BOTH_RANK = 64
+"""The padded rank up to which that is done: all of the adapter's half is read for each 16 rows."""
 
 
 class Fp8(Base):
@@ -26,6 +33,9 @@ class Fp8(Base):
         self.weight = Weight(*tensors)
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        if x.shape[1] <= BOTH_WIDTH and factor.shape[1] <= BOTH_RANK and by_triton(x, factor.shape[1]):
+            codes, scales, product = project_and_quantize(x, factor, *self.ones(factor))
+            return Operand(x, (codes, scales)), product
         return Operand(x, quantize_rows(x)), self.projected(x, factor)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:

@@ -3,10 +3,11 @@
     pack        A and B of all siblings, scaled and cast, into the places that the matmul reads: one small launch
     project     t = x F, rank wide, in one pass over x that also copies x, and t behind it, to where the matmul reads them
     reduce      x^T t, as wide as x and a rank high: a sum over all rows, cut into parts so that it fills the card
+    add         y += t F, in one pass over y
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
-project and reduce are bound by memory. cuBLAS takes such shapes for compute-bound ones: without a split of the sum a card of
-132 processors gets 32 tiles. Parts are added up in a fixed order: the same bits each time. Both are for 16-bit numbers (a
+project, reduce and add are bound by memory. cuBLAS takes such shapes for compute-bound ones: without a split of the sum a card
+of 132 processors gets 32 tiles. Parts are added up in a fixed order: the same bits each time. They are for 16-bit numbers (a
 tensor core's float32 is TF32, which nobody asked for here). At most SIBLINGS linears in a group. Imported only where there
 is a GPU: triton is no part of torch's CPU builds.
 """
@@ -28,6 +29,8 @@ NUMBERS = 2048
 """Numbers of B, and of all gradients, that a program of pack or unpack treats."""
 PROJECT = dict(ROWS=64, STEP=128, num_warps=4, num_stages=3)
 REDUCE = dict(COLUMNS=128, STEP=64, num_warps=4, num_stages=4)
+ADD = dict(ROWS=64, COLUMNS=128, TILES=1, num_warps=4)
+"""add: rows and columns of a tile, and tiles, one below the other, of a program."""
 PROGRAMS = 264
 """How many programs reduce() aims at: two for each of an H200's processors."""
 LEAST_ROWS = 256
@@ -109,6 +112,20 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
     _reduce[(blocks, parts)](x, x.stride(0), t, t.stride(0), made, rows, width, columns, each, ADD=into is not None,
                              WIDTH=max(triton.next_power_of_2(columns), 16), **REDUCE)
     return made
+
+
+def add(y: torch.Tensor, t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """y += t F, in place, added in float32 and rounded once; y is returned.
+
+    `y`: [rows, width], `t`: [rows, R], both of 16 bits with contiguous rows; `factor`: [R, width] of any strides.
+    """
+    (rows, width), ranks = y.shape, len(factor)
+    assert (t.shape, factor.shape[1], y.stride(1), t.stride(1), y.dtype.itemsize) == ((rows, ranks), width, 1, 1, 2)
+    if rows:
+        _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
+            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), rows, width, ranks,
+            RANKS=max(triton.next_power_of_2(ranks), 16), **ADD)
+    return y
 
 
 @triton.jit
@@ -277,3 +294,21 @@ def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, ea
     if ADD:
         total += tl.load(at, mask=inside, other=0.0)
     tl.store(at, total, mask=inside)
+
+
+@triton.jit
+def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, rows, width, ranks, RANKS: tl.constexpr,
+         ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rank = tl.arange(0, RANKS)
+    factor = tl.load(factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
+                     mask=(rank[:, None] < ranks) & (column < width), other=0.0)
+    # From the last row on: a matmul has just written y, and the end of it is what the cache still has.
+    last = tl.num_programs(1) - 1 - tl.program_id(1)
+    for tile in range(TILES):
+        row = ((last * TILES + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        inside = (row < rows) & (column < width)
+        y = tl.load(y_ptr + row * y_stride + column, mask=inside, other=0.0)
+        t = tl.load(t_ptr + row * t_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
+        total = y.to(tl.float32) + tl.dot(t, factor)
+        tl.store(y_ptr + row * y_stride + column, total.to(y_ptr.dtype.element_ty), mask=inside)

@@ -17,6 +17,7 @@ lora_triton.COLUMNS, lora_triton.NUMBERS, lora_triton.PROGRAMS = 32, 256, 6
 gated_triton.BLOCK = 256
 lora_triton.PROJECT.update(ROWS=32, STEP=32)
 lora_triton.REDUCE.update(COLUMNS=32, STEP=32)
+lora_triton.ADD.update(ROWS=32, COLUMNS=32, TILES=3)
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """How far one rounding may move a number, of its own size."""
 
@@ -72,6 +73,10 @@ def products(group: Adapters, a: torch.Tensor, b: torch.Tensor) -> None:
     assert torch.equal(buffer, torch.cat([x, xa], 1))
     dyb = lora_triton.project(dy, b)
     same(dyb, (dy.float() @ b.float()).half(), 2e-3, 2e-3)
+    for narrow, factor in ((xa, b.t()), (dyb, a)):  # both ways in which a factor may lie
+        y = apart(rows, factor.shape[1], 5, torch.float16).copy_(torch.randn(rows, factor.shape[1]))
+        added = (y.float() + narrow.float() @ factor.float()).half()
+        same(lora_triton.add(y, narrow, factor), added, 2e-3, 2e-3)
     da = lora_triton.reduce(x[250:], dyb[250:], lora_triton.reduce(x[:250], dyb[:250]))
     db = lora_triton.reduce(dy, xa)
     same(da.sum(0), x.t().float() @ dyb.float(), 1e-4, 1e-3)

@@ -11,18 +11,15 @@ point is tried with the largest one at which it does.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from fxtune import __version__, axes, trials
+from fxtune import __version__, axes, source, trials
 from fxtune.axes import AXES, Deltas, Ground, Outlook
 from fxtune.errors import ConfigError
 from fxtune.trials import Answer, Cache, Outcome
@@ -292,7 +289,7 @@ class Search:
         """All that a trial's answer depends on."""
         facts, config = self.ground.facts, self.config
         model = {name: value for name, value in facts.model.items() if name not in ("_name_or_path", "transformers_version")}
-        return {"code": _own_code(), "model": model,
+        return {"code": f"{__version__} {source.digest()}", "model": model,
                 "card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
                 "packages": {**facts.packages, "python": sys.version.split()[0]},
                 "data": [facts.packing, facts.sequence_length, facts.rows, self.ground.document],
@@ -302,15 +299,6 @@ class Search:
 
 class _TimeIsUp(Exception):
     pass
-
-
-@lru_cache(maxsize=1)
-def _own_code() -> str:
-    """fxtune's version and its source: in a checkout the version does not say what runs."""
-    whole = hashlib.sha256()
-    for file in sorted(Path(axes.__file__).parent.rglob("*.py")):
-        whole.update(file.read_bytes())
-    return f"{__version__} {whole.hexdigest()[:12]}"
 
 
 def told(deltas: Deltas) -> str:

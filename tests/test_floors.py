@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 
 FLOORS = [
-    {"__init__", "errors", "host"},
+    {"__init__", "errors", "host", "source"},
     # knows the machine, the disk, a library; nothing of training
     {"world", "shape", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "trials"},
+    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "trials", "compiled"},
     {"pace", "witness"},  # what checkpointing decides by, and what proves that it acted
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},

@@ -18,8 +18,9 @@ CUDA graphs write their results to the same memory each time. So a decoder's out
 (each call is marked as a new step), and gradients are added to memory of the optimizer's own (`keep_gradients`): torch takes
 the recorded backward pass's memory for the first micro-batch's gradient and adds nothing to it (pytorch#169545, #96693).
 
-What was compiled is kept in ~/.cache/fxtune/inductor ($XDG_CACHE_HOME; TORCHINDUCTOR_CACHE_DIR names another place), so a
-second start compiles nothing anew: 3.3 s in place of 25.3 s for two layers of the tiny Llama of the tests on one CPU core.
+What was compiled is kept in ~/.cache/fxtune/inductor ($XDG_CACHE_HOME; TORCHINDUCTOR_CACHE_DIR names another place), in a
+folder for each state of our own operators (fxtune/compiled.py), so a second start compiles nothing anew: 3.3 s in place of
+25.3 s for two layers of the tiny Llama of the tests on one CPU core.
 
 A forward with a KV cache (generation) runs uncompiled: every token would be another shape. Mixtures of experts compile where
 transformers multiplies their experts in groups (`grouped_mm`, its own choice), not where it loops over them.
@@ -41,9 +42,10 @@ import torch
 from torch import nn
 
 from fxtune.backends import BY_DOCUMENTS
+from fxtune.compiled import keep_on_disk
 from fxtune.dynamo import CompileReport, Watch
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed
-from fxtune.world import Facts, World, c_compiler, cache_home
+from fxtune.world import Facts, World, c_compiler
 
 MOST_LENGTHS = 8
 LAUNCHING = 2e-3
@@ -58,7 +60,6 @@ class Switch(str, Enum):
     auto = "auto"
     on = "on"
     off = "off"
-
 
 
 class Scope(str, Enum):
@@ -244,20 +245,6 @@ def _layer_seconds(facts: Facts) -> float:
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in options.items()}
-
-
-def keep_on_disk() -> None:
-    """Where the compiler keeps what it made: the folder that the environment names, or fxtune's own."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # torch writes its default, below /tmp, into the environment when it is asked for the first time.
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
-        folder = cache_home() / "inductor"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:  # a home that cannot be written: /tmp it is
-            return
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _without_compiler(facts: Facts) -> Iterator[str]:

@@ -211,20 +211,23 @@ def test_a_run_tells_what_the_compiler_did_and_keeps_it(small, cwd, capsys, quic
 
 
 @pytest.mark.slow
-def test_the_second_start_is_warm(monkeypatch, tmp_path):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+def test_the_second_start_is_warm_unless_our_operators_have_changed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "any")  # so that what is set below is taken back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reports = []
-    for _ in range(2):
+    for code in ("a" * 12, "a" * 12, "b" * 12):
+        monkeypatch.setattr("fxtune.source.digest", lambda part, code=code: code)
         torch._dynamo.reset()
         technique, model = compiled(architecture=ONE)
         with torch.no_grad():
             model(**row(model))
         reports.append(technique.report())
-    cold, warm = reports
-    assert cold.cache == str(tmp_path / "fxtune" / "inductor")
+    cold, warm, changed = reports
+    assert cold.cache == str(tmp_path / "fxtune" / "inductor" / f"fxtune-{'a' * 12}")
     assert (cold.from_disk, warm.anew) == (0, 0)
     assert cold.anew == warm.from_disk > 0
+    assert (changed.from_disk, changed.anew) == (0, cold.anew)
     assert "disk cache cold" in next(cold.lines())
     assert "disk cache warm" in next(warm.lines())
 

@@ -1,0 +1,122 @@
+"""Where the compiler's results are kept: a folder for each state of our own operators, and no more of them than are of use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_floors import ALL, imports
+
+from fxtune import compiled, source
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """An empty cache of fxtune's; afterwards the environment is as it was."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(compiled.VARIABLE, "any")  # so that what is set in a test is taken back
+    monkeypatch.delenv(compiled.VARIABLE)
+    return tmp_path / "cache" / "fxtune" / "inductor"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """fxtune's source, to be changed."""
+    copy = tmp_path / "fxtune"
+    shutil.copytree(source.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(source, "PACKAGE", copy)
+    source._digest.cache_clear()
+    return copy
+
+
+def changed(file: Path) -> None:
+    """As if in another process, which reads the source anew."""
+    file.write_text(file.read_text() + "\nWIDTH = 64\n")
+    source._digest.cache_clear()
+
+
+def test_a_changed_operator_has_another_folder(home, package):
+    first = compiled.keep_on_disk()
+    assert first.parent == home
+    assert os.environ[compiled.VARIABLE] == str(first)
+    assert compiled.keep_on_disk() == first
+    changed(package / "techniques" / "rope.py")
+    assert compiled.keep_on_disk() == first, "what torch traces is in the graph, and so in its own key"
+    changed(package / "kernels" / "fused_lora.py")
+    second = compiled.keep_on_disk()
+    assert second.parent == home
+    assert second != first
+    assert second.is_dir()
+    (package / "kernels" / "selective.py").rename(package / "kernels" / "selection.py")
+    source._digest.cache_clear()
+    assert compiled.keep_on_disk() not in (first, second)
+
+
+def test_operators_are_all_in_kernels_and_need_nothing_else_of_ours():
+    for name, path in ALL.items():
+        if name.startswith("kernels."):
+            others = {one for one in imports(path, set(ALL)) if not one.startswith("kernels")}
+            assert others <= {"errors"}, f"{name} imports {others}, which the digest of the compiler's cache does not have"
+        else:
+            assert "custom_op" not in path.read_text(), f"{name}: operators are in kernels/, see fxtune/compiled.py"
+
+
+def test_a_folder_that_the_environment_names_is_used_and_stays(home, package, tmp_path, monkeypatch):
+    monkeypatch.setenv(compiled.VARIABLE, str(tmp_path / "mine"))
+    folders = []
+    for _ in range(5):
+        folders.append(compiled.keep_on_disk())
+        changed(package / "kernels" / "gated.py")
+    assert {folder.parent for folder in folders} == {tmp_path / "mine"}
+    assert len(set(folders)) == 5
+    assert all(folder.is_dir() for folder in folders)
+    assert not home.exists()
+
+
+def test_without_a_home_it_is_below_the_systems_own(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
+    folder = compiled.keep_on_disk()
+    assert folder.parent == tmp_path / "temporary"
+    assert folder.is_dir()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from fxtune import compiled
+for folder in sys.argv[1:]:
+    compiled.hold(Path(folder))
+    Path(folder).mkdir(exist_ok=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_old_folders_go_but_for_the_last_ones_and_those_in_use(home):
+    home.mkdir(parents=True)
+    folders = [home / f"fxtune-{number:012x}" for number in range(6)]
+    for age, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "graph").write_text("compiled")
+        folder.with_suffix(".lock").touch()
+        os.utime(folder.with_suffix(".lock"), (1e9 - age, 1e9 - age))
+    (home / "other").mkdir()
+    last = folders[-1]
+    command = [sys.executable, "-c", HOLD, str(last)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout.readline() == "held\n"
+        os.utime(last.with_suffix(".lock"), (1, 1))
+        mine = compiled.keep_on_disk()
+        there = {file.name for file in home.iterdir() if file.is_dir()}
+        assert there == {mine.name, folders[0].name, folders[1].name, last.name, "other"}
+        assert (last / "graph").exists()
+        one.stdin.close()
+    compiled.tidy(home)
+    assert not last.exists()
+    assert not last.with_suffix(".lock").exists()
+    assert mine.is_dir()

@@ -3,21 +3,20 @@
 A module of a model gets a class of its own: a subclass of what it was, with one of these as its forward. All layers share the
 class and the function, so they share a compiled graph too: each is made once for its arguments and the kernel's function.
 
-Liger's RoPE overwrites its inputs, which autograd does not see; they may be results that checkpointing has saved, and would be
-turned once more when they are used again. So it gets copies: 20 KiB a token a layer of an 8B model, 0.3 % of a step. The
-gated products overwrite their inputs too, in the backward pass, when nobody needs them any more.
+RoPE is our own: Liger's overwrites its inputs, which autograd does not see (they may be results that checkpointing has saved,
+and would be turned once more), so that it would have to get copies, and torch.compile cannot trace it. The gated products
+overwrite their inputs too, in the backward pass, when nobody needs them any more.
 """
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fxtune.errors import ConfigError
+from fxtune.kernels.rotary import apply_rotary, seeing
 
 Forward = Callable[..., Any]
 
@@ -54,8 +53,9 @@ def geglu_at_once() -> Forward:
 
 
 def rotated(attention: Any) -> Forward:
-    """The forward of `attention`, the same code, which finds Liger's RoPE where it looks for its module's own."""
-    return _rotated(attention, _function("LigerRopeFunction"))
+    """The forward of `attention`, the same code, which finds our own RoPE (rotary.py) where it looks for its module's."""
+    forward: Forward = seeing(attention.forward, apply_rotary, attention.__name__)
+    return forward
 
 
 def _function(name: str) -> Any:
@@ -112,22 +112,3 @@ def _geglu_at_once(function: Any) -> Forward:
         return self.down_proj(function.apply(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
     return forward
-
-
-@functools.cache
-def _rotated(attention: Any, function: Any) -> Forward:
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, length, head_dim] as it is, of memory of its own laid out as [rows, length, heads, head_dim]."""
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        return function.apply(copied(q), copied(k), cos, sin, None, unsqueeze_dim, None)
-
-    forward: Any = attention.forward
-    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
-        raise ConfigError(f"techniques.liger.rope: {attention.__name__} of this transformers does not call apply_rotary_pos_emb. "
-                          "Set it to off.")
-    copy = types.FunctionType(forward.__code__, {**forward.__globals__, "apply_rotary_pos_emb": rotate}, forward.__name__,
-                              forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy

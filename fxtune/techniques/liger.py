@@ -8,9 +8,10 @@ so `auto` measures both there, once for each (kernels/liger_timing.py), and keep
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process, so that a plain model
 built later is plain no more. Here each module of this one model gets a class of its own, a subclass of what it was, with
 another forward: names, weights, isinstance and adapters are as before. RoPE is a function of the attention's module; that
-attention gets a copy of its forward which sees Liger's function under that name.
+attention gets a copy of its forward which sees another function under that name.
 
-`fused_linear_cross_entropy` is our own (kernels/linear_cross_entropy.py); it needs no GPU and no package.
+Two of them are our own and need neither a GPU nor the package: `rope` (kernels/rotary.py), which torch.compile takes into its
+graph as it is, and `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ class Family:
     layer_norm: bool = False
     gated: bool = True
     """Whether the MLP is down(act(gate(x)) * up(x))."""
+    heads_normed: bool = False
+    """Whether norms of queries and keys stand between their projections and RoPE."""
 
 
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "granite", "smollm3", "phi3"), Family(norms=2)),
-    "qwen3": Family(norms=4),
-    **dict.fromkeys(("olmo2", "olmo3"), Family(norms=4, casting="gemma", in_place=False)),
+    "qwen3": Family(norms=4, heads_normed=True),
+    **dict.fromkeys(("olmo2", "olmo3"), Family(norms=4, casting="gemma", in_place=False, heads_normed=True)),
     "gemma": Family(norms=2, offset=1.0, casting="gemma"),
     "gemma2": Family(norms=4, offset=1.0, casting="gemma", in_place=False),
-    "gemma3_text": Family(norms=6, offset=1.0, casting="gemma", in_place=False),
+    "gemma3_text": Family(norms=6, offset=1.0, casting="gemma", in_place=False, heads_normed=True),
     "phi": Family(norms=1, layer_norm=True, gated=False),
     "starcoder2": Family(norms=2, layer_norm=True, gated=False),
 }
@@ -75,10 +78,12 @@ FAMILIES = {
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 GATED = ("swiglu", "geglu")
 WHAT = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GeGLU (tanh)"}
-"""The operations that are Liger's."""
-KERNELS = {"rms_norm": "_rms_norm_forward_kernel", "layer_norm": "_layer_norm_forward_kernel", "rope": "_triton_rope",
+"""The operations that get a kernel."""
+OURS = "rope"
+"""The one of them whose kernel is our own."""
+KERNELS = {"rms_norm": "_rms_norm_forward_kernel", "layer_norm": "_layer_norm_forward_kernel", "rope": r"^fxtune::rotary(_qkv)?$",
            "swiglu": "_swiglu_(fused_gate_up_)?forward_kernel", "geglu": "_geglu_tanh_forward_kernel"}
-"""What the profiler calls their forward kernels; compiled code adds a number."""
+"""What the profiler calls their forward kernels, to which compiled code adds a number, or the operator that runs one."""
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Liger(Technique):
     """`auto` here and below: on with a GPU, and under torch.compile where it is measured to be faster than compiled code."""
     layer_norm: Switch = Switch.auto
     rope: Switch = Switch.auto
-    """Not under torch.compile, which cannot trace it."""
+    """Our own, and any device will do. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries and keys."""
     swiglu: Switch = Switch.auto
     geglu: Switch = Switch.auto
     """For the tanh form of GELU, which is Gemma's."""
@@ -111,15 +116,13 @@ class Liger(Technique):
             if name not in has:
                 yield f"{name}: {kind} with this config has no {WHAT[name]} of Liger's kind. Use auto or off."
         if facts.device != "cuda":
-            yield from (f"{name}: Liger's kernels are Triton's and need a GPU. Use auto or off." for name in asked)
-        elif PACKAGE not in facts.packages:
-            yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(wanted)} to off."
+            yield from (f"{name}: Liger's kernels are Triton's and need a GPU. Use auto or off."
+                        for name in asked if name != OURS)
+        elif PACKAGE not in facts.packages and (theirs := [name for name in wanted if name != OURS]):
+            yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
         if facts.techniques.get("lora", {}).get("fused") == "on" and fuses_mlps(facts, skeleton(facts.model)):
             yield from (f"{name}: techniques.lora.fused=on makes an MLP one operator, with its own. Set one of them to off."
                         for name in asked if name in GATED)
-        if "rope" in asked and "compile" in facts.techniques:
-            yield ("rope: torch.compile cannot trace Liger's RoPE, and fuses RoPE itself. Use auto or off, or "
-                   "techniques.compile.enabled=false.")
 
     def resolve(self, facts: Facts) -> str | None:
         notes = []
@@ -148,8 +151,10 @@ class Liger(Technique):
             return False, "Triton needs a GPU"
         if "compile" not in facts.techniques:
             return True, "nothing else fuses it without torch.compile"
-        if name == "rope":
-            return False, "torch.compile cannot trace Liger's, and fuses its own"
+        if name == OURS:
+            if FAMILIES[facts.text["model_type"]].heads_normed or facts.text.get("qk_layernorm"):
+                return False, "torch.compile fuses it with the norms of queries and keys"
+            return True, "our own kernel moves fewer bytes than torch.compile's"
         found = _times(name, facts)
         if found is None:
             return False, "torch.compile fuses it; without a GPU at hand neither was measured"
@@ -187,7 +192,8 @@ class Liger(Technique):
                 yield Evidence("liger", f"{name}: {wanted} in place", f"{placed} in place; the profiler sees no kernels here, so "
                                "whether they run was not observed", placed >= wanted)
                 continue
-            yield Evidence("liger", f"{name}: {wanted} in place, {runs} run in a forward pass",
+            which = " of fxtune::rotary" if name == OURS else ""
+            yield Evidence("liger", f"{name}: {wanted} in place, {runs} run{which} in a forward pass",
                            f"{placed} in place, {launched[name]} run", placed >= wanted and launched[name] >= runs)
 
 

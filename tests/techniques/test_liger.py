@@ -2,6 +2,7 @@
 
 Triton's kernels need a GPU (tests/gpu/test_liger.py). Here plain functions of the same signature stand in for them, so that
 the model with them must be the model without them; each tells the profiler the kernel's name, as the kernel does on a GPU.
+RoPE is our own and runs as it is (tests/kernels/test_rotary.py).
 """
 
 from __future__ import annotations
@@ -71,24 +72,6 @@ def layer_norm(x, weight, bias, eps):
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-@stands_in("_triton_rope")
-def rope(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
-    """Overwrites q and k behind autograd's back, as the kernel does."""
-    assert all(x.transpose(1, 2).is_contiguous() for x in (q, k))
-    assert unsqueeze_dim == 1
-    width = cos.shape[-1]
-
-    def turned(x):
-        rotated, rest = x[..., :width], x[..., width:]
-        halves = torch.cat([-rotated[..., width // 2:], rotated[..., :width // 2]], -1)
-        return torch.cat([rotated * cos[:, None] + halves * sin[:, None], rest], -1)
-
-    out = turned(q), turned(k)
-    for x, new in zip((q, k), out, strict=True):
-        x.data.copy_(new)
-    return out
-
-
 @stands_in("_swiglu_forward_kernel")
 def swiglu(gate, up, gate_multiplier, down_multiplier):
     assert gate_multiplier == down_multiplier == 1.0
@@ -111,7 +94,7 @@ def geglu(gate, up):
 def stand_ins(monkeypatch):
     from liger_kernel import ops
 
-    for name, function in {"LigerRMSNormFunction": rms_norm, "LigerLayerNormFunction": layer_norm, "LigerRopeFunction": rope,
+    for name, function in {"LigerRMSNormFunction": rms_norm, "LigerLayerNormFunction": layer_norm,
                            "LigerSiLUMulFunction": swiglu, "LigerFusedGateUpSiLUMulFunction": gate_up,
                            "LigerGELUMulFunction": geglu}.items():
         monkeypatch.setattr(ops, name, function)
@@ -198,7 +181,7 @@ def test_a_plain_model_of_the_same_process_stays_plain(stand_ins):
     probe = make_probe(plain)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         plain(**probe)
-    assert not {event.name for event in seen.events()} & {"_rms_norm_forward_kernel", "_triton_rope", "_swiglu_forward_kernel"}
+    assert not {event.name for event in seen.events()} & {"_rms_norm_forward_kernel", "fxtune::rotary", "_swiglu_forward_kernel"}
 
 
 def test_inputs_of_rope_are_not_overwritten(stand_ins):
@@ -243,7 +226,7 @@ def test_compiled_layers_share_one_graph(stand_ins):
     pipeline = Pipeline()
     pipeline.compile = Compile(enabled=True)
     plain = built(Pipeline(), random_model("llama", num_hidden_layers=4))
-    mine, _ = with_liger(random_model("llama", num_hidden_layers=4), pipeline, rope=Switch.off)  # RoPE is refused there
+    mine, _ = with_liger(random_model("llama", num_hidden_layers=4), pipeline)
     given = model_inputs(plain, torch.arange(48)[None] % 128, torch.arange(48)[None] % 20, torch.tensor([0, 20, 40, 48]))
     before, graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"], []  # counted since the process began
     for _ in range(2):
@@ -260,7 +243,7 @@ def test_what_did_not_run_is_noticed(stand_ins):
     with pytest.raises(ConfigError) as caught:
         pipeline.prove(model, make_probe(model))
     for part in ("swiglu: 2 in place, 2 run in a forward pass; seen: 1 in place, 1 run",
-                 "rope: 2 in place, 2 run in a forward pass; seen: 2 in place, 1 run"):
+                 "rope: 2 in place, 2 run of fxtune::rotary in a forward pass; seen: 2 in place, 1 run"):
         assert part in str(caught.value)
     assert "rms_norm" not in str(caught.value)
 
@@ -291,7 +274,6 @@ def test_arguments_are_those_of_liger_s_own_patches():
     ({**FAMILIES["mistral"], "hidden_act": "gelu"}, {"geglu": Switch.on}, GPU, "geglu: mistral with this config has no GeGLU"),
     ({**FAMILIES["llama"]}, {"rms_norm": Switch.on}, {}, "rms_norm: Liger's kernels are Triton's and need a GPU"),
     ({**FAMILIES["llama"]}, {}, {**GPU, "packages": {}}, "enabled: the package liger-kernel is not installed: pip install"),
-    ({**FAMILIES["llama"]}, {"rope": Switch.on}, {**GPU, "techniques": {"compile": {}}}, "rope: torch.compile cannot trace"),
 ])
 def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
     asked = Liger(enabled=True, **options)
@@ -299,6 +281,12 @@ def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
                                if model["model_type"] != "mamba" else Facts(model=model, **known)))
     assert len(reasons) == 1
     assert re.search(reason, reasons[0]), reasons[0]
+
+
+def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
+    asked = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
+    assert not list(asked.check(facts_of(random_model("llama"), packages={})))
+    assert not list(asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": {"compile": {}}})))
 
 
 def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
@@ -350,10 +338,10 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
     known = {**GPU, "dtype": "bfloat16", "rows": (4096,), "micro_batch_size": 2, "techniques": {"compile": {}, "lora": {}}}
     for _ in range(2):
         chosen, note = resolved(known)
-        assert [getattr(chosen, name).value for name in WHAT] == ["off", "off", "off", "on", "off"]
+        assert [getattr(chosen, name).value for name in WHAT] == ["off", "off", "on", "on", "off"]
         assert "rms_norm off (measured: compiled 0.400 ms, Liger 0.500 ms)" in note
         assert "swiglu on (measured: compiled 0.300 ms, Liger 0.250 ms)" in note
-        assert "rope off (torch.compile cannot trace Liger's" in note
+        assert "rope on (our own kernel moves fewer bytes" in note
     assert [(case.operation, case.rows, case.width, case.dtype, case.trained) for case in cases] == [
         ("rms_norm", 8192, 64, "bfloat16", False), ("swiglu", 8192, 96, "bfloat16", False)]
     assert len(json.loads((tmp_path / "fxtune" / "liger_times.json").read_text())) == 2
@@ -363,6 +351,15 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
     assert "geglu off (Liger's does not compile here)" in resolved(known, "gemma")[1]
     assert cases[-1].operation == "geglu"
     assert (cases[-2].offset, cases[-2].casting) == (1.0, "gemma")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "gemma3", "phi", "phi_qk"])
+def test_under_compile_rope_is_the_compiler_s_where_norms_stand_before_it(family, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    normed = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules())
+    chosen, note = resolved({**GPU, "techniques": {"compile": {}}}, family)
+    assert (chosen.rope is Switch.off) == normed, note
+    assert resolved(GPU, family)[0].rope is Switch.on
 
 
 def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):

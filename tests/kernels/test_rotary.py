@@ -1,0 +1,199 @@
+"""RoPE as an operator against transformers' own function: values, gradients, layouts, and inside compiled layers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import built, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxtune.errors import ConfigError
+from fxtune.kernels.rotary import apply_rotary, qkv, seeing
+from fxtune.pipeline import Pipeline
+from fxtune.technique import model_inputs
+from fxtune.techniques.liger import WHAT, Liger, Switch
+from fxtune.techniques.rope import Rope
+
+ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
+
+
+def angles(rows: int = ROWS, length: int = LENGTH, width: int = DIM, dtype: torch.dtype = torch.float32, factor: float = 1.0):
+    """cos and sin as a model makes them, for packed positions, scaled as YaRN scales them."""
+    positions = torch.arange(length)[None].repeat(rows, 1) % 7
+    turned = positions[..., None] * 1e4 ** -(torch.arange(0, width, 2) / width)
+    turned = torch.cat([turned, turned], -1)
+    return (turned.cos() * factor).to(dtype), (turned.sin() * factor).to(dtype)
+
+
+def theirs(q, k, cos, sin):
+    """transformers' function that takes partial dimensions, too."""
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def results(function, q, k, cos, sin, dtype):
+    """q and k turned and their gradients, of the same numbers in `dtype`."""
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k)]
+    out = function(*(x.transpose(1, 2) for x in leaves), cos.to(dtype), sin.to(dtype))
+    above = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(q.dtype).to(dtype) for x in out]
+    return [x.double() for x in (*out, *torch.autograd.grad(out, leaves, above))]
+
+
+def states(dtype=torch.float32, rows=ROWS, length=LENGTH, heads=HEADS, kv=KV, dim=DIM):
+    generator = torch.Generator().manual_seed(rows + length + heads)
+    return [torch.randn(rows, length, number, dim, generator=generator).to(dtype) for number in (heads, kv)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 3), length=st.integers(0, 9), heads=st.integers(1, 5), kv=st.integers(1, 3), half=st.integers(1, 6),
+       rest=st.integers(0, 5), shared=st.booleans(), factor=st.sampled_from([1.0, 1.2079]))
+def test_in_float32_it_is_transformers_own(rows, length, heads, kv, half, rest, shared, factor):
+    q, k = states(torch.float32, rows, length, heads, kv, 2 * half + rest)
+    cos, sin = angles(1 if shared else rows, length, 2 * half, factor=factor)
+    for mine, other in zip(*(results(one, q, k, cos, sin, torch.float32) for one in (apply_rotary, theirs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_nearer_to_float64_than_transformers_own(dtype):
+    q, k = states(dtype, length=200)
+    cos, sin = angles(length=200, dtype=dtype, factor=1.2079)
+    exact = results(theirs, q, k, cos, sin, torch.float64)
+    mine, other = (results(function, q, k, cos, sin, dtype) for function in (apply_rotary, theirs))
+    for value, usual, wanted in zip(mine, other, exact, strict=True):
+        assert (value - wanted).norm() < 0.8 * (usual - wanted).norm()
+        torch.testing.assert_close(value, wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)  # one rounding
+
+
+def test_results_lie_as_attention_reads_them():
+    q, k = states()
+    for x in apply_rotary(q.transpose(1, 2), k.transpose(1, 2), *angles()):
+        assert x.transpose(1, 2).is_contiguous()
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k)]
+    for mine, other in zip(apply_rotary(*heads_first, *angles()), apply_rotary(q, k, *angles(), unsqueeze_dim=2), strict=True):
+        assert torch.equal(mine.transpose(1, 2), other)
+
+
+def test_float32_angles_do_not_widen_16_bits():
+    """Under autocast angles are float32, and transformers' q and k get so, too: attention would have to round them."""
+    q, k = states(torch.bfloat16)
+    assert [x.dtype for x in apply_rotary(q, k, *angles(), unsqueeze_dim=2)] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("room", [0, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_one_product(dtype, room):
+    """qkv() is the split, the turn and a copy of v; its gradient is one buffer with room behind each row."""
+    x = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM).to(dtype)
+    cos, sin = angles(dtype=dtype)
+    found = []
+    for function in (lambda x: qkv(x, cos, sin, HEADS, KV, room), apart):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        above = [torch.linspace(-1, 1, one.numel()).view(one.shape).to(dtype) for one in out]
+        (gradient,) = torch.autograd.grad(out, leaf, above)
+        found.append([*out, gradient])
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
+    (gradient,) = torch.autograd.grad([one.sum() for one in qkv(leaf, cos, sin, HEADS, KV, room)], leaf)
+    assert gradient.stride() == (LENGTH * (x.shape[-1] + room), x.shape[-1] + room, 1)
+
+
+def apart(x):
+    q, k, v = x.unflatten(-1, (-1, DIM)).split([HEADS, KV, KV], 2)
+    return *apply_rotary(q, k, *angles(dtype=x.dtype), unsqueeze_dim=2), v
+
+
+def test_opcheck():
+    q, k = (x.double().requires_grad_() for x in states())
+    cos, sin = (x.double() for x in angles())
+    for back in (False, True):
+        torch.library.opcheck(torch.ops.fxtune.rotary, (q, k, cos, sin, back))
+        apart = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        torch.library.opcheck(torch.ops.fxtune.rotary, (apart, k, cos[:1], sin[:1], back))
+    x = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM, dtype=torch.float64, requires_grad=True)
+    for room in (0, 3):
+        torch.library.opcheck(torch.ops.fxtune.rotary_qkv, (x, cos, sin, HEADS, KV, room))
+    torch.autograd.gradcheck(lambda x: torch.ops.fxtune.rotary_qkv(x, cos[:, :2], sin[:, :2], HEADS, KV, 3), x[:, :2])
+
+
+def with_rope(model, pipeline=None):
+    pipeline = pipeline or Pipeline()
+    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
+    return built(pipeline, model)
+
+
+def packed(model, length=48):
+    """Three documents in a row."""
+    return model_inputs(model, torch.arange(length)[None] % 128, torch.arange(length)[None] % 20,
+                        torch.tensor([0, 20, 40, length]))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "phi3", "gemma3"])
+def test_a_model_with_packed_rows_and_a_scaled_rope(family):
+    """Logits and gradients are the plain model's; YaRN's where the family may be scaled."""
+    models = []
+    for make in (built, lambda pipeline, model: with_rope(model, pipeline)):
+        pipeline = Pipeline()
+        if family in ("llama", "mistral", "qwen3"):
+            pipeline.rope = Rope(enabled=True, factor=4.0)
+        models.append(make(pipeline, random_model(family)))
+    found = []
+    for model in models:
+        logits = model(**packed(model)).logits
+        gradients = torch.autograd.grad(logits.logsumexp(-1).sum(), [one for one in model.parameters() if one.requires_grad],
+                                        allow_unused=True)
+        found.append([logits, *(one for one in gradients if one is not None)])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_layers_share_one_graph_without_a_break():
+    model, plain = with_rope(random_model("llama", num_hidden_layers=4)), built(Pipeline(), random_model(
+        "llama", num_hidden_layers=4))
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(sum("rotary" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counting)
+    for _ in range(2):
+        torch.testing.assert_close(model(**packed(model)).logits, plain(**packed(plain)).logits, rtol=1e-4, atol=1e-4)
+    assert graphs == [1]
+
+
+def test_compiled_gradients():
+    x, cos, sin = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM), *angles()
+    found = []
+    for run in (lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), torch.compile(
+            lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(sum(one.square().sum() for one in run(leaf)), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_an_attention_of_another_form_is_refused_in_words():
+    def forward(self, x):
+        return x
+
+    with pytest.raises(ConfigError, match=r"techniques.liger.rope: Odd of this transformers does not call apply_rotary_pos_emb"):
+        seeing(forward, apply_rotary, "Odd")
+
+
+def test_the_triton_kernel_is_the_plain_one():
+    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
+    pytest.importorskip("triton")
+    here = Path(__file__).resolve()
+    run = subprocess.run([sys.executable, str(here.with_name("interpreted_rotary.py"))], capture_output=True, text=True,
+                         check=False, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[2])})
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["72", "compared"]

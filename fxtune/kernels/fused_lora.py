@@ -27,7 +27,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import ACTS
+from fxtune.kernels.gated import ACTS, Passing, sums_in_passing
 from fxtune.kernels.lora_adapters import Adapters, Sums, padded_rank
 from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized
 
@@ -186,16 +186,19 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
             operand, dyb = second.operand(above, second.b)
             p = second.backward(operand, None if second.late else dyb)  # dp, until the gated kernel has been there
             above = operand.x
+            passing = _passing(first, second, sums, xa, dyb, not keep)
             operand, gb = first.gated_backward(act, gate_up, p, first.b, (xa, first.b) if first.late else None,
-                                               (dyb, second.a) if second.late else None)
+                                               (dyb, second.a) if second.late else None, passing)
+            if passing:
+                sums[0].totals[1], sums[1].totals[0] = passing.totals
             if not keep:
                 del gate_up
                 pa = second.projected(p, second.a.t())
-            sums[1].add(dyb, p, pa, above)
+            sums[1].add(dyb, None if passing else p, pa, above)
             del p
             if wanted[0]:
                 first.backward(operand, gb, dx[rows])
-            sums[0].add(gb, inputs, xa, operand.x)
+            sums[0].add(gb, inputs, xa, None if passing else operand.x)
         (da, db), (da_down, db_down) = (one.gradients() for one in sums)
         return dx, da + da_down, db + db_down
 
@@ -212,6 +215,14 @@ def _halves(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down:
     """The bases of gate and up, and of down."""
     return (base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
             base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)))
+
+
+def _passing(first: Base, second: Base, sums: Sequence[Sums], xa: Tensor, dyb: Tensor, keep_p: bool) -> Optional[Passing]:
+    """The sums over the rows of [dgate | dup] and p, for the kernel that makes these to take: else each is a pass over them."""
+    gate, up, down = *first.adapters.ranks, *second.adapters.ranks
+    if all(sums[0].wanted) and first.late == second.late and sums_in_passing(xa, (gate, up, down)):
+        return Passing(xa, dyb, (gate, up, down), keep_p, (sums[0].totals[1], sums[1].totals[0]))
+    return None
 
 
 def _tiles(rows: int, tiles: int) -> Iterator[slice]:

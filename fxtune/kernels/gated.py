@@ -6,10 +6,12 @@ float32 and each result is rounded once. On a GPU the kernels of gated_triton.py
 
 What adapters add to gate and up, and backward to p's gradient, can come as the two factors of it: the kernels of
 gated_lora_triton.py then add it in passing, where a matmul would read and write these widest tensors of a layer once more.
+And sums over the rows of what the backward pass makes, which are gradients of adapters, can be taken in passing, too: `Passing`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -19,6 +21,30 @@ ACTS = ("silu", "gelu_pytorch_tanh")
 """What `act` may be, by transformers' names."""
 Share = Optional[tuple[Tensor, Tensor]]
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
+FEWEST, WIDEST = 4096, 32
+"""On a GPU sums are taken in passing from so many rows, and up to this rank: beyond, they do not fit into registers."""
+
+
+@dataclass
+class Passing:
+    """Sums over rows for gated_backward() to take of what it makes: with g = [dgate | dup], g^T xa and p^T dyb."""
+
+    xa: Tensor
+    """[rows, R]: first the columns for dgate, then those for dup."""
+    dyb: Tensor
+    """[rows, Q]."""
+    ranks: tuple[int, int, int]
+    """How many columns of xa are for dgate and for dup, and how many of dyb count: what lies beyond in the sums means nothing."""
+    keep_p: bool
+    """Whether p is wanted, too: else dp stays as it is, or not."""
+    totals: tuple[Optional[Tensor], Optional[Tensor]] = field(default=(None, None))
+    """The sums in parts to be added up, [parts, 2 width, R] and [parts, width, Q], float32 or float64; both are None, or what an
+    earlier call left here, to which those of these rows are added."""
+
+
+def sums_in_passing(x: Tensor, ranks: tuple[int, int, int]) -> bool:
+    """Whether gated_backward() takes a `Passing` for activations [rows, any] such as `x`."""
+    return not x.is_cuda or (x.dtype.itemsize == 2 and len(x) >= FEWEST and max(ranks) <= WIDEST)
 
 
 def gated(act: str, gate_up: Tensor, out: Tensor, share: Share = None) -> Tensor:
@@ -40,12 +66,21 @@ def gated(act: str, gate_up: Tensor, out: Tensor, share: Share = None) -> Tensor
     return out.copy_(_act(act, gate)[0] * up)
 
 
-def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share = None, above: Share = None) -> Tensor:
+def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share = None, above: Share = None,
+                   passing: Optional[Passing] = None) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards.
 
     `share` as for gated(); `above`: what is to be added to `dp`, as the factors ya [rows, Q] and a [Q, width]: ya a.
+    `passing`: take these sums, too, and leave them there; its xa and dyb are those of share and above, if these are given.
     """
     if gate_up.is_cuda:
+        if passing is not None:
+            from fxtune.kernels import gated_sums_triton
+
+            late = (share[1], above[1]) if share is not None and above is not None else None
+            passing.totals = gated_sums_triton.backward(act, gate_up, dp, out, passing.xa, passing.dyb, passing.ranks,
+                                                        passing.totals, late, passing.keep_p)
+            return out
         if share is not None and above is not None:
             from fxtune.kernels import gated_lora_triton
 
@@ -62,6 +97,10 @@ def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Sh
     gradient = _wide(dp) if above is None else _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
+    if passing is not None:
+        of_b, of_a = ((_wide(wide).t() @ _wide(narrow)).unsqueeze(0) for wide, narrow in ((out, passing.xa), (dp, passing.dyb)))
+        b, a = passing.totals
+        passing.totals = of_b if b is None else b.add_(of_b), of_a if a is None else a.add_(of_a)
     return out
 
 

@@ -120,10 +120,10 @@ class Sums:
         self.adapters, self.wanted = adapters, wanted
         self.totals: list[Optional[Tensor]] = [None, None]
 
-    def add(self, dyb: Tensor, x: Tensor, xa: Tensor, dy: Tensor) -> None:
-        """Of some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]."""
+    def add(self, dyb: Tensor, x: Optional[Tensor], xa: Tensor, dy: Optional[Tensor]) -> None:
+        """Of some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals` already."""
         for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
-            if self.wanted[index]:
+            if self.wanted[index] and wide is not None:
                 self.totals[index] = _outer(wide, narrow, self.totals[index])
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import Share, gated, gated_backward
+from fxtune.kernels.gated import Passing, Share, gated, gated_backward
 from fxtune.kernels.lora_adapters import Adapters, add, pack, padded_rank, project
 
 DENSE = "dense"
@@ -95,9 +95,12 @@ class Base:
         return self.operand(gated(act, gate_up, gate_up.new_empty(rows, width), share), factor)
 
     def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
-                       above: Share = None) -> tuple[Operand, Tensor]:
-        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p. `above`: what dp still lacks."""
-        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above), factor)
+                       above: Share = None, passing: Optional[Passing] = None) -> tuple[Operand, Tensor]:
+        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p. `above`: what dp still lacks.
+
+        `passing`: sums to take in passing, see gated_backward().
+        """
+        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above, passing), factor)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given. `late` ones take xa=None."""
@@ -145,9 +148,10 @@ class Dense(Base):
         return Operand(gated(act, gate_up, left, share), buffer), self.projected(left, factor, right=right)
 
     def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
-                       above: Share = None) -> tuple[Operand, Tensor]:
+                       above: Share = None, passing: Optional[Passing] = None) -> tuple[Operand, Tensor]:
         buffer, left, right = self.room(*gate_up.shape)
-        return Operand(gated_backward(act, gate_up, dp, left, share, above), buffer), self.projected(left, factor, right=right)
+        made = gated_backward(act, gate_up, dp, left, share, above, passing)
+        return Operand(made, buffer), self.projected(left, factor, right=right)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return _mm(operand.more, self.made[:self.out].t(), out)

@@ -9,12 +9,15 @@ import itertools
 
 import torch
 
-from fxtune.kernels import gated_triton, lora_triton
-from fxtune.kernels.gated import gated, gated_backward
+from fxtune.kernels import gated_sums_triton, gated_triton, lora_triton
+from fxtune.kernels.gated import Passing, gated, gated_backward
 from fxtune.kernels.lora_adapters import Adapters, pack
 
 lora_triton.COLUMNS, lora_triton.NUMBERS, lora_triton.PROGRAMS = 32, 256, 6
 gated_triton.BLOCK = 256
+for shape in (gated_sums_triton.PLAIN, gated_sums_triton.LATE):
+    shape.update(ROWS=16, COLUMNS=32)
+gated_sums_triton.LEAST_ROWS = 40
 lora_triton.PROJECT.update(ROWS=32, STEP=32)
 lora_triton.REDUCE.update(COLUMNS=32, STEP=32)
 lora_triton.ADD.update(ROWS=32, COLUMNS=32, TILES=3)
@@ -45,6 +48,33 @@ def activation(dtype: torch.dtype, act: str, width: int) -> None:
     gated_triton.backward(act, gate_up, first, mine)
     same(mine, gated_backward(act, gate_up, second, theirs), relative, 1e-5)
     same(first, second, relative, 1e-5)
+
+
+def passing(act: str, late: bool, keep_p: bool, rows: int, width: int, ranks: tuple[int, int, int]) -> None:
+    """The backward kernel that sums in passing, in two calls that add up, of operands whose rows lie apart."""
+    def drawn(size: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, columns + 5) * scale).half()[:, :columns]
+
+    (gate, _, down), both = ranks, sum(ranks[:2])
+    wide, narrow = -(-both // 16) * 16, -(-down // 16) * 16
+    gate_up, dp, xa, dyb = drawn(rows, 2 * width), drawn(rows, width), drawn(rows, wide), drawn(rows, narrow)
+    b, a = drawn(2 * width, wide, 0.2), drawn(narrow, width, 0.2)
+    b[:width, gate:] = b[width:, :gate] = b[:, both:] = a[down:] = 0
+    mine, theirs = apart(rows, 2 * width, 16, torch.float16), torch.empty(rows, 2 * width).half()
+    first, second = dp.clone(), dp.clone()
+    wanted = Passing(xa, dyb, ranks, True)
+    gated_backward(act, gate_up, second, theirs, (xa, b) if late else None, (dyb, a) if late else None, wanted)
+    totals = None, None
+    for part in (slice(0, 2 * rows // 3), slice(2 * rows // 3, rows)):
+        totals = gated_sums_triton.backward(act, gate_up[part], first[part], mine[part], xa[part], dyb[part], ranks, totals,
+                                            (b, a) if late else None, keep_p)
+    same(mine, theirs, 3e-3, 2e-3)
+    torch.testing.assert_close(first, second if keep_p else dp, rtol=3e-3, atol=2e-3)
+    of_b, of_a = (one.sum(0) for one in totals)
+    exact_b, exact_a = (one[0] for one in wanted.totals)
+    for one, other in ((of_b[:width, :gate], exact_b[:width, :gate]), (of_b[width:, gate:both], exact_b[width:, gate:both]),
+                       (of_a[:, :down], exact_a[:, :down])):
+        torch.testing.assert_close(one, other, rtol=5e-3, atol=2e-2)
 
 
 def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], bias: bool) -> None:
@@ -101,6 +131,10 @@ compared = 0
 for case in itertools.product(DTYPES, ("silu", "gelu_pytorch_tanh"), (5, 300)):
     activation(*case)
     compared += 1
+for case in itertools.product(("silu", "gelu_pytorch_tanh"), (False, True), (False, True)):
+    for size in ((150, 70, (16, 8, 4)), (33, 40, (3, 20, 17))):
+        passing(*case, *size)
+        compared += 1
 GROUPS = (((3,), (40,)), ((4, 4, 7), (33, 8, 8)), ((8, 1), (5, 70)), ((1, 2, 3, 4), (5, 6, 7, 8)))
 for case in [(torch.float16, *group, bias) for group in GROUPS for bias in (False, True)] + [
         (dtype, *GROUPS[at], bool(at)) for dtype, at in itertools.product((torch.float32, torch.bfloat16), (0, 1))]:

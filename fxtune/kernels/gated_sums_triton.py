@@ -1,0 +1,167 @@
+"""The gated activation's backward kernel that also sums the gradients of the adapters beside it, over what it holds anyway.
+
+[dgate | dup] and p, which the kernels of gated_triton.py and gated_lora_triton.py write, are the widest tensors of a layer, and
+three gradients are sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A,
+p^T dyb. A pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
+columns and walks down the rows: what it has just computed is multiplied on tensor cores, from registers, and summed in float32.
+p is written for nobody, then, but where p A^T was not kept.
+
+The rows are cut into parts, so that a card is full, and each part has sums of its own, which lora_triton.unpack() adds up in a
+fixed order: the same bits each time. What is multiplied is rounded to 16 bits first, as it is in memory. Adapters' products that
+gate_up and dp still lack (`late` bases, see lora_base.py) are added in passing; their second halves stay on the processor.
+
+All other arithmetic is float32. Offsets are int64. Imported only where there is a GPU: triton is no part of torch's CPU builds.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NARROW = 16
+"""The largest rank whose sums fit into registers beside all of a shape's columns; up to twice that, it takes half of them."""
+PLAIN = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
+LATE = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
+"""Launch shapes: rows a step, columns a program, steps whose loads are under way at once. 128 registers a thread: two programs a
+processor, of which one computes while the other waits.
+"""
+ROOM = 2**17
+"""Bytes of shared memory for four steps at once; a processor with less takes three."""
+SLOTS = 264
+"""Programs that run at once: two for each of an H200's processors. A constant, so that all cards add up in the same order."""
+MOST_PARTS, LEAST_ROWS = 8, 512
+
+
+def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb: Tensor, ranks: tuple[int, int, int],
+             totals: tuple[Optional[Tensor], Optional[Tensor]], late: Optional[tuple[Tensor, Tensor]] = None,
+             keep_p: bool = False) -> tuple[Tensor, Tensor]:
+    """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of down,
+    [parts, width, Q], float32, as lora_triton.reduce() would.
+
+    Args:
+        gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], p's gradient; becomes p with `keep_p`, else stays.
+        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. Rows of all of these contiguous, at any distance.
+        ranks: of gate, up and down, none above twice NARROW: of gate's and up's sums only their own columns are written.
+        totals: what an earlier call returned, to be added to, both or none.
+        late: b [2 width, R] and a [Q, width] if gate_up lacks xa b^T and dp lacks dyb a.
+    """
+    rows, width = dp.shape
+    assert gate_up.shape == out.shape == (rows, 2 * width)
+    assert len(xa) == len(dyb) == rows
+    assert max(ranks) <= 2 * NARROW
+    assert all(one.stride(1) == 1 and one.dtype.itemsize <= 4 for one in (gate_up, dp, out, xa, dyb, *(late or ())))
+    shape = dict(PLAIN if late is None else LATE)
+    if max(ranks) > NARROW:
+        shape["COLUMNS"] //= 2
+    if dp.is_cuda and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < ROOM:
+        shape["STAGES"] = min(shape["STAGES"], 3)
+    blocks = triton.cdiv(width, shape["COLUMNS"])
+    of_b, of_a = totals
+    if of_b is None or of_a is None:
+        count = _parts(rows, blocks)
+        of_b, of_a = (torch.empty(count, size, columns, dtype=torch.float32, device=dp.device)
+                      for size, columns in ((2 * width, xa.shape[1]), (width, dyb.shape[1])))
+    parts = len(of_b)
+    assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
+    each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
+    b, a = late if late is not None else (gate_up, gate_up)
+    _backward[(blocks, parts)](
+        gate_up, gate_up.stride(0), dp, dp.stride(0), out, out.stride(0), xa, xa.stride(0), dyb, dyb.stride(0), b, b.stride(0),
+        a, a.stride(0), of_b, of_a, rows, width, *ranks, xa.shape[1], dyb.shape[1], each, SILU=act == "silu",
+        LATE=late is not None, KEEP=keep_p, ADD=totals[0] is not None, RANKS=_block(max(ranks[:2])), DOWN=_block(ranks[2]),
+        **shape)
+    return of_b, of_a
+
+
+def _block(rank: int) -> int:
+    return int(max(triton.next_power_of_2(rank), 16))
+
+
+def _parts(rows: int, blocks: int) -> int:
+    """Into how many parts to cut the rows: what leaves the fewest places empty in the last wave of programs."""
+    most = max(min(MOST_PARTS, rows // LEAST_ROWS), 1)
+    return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // SLOTS) * SLOTS / (blocks * parts), parts))
+
+
+@triton.jit
+def _activation(gate, SILU: tl.constexpr):
+    """act(gate) and its derivative, float32. tanh by way of the sigmoid, which is in triton itself everywhere."""
+    if SILU:
+        s = tl.sigmoid(gate)
+        slope = s * (1.0 + gate * (1.0 - s))
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))  # (1 + tanh) / 2
+        slope = s + gate * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    return gate * s, slope
+
+
+@triton.jit
+def _tile(pointer, stride, row, column, inside):
+    return tl.load(pointer + (row * stride + column), mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr):
+    """Write a block of sums, [COLUMNS, RANKS]; `across`: numbers from one column's sums to the next's."""
+    inside = (column < width) & (row < ranks)
+    at = pointer + column.to(tl.int64) * across + row
+    if ADD:
+        total += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, total, mask=inside)
+
+
+@triton.jit
+def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_stride, xa_ptr, xa_stride, dyb_ptr, dyb_stride, b_ptr,
+              b_stride, a_ptr, a_stride, into_b, into_a, rows, width, gate_rank, up_rank, down_rank, wide_b, wide_a, each,
+              SILU: tl.constexpr, LATE: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
+              DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = columns[None, :]
+    step = tl.arange(0, ROWS)[:, None]
+    part = tl.program_id(1)
+    first = part * each
+    last = tl.minimum(first + each, rows)
+    rank, down = tl.arange(0, RANKS), tl.arange(0, DOWN)
+    kind = out_ptr.dtype.element_ty
+    if LATE:
+        b_at = b_ptr + column.to(tl.int64) * b_stride + rank[:, None]
+        b_gate = tl.load(b_at, mask=(rank[:, None] < gate_rank) & (column < width), other=0.0)
+        b_up = tl.load(b_at + width * b_stride + gate_rank, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
+        a = tl.load(a_ptr + down[:, None].to(tl.int64) * a_stride + column, mask=(down[:, None] < down_rank) & (column < width),
+                    other=0.0)
+    of_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
+    of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
+    of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        # Distances within a tile are int32, and only its beginning is beyond that: half the registers.
+        below, at = step < last - start, tl.cast(start, tl.int64)
+        inside = below & (column < width)
+        gate = _tile(gate_up_ptr + at * gate_up_stride, gate_up_stride, step, column, inside).to(tl.float32)
+        up = _tile(gate_up_ptr + (at * gate_up_stride + width), gate_up_stride, step, column, inside).to(tl.float32)
+        dp = _tile(dp_ptr + at * dp_stride, dp_stride, step, column, inside).to(tl.float32)
+        xa_at = xa_ptr + at * xa_stride
+        xa_gate = _tile(xa_at, xa_stride, step, rank[None, :], below & (rank[None, :] < gate_rank))
+        xa_up = _tile(xa_at + gate_rank, xa_stride, step, rank[None, :], below & (rank[None, :] < up_rank))
+        dyb = _tile(dyb_ptr + at * dyb_stride, dyb_stride, step, down[None, :], below & (down[None, :] < down_rank))
+        if LATE:
+            gate = tl.dot(xa_gate, b_gate, gate)
+            up = tl.dot(xa_up, b_up, up)
+            dp = tl.dot(dyb, a, dp)
+        value, slope = _activation(gate, SILU)
+        d_gate, d_up, p = (dp * up * slope).to(kind), (dp * value).to(kind), (value * up).to(kind)
+        to = out_ptr + at * out_stride
+        tl.store(to + (step * out_stride + column), d_gate, mask=inside)
+        tl.store(to + width + (step * out_stride + column), d_up, mask=inside)
+        of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate)
+        of_up = tl.dot(tl.trans(d_up), xa_up, of_up)
+        of_down = tl.dot(tl.trans(p), dyb, of_down)
+        if KEEP:  # After the products: for them all threads have met, so each has read the dp that one writes over here.
+            tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
+    into_b += part.to(tl.int64) * 2 * width * wide_b
+    _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)
+    _store(into_b + width.to(tl.int64) * wide_b + gate_rank, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
+    _store(into_a + part.to(tl.int64) * width * wide_a, down[None, :], columns[:, None], wide_a, of_down, width, down_rank, ADD)

@@ -96,6 +96,10 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
 
 def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """dequantize_rows() for scales that are powers of two, without a float32 copy in between where bfloat16 holds the result."""
+    if codes.is_cuda and codes.is_contiguous():
+        from fxtune.kernels import fp8_triton
+
+        return fp8_triton.dequantize_rows(codes.view(E4M3), scales, torch.empty(codes.shape, dtype=dtype, device=codes.device))
     if dtype is torch.bfloat16:
         return codes.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
     return dequantize_rows(codes, scales, dtype)

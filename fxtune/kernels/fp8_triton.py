@@ -1,6 +1,7 @@
 """The Triton kernels of fp8.py: each row's scale and its codes, in one launch and one pass over memory.
 
     quantize_rows             a program takes one row
+    dequantize_rows           and back: a head's, each step
     project_and_quantize      a program takes a few rows, and multiplies them by an adapter's first half in passing (lora_fp8.py)
 
 The scale is known when the row's largest number is, so a row stays in registers in between where it fits, and is read again
@@ -31,6 +32,16 @@ def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sm
     if rows:
         _quantize_rows[(rows,)](x, x.stride(0), codes, codes.stride(0), scales, width, smallest, POWERS=powers, BLOCK=block,
                                 ONCE=block >= width, num_warps=16 if width > HELD else 8 if block > 1024 else 4)
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """`codes` e4m3 [rows, width] times `scales`, float32, one for each row; written to `into` and returned. All contiguous."""
+    rows, width = codes.shape
+    assert all(one.is_contiguous() for one in (codes, scales, into))
+    if rows:
+        block = min(triton.next_power_of_2(width), 4096)
+        _dequantize_rows[(rows, triton.cdiv(width, block))](codes, scales, into, width, BLOCK=block, num_warps=4)
+    return into
 
 
 def project_and_quantize(x: torch.Tensor, factor: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, smallest: float,
@@ -75,6 +86,15 @@ def _quantize_rows(x_ptr, x_stride, codes_ptr, codes_stride, scales_ptr, width, 
             x = tl.load(x_ptr + at, mask=at < width, other=0.0, eviction_policy="evict_first").to(tl.float32)
             tl.store(codes_ptr + at, (x * factor).to(codes_ptr.dtype.element_ty), mask=at < width)
     tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    tl.store(into_ptr + row * width + columns, (codes * tl.load(scales_ptr + row)).to(into_ptr.dtype.element_ty),
+             mask=columns < width)
 
 
 @triton.jit

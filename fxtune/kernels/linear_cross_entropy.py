@@ -107,8 +107,9 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         # Chunks of equal size: a last chunk of few rows would be a slow matmul.
         step = -(-rows // -(-rows // most)) if rows else 1
         # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must
-        # not: oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan (torch 2.13).
-        stride = -(-vocabulary // 64) * 64 if hidden.is_cuda else vocabulary
+        # not: oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan (torch 2.13). Neither
+        # for fp8, whose product takes no result with gaps, and whose vocabulary is a multiple of 16 as it is.
+        stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(step, stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for start in range(0, rows, step):
             chunk = slice(start, min(start + step, rows))

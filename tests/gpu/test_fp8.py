@@ -46,6 +46,32 @@ def test_rows_are_quantised_as_plain_torch_does(width, dtype, powers):
     assert (codes.cpu().float() - expected.float()).abs().max() <= 32  # one step
 
 
+@pytest.mark.parametrize(("rows", "width", "ranks"), [(1, 16, 16), (4096, 4096, 16), (5000, 6144, 48), (4100, 1000, 64)])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("ones", [None, 9])
+def test_rows_are_quantised_and_projected_in_one_launch_as_in_two(rows, width, ranks, across, ones):
+    x = random(rows, width + 24)[:, 8:8 + width] * torch.logspace(-30, 5, rows, device="cuda")[:, None].bfloat16()
+    factor = random(ranks, width).t() if across else random(width, ranks)
+    codes, scales, product = fp8.project_and_quantize(x, factor, ones, 0.5)
+    expected, expected_scales = fp8.quantize_rows(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    exact = x.float().cpu() @ factor.float().cpu()
+    if ones is not None:
+        assert (product[:, ones] == 0.5).all()
+        product[:, ones], exact[:, ones] = 0, 0
+    largest = exact.abs().amax(1, keepdim=True)
+    assert reference.relative(product.cpu() / largest, exact / largest) < reference.LIMITS["bfloat16"]
+
+
+@pytest.mark.parametrize("width", [16, 4096, 6000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_dequantised_as_on_a_cpu(width, dtype):
+    weight = fp8.quantize_weight(random(300, width, scale=0.02))
+    found = fp8.dequantize_weight(weight.codes, weight.scales, dtype)
+    assert torch.equal(found.cpu(), fp8.dequantize_weight(weight.codes.cpu(), weight.scales.cpu(), dtype))
+
+
 def test_what_is_not_finite_stays_so():
     x = random(4, 4096)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
@@ -114,10 +140,12 @@ def on_cpu(tensors):
     return [one.detach().cpu().requires_grad_(one.requires_grad) for one in tensors]
 
 
-def test_a_group_of_linears_computes_what_it_does_on_a_cpu():
+@pytest.mark.parametrize("rows", [700, 4100])
+def test_a_group_of_linears_computes_what_it_does_on_a_cpu(rows):
+    """Also with as many rows as its own kernels are for."""
     a, b, weight = group(1024, (1024, 256, 256), 16)
-    x = random(700, 1024).requires_grad_()
-    dy = random(700, 1536)
+    x = random(rows, 1024).requires_grad_()
+    dy = random(rows, 1536)
     mine = lora_linear(x, a, b, list(weight), [2.0] * 3, "fp8")
     found = torch.autograd.grad(mine, [x, *a, *b], dy)
     (plain_x,), plain_a, plain_b = on_cpu([x]), on_cpu(a), on_cpu(b)

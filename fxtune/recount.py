@@ -137,7 +137,9 @@ def kept_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: 
         at = tensor.untyped_storage().data_ptr()
         if inside and tokens in tensor.shape and at not in weights:
             found[at] = max(found.get(at, 0), tensor.numel() * tensor.element_size())
-        return tensor
+        # The tensor itself, where it is its operator's own result, would hold that operator, which holds this: a ring that
+        # nobody collects, and with it the graph, its checkpoints and the model.
+        return tensor.detach()
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal arguments

@@ -150,6 +150,7 @@ class _Layer:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd stores in place of `tensor`."""
+        tensor = tensor.detach()  # an operator whose own result is kept as it is would be kept by it in turn, in a ring
         if self.hidden is None:
             return tensor
         entry = tensor.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr()

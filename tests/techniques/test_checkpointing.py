@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -681,3 +683,17 @@ def test_a_quantised_base_and_fewer_adapters_weigh_less():
     assert forecast(small, Keeping()).weights < 0.4 * forecast(facts, Keeping()).weights
     full = replace(facts, techniques={"compile": {}}, dtype="float32")
     assert forecast(full, Keeping()).trained > 8e9 * 12
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}],
+                         ids=["full", "selective", "none"])
+def test_a_model_goes_when_nobody_has_it_any_more(options):
+    """What its evidence was taken from is no part of what stays: the next run in a process has all of the memory."""
+    pipeline = checkpointed(lora(), **options)
+    model = built(pipeline, random_model("llama"))
+    seen(pipeline, model)
+    gradients(model)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)

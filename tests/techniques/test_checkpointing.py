@@ -697,3 +697,13 @@ def test_a_model_goes_when_nobody_has_it_any_more(options):
     del model
     gc.collect()
     assert not any(weight() is not None for weight in weights)
+
+
+def test_a_forward_pass_that_sent_something_goes_without_a_backward_pass():
+    model = built(Pipeline(), random_model("llama"))
+    model.offload = Offload(decoder_layers(model), torch.device("cpu"))
+    out = model(**make_probe(model)).logits
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, out
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)

@@ -22,6 +22,8 @@ from fxtune.techniques.lora import Fused
 GIB = 1 << 30
 BIG = dict(reference.SHAPES["llama"], hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
            num_key_value_heads=4, vocab_size=32000, max_position_embeddings=65536)
+LEFT = 1 << 27
+"""What may stay of a model of 1.2 GiB when it is gone: libraries' workspaces, adapters' gradients that a test keeps."""
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW,
@@ -50,7 +52,11 @@ def pipeline(compiled: bool = True, backend: str = "auto", fused: Fused = Fused.
 class Measured:
     """A built model, and what its steps on one packed row take."""
 
+    before = 0
+    """Bytes that were taken when the last one was made."""
+
     def __init__(self, made: Pipeline, shape: dict[str, Any], tokens: int, lora: bool = True) -> None:
+        Measured.before = torch.cuda.memory_allocated()
         self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4))
         torch.manual_seed(0)
         self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
@@ -92,9 +98,12 @@ class Measured:
 
 
 def freed() -> None:
+    """Nothing holds the last `Measured` any more: its memory must be there again for the next one."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated() - Measured.before
+    assert left < LEFT, f"{left / GIB:.2f} GiB are taken still of a model that is gone"
 
 
 def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:

@@ -17,6 +17,10 @@ import triton.language as tl
 
 TILE = (64, 64, 4)
 """Rows, columns and warps of a program."""
+WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8)
+"""Rows a step, columns a program, and steps whose loads are under way at once, where a program walks down the rows."""
+WALK_ROWS = 512
+"""Rows that a program walks down; of fewer each tile is a program's."""
 RANKS = 64
 """Columns of xa that are multiplied at once."""
 ACTS = ("silu", "gelu_pytorch_tanh")
@@ -28,7 +32,12 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
     """`gate_up`: [rows, 2 width]; `out`: [rows, width], written; `share`: xa [rows, R] and b [2 width, R]. Rows contiguous."""
     (rows, width), (xa, b) = out.shape, share
     _checked(gate_up, out, xa, b)
-    if rows:
+    if rows >= WALK_ROWS and xa.shape[1] <= RANKS:
+        each = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
+        _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, each))](
+            gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1], each,
+            ACT=ACTS.index(act), RANKS=_block(xa), **WALK)
+    elif rows:
         _forward[(triton.cdiv(width, TILE[1]), triton.cdiv(rows, TILE[0]))](
             gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1],
             ACT=ACTS.index(act), RANKS=_block(xa), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
@@ -106,6 +115,31 @@ def _forward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, ou
     bent, _ = _bend(gate, ACT)
     tl.store(out_ptr + row * out_stride + column, (bent * up).to(out_ptr.dtype.element_ty),
              mask=(row < rows) & (column < width))
+
+
+@triton.jit
+def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_ptr, out_stride, rows, width, ranks, each,
+          ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """The forward pass for `each` rows and a block of columns, whose part of b stays on the processor."""
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
+    b_at, held = b_ptr + column.to(tl.int64) * b_stride + rank[:, None], (rank[:, None] < ranks) & (column < width)
+    b_gate = tl.load(b_at, mask=held, other=0.0)
+    b_up = tl.load(b_at + width.to(tl.int64) * b_stride, mask=held, other=0.0)
+    first = tl.program_id(1) * each
+    last = tl.minimum(first + each, rows)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        # Distances within a tile are int32, and only its beginning is beyond that: half the registers.
+        below, at = step < last - start, tl.cast(start, tl.int64)
+        inside = below & (column < width)
+        gate_at = gate_up_ptr + at * gate_up_stride
+        gate = tl.load(gate_at + (step * gate_up_stride + column), mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_at + width + (step * gate_up_stride + column), mask=inside, other=0.0).to(tl.float32)
+        xa_at = xa_ptr + at * xa_stride + (step * xa_stride + rank[None, :])
+        xa = tl.load(xa_at, mask=below & (rank[None, :] < ranks), other=0.0)
+        bent, _ = _bend(tl.dot(xa, b_gate, gate), ACT)
+        p = bent * tl.dot(xa, b_up, up)
+        tl.store(out_ptr + at * out_stride + (step * out_stride + column), p.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

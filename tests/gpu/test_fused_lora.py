@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.kernels import gated_triton, lora_adapters
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.gated import gated, gated_backward
+from fxtune.kernels.gated import Passing, gated, gated_backward
 from fxtune.kernels.lora_base import augment
 from fxtune.kernels.quantized import dequantized, grouped, quantized
 
@@ -147,6 +147,33 @@ def test_the_gated_kernels_at_any_width(act):
         assert reference.relative(p.cpu(), gated(act, wanted[0], other)) < 1e-3
         assert reference.relative(g.cpu(), gated_backward(act, wanted[0], third, torch.empty_like(wanted[0]))) < 1e-3
         assert reference.relative(again.cpu(), third) < 1e-3
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "late"])
+@pytest.mark.parametrize(("rows", "width", "ranks"), [(5000, 1504, (16, 16, 16)), (4099, 200, (16, 8, 4)),
+                                                      (4096, 136, (3, 20, 32))])
+def test_sums_taken_in_passing(rows, width, ranks, late):
+    """Of g = [dgate | dup] and p, against float32 on the CPU; then of other rows on top."""
+    both = sum(ranks[:2])
+    wide, narrow = -(-both // 16) * 16, -(-ranks[2] // 16) * 16
+    gate_up, dp, xa, dyb = (torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * width, width, wide, narrow))
+    b, a = (torch.randn(*size, device="cuda").mul_(0.2).bfloat16() for size in ((2 * width, wide), (narrow, width)))
+    b[:width, ranks[0]:] = b[width:, :ranks[0]] = b[:, both:] = a[ranks[2]:] = 0
+    for act, keep_p in zip(ACTS, (True, False), strict=True):
+        ours, theirs, results = Passing(xa, dyb, ranks, keep_p), Passing(xa.cpu(), dyb.cpu(), ranks, True), []
+        for one in (ours, theirs):
+            own = [part.to(one.xa.device) for part in (gate_up, dp.clone(), torch.empty_like(gate_up), b, a)]
+            for _ in range(2):
+                above = own[1].clone()
+                shares = ((one.xa, own[3]), (one.dyb, own[4])) if late else (None, None)
+                gated_backward(act, own[0], above, own[2], *shares, one)
+            results.append((own[2].cpu(), above.cpu(), *(total.sum(0).cpu() for total in one.totals)))
+        (g, p, of_b, of_a), (exact_g, exact_p, exact_b, exact_a) = results
+        assert reference.relative(g, exact_g) < 3e-3
+        assert reference.relative(p, exact_p if keep_p else dp.cpu()) < 3e-3
+        for rows_of, columns in ((slice(width), slice(ranks[0])), (slice(width, None), slice(ranks[0], both))):
+            assert reference.relative(of_b[rows_of, columns], exact_b[rows_of, columns]) < 3e-3
+        assert reference.relative(of_a[:, :ranks[2]], exact_a[:, :ranks[2]]) < 3e-3
 
 
 def test_more_numbers_than_int32_can_count():

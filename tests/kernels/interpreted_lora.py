@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from fxtune.kernels import gated_sums_triton, gated_triton, lora_triton
+from fxtune.kernels import gated_lora_triton, gated_sums_triton, gated_triton, lora_triton
 from fxtune.kernels.gated import Passing, gated, gated_backward
 from fxtune.kernels.lora_adapters import Adapters, pack
 
@@ -17,7 +17,8 @@ lora_triton.COLUMNS, lora_triton.NUMBERS, lora_triton.PROGRAMS = 32, 256, 6
 gated_triton.BLOCK = 256
 for shape in (gated_sums_triton.PLAIN, gated_sums_triton.LATE):
     shape.update(ROWS=16, COLUMNS=32)
-gated_sums_triton.LEAST_ROWS = 40
+gated_sums_triton.LEAST_ROWS = gated_lora_triton.WALK_ROWS = 40
+gated_lora_triton.WALK.update(ROWS=16, COLUMNS=32)
 lora_triton.PROJECT.update(ROWS=32, STEP=32)
 lora_triton.REDUCE.update(COLUMNS=32, STEP=32)
 lora_triton.ADD.update(ROWS=32, COLUMNS=32, TILES=3)
@@ -48,6 +49,14 @@ def activation(dtype: torch.dtype, act: str, width: int) -> None:
     gated_triton.backward(act, gate_up, first, mine)
     same(mine, gated_backward(act, gate_up, second, theirs), relative, 1e-5)
     same(first, second, relative, 1e-5)
+
+
+def walked(act: str, rows: int, width: int, wide: int) -> None:
+    """The forward kernel that walks down the rows, adding the adapters' share."""
+    gate_up, xa, b = (torch.randn(size, columns).half() for size, columns in ((rows, 2 * width), (rows, wide), (2 * width, wide)))
+    mine, theirs = apart(rows, width, 16, torch.float16), apart(rows, width, 16, torch.float16)
+    gated_lora_triton.forward(act, gate_up, mine, (xa, 0.2 * b))
+    same(mine, gated(act, gate_up, theirs, (xa, 0.2 * b)), 3e-3, 3e-3)
 
 
 def passing(act: str, late: bool, keep_p: bool, rows: int, width: int, ranks: tuple[int, int, int]) -> None:
@@ -135,6 +144,9 @@ for case in itertools.product(("silu", "gelu_pytorch_tanh"), (False, True), (Fal
     for size in ((150, 70, (16, 8, 4)), (33, 40, (3, 20, 17))):
         passing(*case, *size)
         compared += 1
+for case in itertools.product(("silu", "gelu_pytorch_tanh"), (41, 150), (40,), (32, 48)):
+    walked(*case)
+    compared += 1
 GROUPS = (((3,), (40,)), ((4, 4, 7), (33, 8, 8)), ((8, 1), (5, 70)), ((1, 2, 3, 4), (5, 6, 7, 8)))
 for case in [(torch.float16, *group, bias) for group in GROUPS for bias in (False, True)] + [
         (dtype, *GROUPS[at], bool(at)) for dtype, at in itertools.product((torch.float32, torch.bfloat16), (0, 1))]:

@@ -43,6 +43,10 @@ _WHAT = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": 
 _GATED = re.compile(r"defforward\(self,(?P<x>\w+)(:[\w.]+)?\)(->[\w.]+)?:(?P<y>\w+)=self\.down_proj\(self\.(?P<act>\w+)\("
                     r"self\.gate_proj\((?P=x)\)\)\*self\.up_proj\((?P=x)\)\)return(?P=y)$")
 """A gated MLP's forward without its spaces."""
+_TURNED = re.compile(
+    "".join(rf"(?P<{x}>\w+)=self\.{x}_proj\(hidden_states\)\.view\(hidden_shape\)\.transpose\(1,2\)" for x in "qkv")
+    + r"cos,sin=position_embeddings(?P=q),(?P=k)=apply_rotary_pos_emb\((?P=q),(?P=k),cos,sin\)")
+"""The beginning of an attention that does nothing between its projections and RoPE, without its spaces."""
 
 
 @dataclass
@@ -116,7 +120,7 @@ def fuse(model: nn.Module) -> Fusion:
     done, seen = Fusion(experts=experts), set()  # type: tuple[Fusion, set[int]]
     for module in list(model.modules()):
         if names := _projections(module):
-            fuse_attention(module, names)
+            fuse_attention(module, names, _turns(module, names))
             done.groups["attention"] += 1
         elif act := _one_mlp(module):
             names = list(MLP)
@@ -190,6 +194,12 @@ def _adapted(module: Any, names: Sequence[str]) -> list[str]:
 
     children = dict(module.named_children())
     return [name for name in names if isinstance(children.get(name), LoraLayer) and not unfit(children[name])]
+
+
+def _turns(module: Any, names: Sequence[str]) -> bool:
+    """Whether an attention has our own RoPE (techniques.liger.rope), which then can be part of what its projections are."""
+    attention: Any = type(module)
+    return tuple(names) == PROJECTIONS and getattr(module, "liger", None) == "rope" and bool(_TURNED.search(_source(attention)))
 
 
 @functools.cache

@@ -5,6 +5,9 @@ function, so they share a compiled graph too. Which modules get one is decided i
 
 An attention's own code runs as it is, over a stand-in for the module (`_Seen`) whose projections hand out what the operator has
 computed. State that one projection leaves for the next would do as well, but torch.compile traces none inside a checkpoint.
+
+Where techniques.liger.rope has given the attention our own RoPE, and its code does nothing between the projections and that, what
+is handed out is turned already (rotary.py, `qkv`), and its code turns nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.lora_base import DENSE, augment, weight_views
 from fxtune.kernels.quantized import grouped
+from fxtune.kernels.rotary import as_they_are, qkv, seeing
 from fxtune.kernels.tiled import kept_early
 
 ADAPTER = "default"
@@ -91,13 +95,16 @@ def _linear_kind(kind: Any) -> Any:
     return _subclass(kind, "linear", forward)
 
 
-def fuse_attention(attention: Any, names: Sequence[str]) -> None:
-    """Let the projections `names` of an attention, which its forward calls with its hidden_states, run as one operator."""
+def fuse_attention(attention: Any, names: Sequence[str], turned: bool = False) -> None:
+    """Let the projections `names` of an attention, which its forward calls with its hidden_states, run as one operator.
+
+    `turned`: they are q, k and v, and its forward gives q and k to apply_rotary_pos_emb as they are.
+    """
     attention.fused_names = tuple(names)
     linears = [getattr(attention, name) for name in names]
     _hold(attention, "base", linears)
     kind: Any = type(attention)
-    attention.__class__ = _attention_kind(kind)
+    attention.__class__ = _attention_kind(kind, turned)
 
 
 class _Given:
@@ -123,14 +130,22 @@ class _Seen:
 
 
 @functools.cache
-def _attention_kind(kind: Any) -> Any:
+def _attention_kind(kind: Any, turned: bool) -> Any:
     own = kind.forward
+    without_rope = seeing(own, as_they_are, kind.__name__) if turned else None
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         linears = [getattr(self, name) for name in self.fused_names]
         if _as_peft(linears):
             return own(self, hidden_states, *args, **kwargs)
-        results = _product(self, linears, hidden_states).split([linear.out_features for linear in linears], -1)
+        product = _product(self, linears, hidden_states)
+        if without_rope and (angles := kwargs.get("position_embeddings")) is not None:
+            heads, kv_heads = (linear.out_features // self.head_dim for linear in linears[:2])
+            cos, sin = angles
+            parts = qkv(product, cos, sin, heads, kv_heads)
+            given = {name: _Given(hidden_states, part.flatten(2)) for name, part in zip(self.fused_names, parts, strict=True)}
+            return without_rope(_Seen(self, given), hidden_states, *args, **kwargs)
+        results = product.split([linear.out_features for linear in linears], -1)
         # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
         given = {name: _Given(hidden_states, result.contiguous() if name == "v_proj" else result)
                  for name, result in zip(self.fused_names, results, strict=True)}

@@ -48,6 +48,11 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
 
+def as_they_are(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """In place of apply_rotary_pos_emb where q and k are turned already."""
+    return q, k
+
+
 @functools.cache
 def seeing(forward: Any, function: Callable[..., Any], owner: str) -> Any:
     """The code of `forward`, an attention's method, which finds `function` where it looks for apply_rotary_pos_emb.

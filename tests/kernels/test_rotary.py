@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from architectures import built, random_model
+from architectures import built, lora, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.rotary import apply_rotary, qkv, seeing
 from fxtune.pipeline import Pipeline
-from fxtune.technique import model_inputs
+from fxtune.technique import decoder_layers, model_inputs
+from fxtune.techniques.checkpointing import Policy
 from fxtune.techniques.liger import WHAT, Liger, Switch
+from fxtune.techniques.lora import Fused
 from fxtune.techniques.rope import Rope
 
 ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
@@ -155,20 +158,24 @@ def test_a_model_with_packed_rows_and_a_scaled_rope(family):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_layers_share_one_graph_without_a_break():
-    model, plain = with_rope(random_model("llama", num_hidden_layers=4)), built(Pipeline(), random_model(
-        "llama", num_hidden_layers=4))
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "adapted"])
+def test_compiled_layers_share_one_graph_without_a_break(fused):
+    if fused:
+        model, plain = (adapted(lora(), "llama", rope=rope, num_hidden_layers=4) for rope in (True, False))
+    else:
+        model, plain = (make(random_model("llama", num_hidden_layers=4)) for make in (with_rope, lambda one: built(
+            Pipeline(), one)))
     graphs = []
 
     def counting(graph, inputs):
         graphs.append(sum("rotary" in str(node.target) for node in graph.graph.nodes))
         return graph
 
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         layer.compile(fullgraph=True, backend=counting)
     for _ in range(2):
         torch.testing.assert_close(model(**packed(model)).logits, plain(**packed(plain)).logits, rtol=1e-4, atol=1e-4)
-    assert graphs == [1]
+    assert graphs == [1] * (1 + fused)  # over a frozen embedding the first layer's input takes no gradient
 
 
 def test_compiled_gradients():
@@ -179,6 +186,63 @@ def test_compiled_gradients():
         leaf = x.clone().requires_grad_()
         found.append(torch.autograd.grad(sum(one.square().sum() for one in run(leaf)), leaf)[0])
     torch.testing.assert_close(*found)
+
+
+def adapted(pipeline, family, rope=True, **more):
+    """A model whose adapters run fused, with our RoPE or transformers' own."""
+    pipeline.lora.fused = Fused.on
+    model = (with_rope if rope else lambda model, pipeline: built(pipeline, model))(random_model(family, **more), pipeline)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def ran(run):
+    """How often each operator of RoPE ran, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        result = run()
+    return result, Counter(event.name for event in seen.events() if event.name.startswith("fxtune::rotary"))
+
+
+def trained(model):
+    def run():
+        loss = model(**packed(model)).logits.logsumexp(-1).mean()
+        return [loss, *torch.autograd.grad(loss, [one for one in model.parameters() if one.requires_grad])]
+
+    return ran(run)
+
+
+@pytest.mark.parametrize("policy", [None, Policy.full, Policy.selective])
+@pytest.mark.parametrize(("family", "at_once"), [("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False)])
+def test_fused_adapters_hand_their_projections_out_turned(family, at_once, policy):
+    """Where norms stand in between, q and k are turned after these."""
+    pipeline = lora()
+    if policy:
+        pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, policy
+    (plain, none), (mine, seen) = trained(adapted(lora(), family, rope=False)), trained(adapted(pipeline, family))
+    forwards = {None: 2, Policy.full: 4, Policy.selective: 8}[policy]  # the last asks for each twice, once to look at it
+    assert not none
+    assert seen == ({"fxtune::rotary_qkv": forwards, "fxtune::rotary_qkv_backward": 2} if at_once
+                    else {"fxtune::rotary": forwards + 2})
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_with_adapters_switched_off_queries_are_turned_once():
+    model, plain = adapted(lora(), "llama"), built(Pipeline(), random_model("llama"))
+    with model.disable_adapter():
+        logits, seen = ran(lambda: model(**packed(model)).logits)
+    assert seen == {"fxtune::rotary": 2}
+    torch.testing.assert_close(logits, plain(**packed(plain)).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_with_a_cache():
+    ids, found = torch.arange(9)[None], []
+    for rope in (False, True):
+        model = adapted(lora(), "llama", rope=rope)
+        found.append(model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids)))
+    assert torch.equal(*found)
 
 
 def test_an_attention_of_another_form_is_refused_in_words():

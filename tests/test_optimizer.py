@@ -10,7 +10,7 @@ from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.errors import ConfigError
 from fxtune.kernels.guarded_step import Guard
-from fxtune.kernels.stochastic_adamw import round_by_chance
+from fxtune.kernels.stochastic_adamw import COMPILING, round_by_chance, update
 from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
 from fxtune.setting import Setting
 from fxtune.world import Facts, Library
@@ -363,3 +363,23 @@ def test_a_run_is_refused_with_the_reasons_of_optimizer_and_techniques_together(
     assert "techniques.compile.max_graph_breaks: with fullgraph" in text
     assert "optimizer.stochastic_rounding: lion does not have it" in text
     assert "optimizer.stochastic_rounding: it is for bfloat16 weights, and these are float32" in text
+
+
+def test_compiled_updates_take_nothing_from_the_host_and_share_a_graph():
+    """A number of the host's would be copied to the device in each call, and the host waits for that."""
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append([node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    act = torch.compile(update, dynamic=True, fullgraph=True, backend=kept)
+    # The meta device stands for a card: whatever is of the host is not of it.
+    for size in ((17, 5), (8, 9), (64, 3)):
+        weight, gradient = (torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        numbers = [torch.empty(size, device="meta") for size in (size, size, (), (), ())]
+        with torch.no_grad(), torch._dynamo.config.patch(COMPILING):
+            act(weight, gradient, *numbers, torch.empty((), dtype=torch.bool, device="meta"), 0.9, 0.999, 1e-8)
+    (given,) = graphs
+    assert {one.device.type for one in given if isinstance(one, torch.Tensor)} == {"meta"}

@@ -15,6 +15,7 @@ are.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -49,6 +50,12 @@ def update(weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, se
     second.copy_(torch.where(finite, square, second))
 
 
+COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+"""Options of the compiler while update() is called. With dynamic=True it would take betas and eps as tensors, made anew on the
+host in each call and copied to the device, for which the host waits: they are constants. A graph a dtype and a number of
+dimensions, whatever the sizes, is few, but more than torch's limits may let pass."""
+
+
 @functools.cache
 def _compiled() -> Callable[..., None]:
     return torch.compile(update, dynamic=True, fullgraph=True)
@@ -81,8 +88,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
             torch._foreach_add_([self.state[parameter]["step"] for parameter in given], finite.float())
             act: Callable[..., None] = _compiled() if device.type == "cuda" else update
-            # A graph a dtype and a number of dimensions, whatever the sizes: few, but more than torch's limit may let pass.
-            with torch._dynamo.utils.disable_cache_limit() if device.type == "cuda" else nullcontext():
+            with torch._dynamo.config.patch(COMPILING) if device.type == "cuda" else nullcontext():
                 for parameter in given:
                     mine = self.state[parameter]
                     act(parameter.detach(), parameter.grad, mine["exp_avg"], mine["exp_avg_sq"], mine["step"], lr, kept, finite,

@@ -22,6 +22,9 @@ CASES = {
     "adamw/stochastic": dict(stochastic_rounding=True),
     "adamw_8bit/stochastic": dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
 }
+PACKAGES = {"lion": "lion_pytorch", "adamw_8bit": "bitsandbytes", "adamw_8bit/torchao": "torchao",
+            "adamw_8bit/stochastic": "torchao"}
+"""What an optimizer is from. On a machine without it its tests are skipped."""
 EIGHT = ["adamw_8bit", "adamw_8bit/torchao", "adamw_8bit/stochastic"]
 YES = torch.tensor(True)
 
@@ -30,11 +33,18 @@ def config(case: str, **options) -> OptimizerConfig:
     return OptimizerConfig(**CASES[case], **options)
 
 
+def needs(case: str) -> None:
+    """Skip where this machine cannot run it."""
+    if case in PACKAGES:
+        pytest.importorskip(PACKAGES[case])
+    facts = World(torch.device("cuda", 0)).facts(dtype="bfloat16" if "stochastic" in case else "float32")
+    if reasons := list(check(config(case), facts)):
+        pytest.skip(reasons[0])
+
+
 @pytest.fixture(params=CASES)
 def case(request) -> str:
-    dtype = "bfloat16" if "stochastic" in request.param else "float32"
-    if reasons := list(check(config(request.param), World(torch.device("cuda", 0)).facts(dtype=dtype))):
-        pytest.skip(reasons[0])
+    needs(request.param)
     return request.param
 
 
@@ -88,8 +98,8 @@ def test_adamw_is_torch_adamw_to_the_last_bit():
 
 @pytest.mark.parametrize("name", ["adamw", "stochastic over float32", "apex_adamw"])
 def test_float32_adamws_follow_torch_on_the_cpu(name, monkeypatch):
-    if name == "apex_adamw" and (reasons := list(check(config(name), World(torch.device("cuda", 0)).facts()))):
-        pytest.skip(reasons[0])
+    if name == "apex_adamw":
+        needs(name)
     chosen = OptimizerConfig(stochastic_rounding=True) if "stochastic" in name else config(name)
     chosen.weight_decay = 0.1
     ours = nn.ParameterList([nn.Parameter(torch.randn(300, 70)), nn.Parameter(torch.randn(70))]).cuda()
@@ -118,6 +128,8 @@ def test_each_optimizer_learns(case):
 
 @pytest.mark.parametrize("case", EIGHT)
 def test_eight_bits_take_a_quarter_of_the_memory(case):
+    needs(case)
+
     def bytes_a_weight(options: OptimizerConfig, dtype: torch.dtype) -> float:
         model = nn.Linear(4096, 2048, bias=False, device="cuda", dtype=dtype)
         model.weight.grad = torch.ones_like(model.weight)
@@ -165,6 +177,8 @@ def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(case, tmp_pa
 
 @pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
 def test_updates_below_what_bfloat16_resolves_add_up(case):
+    needs(case)
+
     def moved(options: OptimizerConfig) -> float:
         linear = nn.Linear(256, 256, bias=False, device="cuda", dtype=torch.bfloat16)
         nn.init.ones_(linear.weight)
@@ -182,8 +196,7 @@ def test_updates_below_what_bfloat16_resolves_add_up(case):
 @pytest.mark.parametrize("case", [name for name in CASES if name != "adafactor"])
 def test_nothing_waits_for_the_device(case, monkeypatch):
     """Adafactor alone does: torch's asks the device for the norm of each weight."""
-    if reasons := list(check(config(case), World(torch.device("cuda", 0)).facts(dtype=str(dtype_of(case))[6:]))):
-        pytest.skip(reasons[0])
+    needs(case)
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))
     learn(model, optimizer, range(4))
@@ -222,6 +235,9 @@ def test_a_bad_step_among_good_ones_is_as_if_it_had_never_been(case):
 
 
 def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
+    for case in ("adamw_8bit", "adamw_8bit/torchao"):
+        needs(case)
+
     def milliseconds(options: OptimizerConfig) -> float:
         torch.manual_seed(0)
         model = nn.ParameterList([torch.randn(size, device="cuda").bfloat16() for size in (

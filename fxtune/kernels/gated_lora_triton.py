@@ -2,8 +2,9 @@
 
 Adding an adapter's second half to gate and up by a matmul of its own reads and writes the widest tensor of a layer once more:
 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so here it adds the share, a few dozen
-multiplications a number, on tensor cores: a program takes a tile of rows and columns. Backward the same is done for the
-gradient of the product, which lacks the share of down_proj's adapter.
+multiplications a number, on tensor cores: a program keeps its columns' part of b and walks down the rows, or takes one tile of
+few rows. Backward the same is done, tile by tile, for the gradient of the product, which lacks the share of down_proj's adapter;
+of many rows and small ranks, where gradients of adapters are summed in passing, by gated_sums_triton.py.
 
 All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers are beyond int32. Imported only where there is a GPU:
 triton is no part of torch's CPU builds.
@@ -125,7 +126,7 @@ def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_p
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
     b_at, held = b_ptr + column.to(tl.int64) * b_stride + rank[:, None], (rank[:, None] < ranks) & (column < width)
     b_gate = tl.load(b_at, mask=held, other=0.0)
-    b_up = tl.load(b_at + width.to(tl.int64) * b_stride, mask=held, other=0.0)
+    b_up = tl.load(b_at + tl.cast(width, tl.int64) * b_stride, mask=held, other=0.0)
     first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):

@@ -163,5 +163,6 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
             tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)
-    _store(into_b + width.to(tl.int64) * wide_b + gate_rank, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
+    into_b += tl.cast(width, tl.int64) * wide_b + gate_rank
+    _store(into_b, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
     _store(into_a + part.to(tl.int64) * width * wide_a, down[None, :], columns[:, None], wide_a, of_down, width, down_rank, ADD)

@@ -294,6 +294,26 @@ def test_the_gated_kernels_run_at_memorys_speed():
     assert min(forward, backward) > 0.8 * copy
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "late"])
+def test_sums_in_passing_cost_less_than_passes_of_their_own(late):
+    from fxtune.kernels import lora_triton
+
+    rows, width = 16384, 14336
+    gate_up, dp, xa, dyb = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (2 * width, width, 32, 16))
+    b, a = (torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(0.1) for size in ((2 * width, 32), (16, width)))
+    out, shares = torch.empty_like(gate_up), ((xa, b), (dyb, a)) if late else (None, None)
+
+    def apart():
+        gated_backward("silu", gate_up, dp, out, *shares)
+        lora_triton.reduce(out, xa)
+        lora_triton.reduce(dp, dyb)
+
+    together = seconds(lambda: gated_backward("silu", gate_up, dp, out, *shares, Passing(xa, dyb, (16, 16, 16), False)))
+    alone = seconds(apart)
+    print(f"together {1e3 * together:.3f} ms, apart {1e3 * alone:.3f} ms")
+    assert together < 0.9 * alone
+
+
 def test_what_an_mlp_holds():
     """Kept: x A^T, p A^T and, if it is wanted, gate_up. At work: two buffers as wide as gate_up, in tiles a share of them."""
     wide = 16384 * 28672 * 2

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
 from fxtune.kernels.lora_base import DENSE, augment, weight_views
 from fxtune.kernels.quantized import grouped
 from fxtune.kernels.rotary import as_they_are, qkv, seeing
@@ -68,11 +68,11 @@ def _as_peft(linears: Sequence[Any]) -> bool:
     return any(linear.disable_adapters or linear.merged_adapters for linear in linears)
 
 
-def _product(module: Any, linears: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:
     a, b, scaling = _halves(linears)
     base, kind = _held(module, "base")
     bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
-    return lora_linear(x, a, b, base, scaling, kind, bias)
+    return lora_linear(x, a, b, base, scaling, kind, bias, room)
 
 
 def fuse_linear(linear: Any) -> None:
@@ -102,6 +102,8 @@ def fuse_attention(attention: Any, names: Sequence[str], turned: bool = False) -
     """
     attention.fused_names = tuple(names)
     linears = [getattr(attention, name) for name in names]
+    bias = linears[0].get_base_layer().bias is not None
+    attention.fused_room = room_of([linear.r[ADAPTER] for linear in linears], kind_of(linears[0]), bias)
     _hold(attention, "base", linears)
     kind: Any = type(attention)
     attention.__class__ = _attention_kind(kind, turned)
@@ -138,11 +140,13 @@ def _attention_kind(kind: Any, turned: bool) -> Any:
         linears = [getattr(self, name) for name in self.fused_names]
         if _as_peft(linears):
             return own(self, hidden_states, *args, **kwargs)
-        product = _product(self, linears, hidden_states)
-        if without_rope and (angles := kwargs.get("position_embeddings")) is not None:
+        angles = kwargs.get("position_embeddings")
+        at_once = without_rope is not None and angles is not None
+        product = _product(self, linears, hidden_states, room=at_once and self.fused_room > 0)
+        if without_rope is not None and angles is not None:
             heads, kv_heads = (linear.out_features // self.head_dim for linear in linears[:2])
             cos, sin = angles
-            parts = qkv(product, cos, sin, heads, kv_heads)
+            parts = qkv(product, cos, sin, heads, kv_heads, self.fused_room)
             given = {name: _Given(hidden_states, part.flatten(2)) for name, part in zip(self.fused_names, parts, strict=True)}
             return without_rope(_Seen(self, given), hidden_states, *args, **kwargs)
         results = product.split([linear.out_features for linear in linears], -1)

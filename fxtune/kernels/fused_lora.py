@@ -7,7 +7,8 @@ backward. Here it costs what it must: x is read once more for x A^T, dy once mor
 and B. The frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses it.
 
 What is kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide. Of an MLP also gate_up, gate and
-up side by side, the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it in passing. With
+up side by side, the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it in passing, and what
+is summed over p and over the gradient of gate_up it sums while it makes them (kernels/gated.py: Passing). With
 `keep=False` gate_up is not kept either but computed again, from x alone (never down's product). With `tiles` > 1 an MLP's rows
 are taken a tile at a time, forward and backward, so that nothing of 2 * intermediate_size exists for more rows than a tile's.
 
@@ -37,7 +38,7 @@ _MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scali
 
 
 def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Sequence[Tensor], scaling: Sequence[float],
-                kind: str = DENSE, bias: Sequence[Tensor] = ()) -> Tensor:
+                kind: str = DENSE, bias: Sequence[Tensor] = (), room: bool = False) -> Tensor:
     """The outputs of a group of linears with adapters, side by side: [..., sum of out_i] for x [..., in].
 
     Args:
@@ -46,11 +47,18 @@ def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Seque
         base: the frozen weights as their `kind` has them (kernels/lora_base.py): for `dense` [augment(weights, ranks)].
         scaling: of each linear, alpha / rank as peft has it.
         bias: none, or of each linear [out_i], frozen. `augment` must know of it.
+        room: a promise that nothing but rotary.qkv() with room of room_of() reads the result. Its gradient then has room behind
+            each row, where the backward pass puts dy B, and dy is not copied.
 
     Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
-    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind)[0]
+    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, room)[0]
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def room_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
+    """Numbers behind each row of its output's gradient that lora_linear() of such a group has a use for."""
+    return padded_rank(ranks, bias) if kind == DENSE else 0
 
 
 def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
@@ -90,9 +98,9 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
-@torch.library.custom_op("fxtune::lora_linear", mutates_args=(), schema=f"(Tensor x, {_PARTS}) -> (Tensor, Tensor)")
+@torch.library.custom_op("fxtune::lora_linear", mutates_args=(), schema=f"(Tensor x, {_PARTS}, bool room) -> (Tensor, Tensor)")
 def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-            kind: str) -> tuple[Tensor, Tensor]:
+            kind: str, room: bool) -> tuple[Tensor, Tensor]:
     """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs."""
     with torch.autocast(x.device.type, enabled=False):
         group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
@@ -102,25 +110,27 @@ def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], bas
 
 @_linear.register_fake
 def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-      kind: str) -> tuple[Tensor, Tensor]:
+      kind: str, room: bool) -> tuple[Tensor, Tensor]:
     out, width = sum(one.shape[0] for one in b), padded_rank([one.shape[0] for one in a], bool(bias))
     return x.new_empty(x.shape[0], out), x.new_empty(x.shape[0], width)
 
 
 @torch.library.custom_op(
     "fxtune::lora_linear_backward", mutates_args=(),
-    schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted) -> (Tensor, Tensor[], Tensor[])")
+    schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool room) -> (Tensor, Tensor[], Tensor[])")
 def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor],
-                     base: list[Tensor], scaling: list[float], kind: str,
-                     wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty."""
+                     base: list[Tensor], scaling: list[float], kind: str, wanted: list[bool],
+                     room: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty. `room`: dy's rows may have room behind them,
+    which is nobody's.
+    """
     with torch.autocast(x.device.type, enabled=False):
         adapters = Adapters(a, b, bias, scaling, x.dtype)
         group = base_of(kind, base, adapters)
         sums = Sums(adapters, wanted[1:])
         dx = x.new_empty(0)
         if any(wanted[:2]):
-            operand, dyb = group.operand(_rows(dy), group.b)
+            operand, dyb = (group.beside if room else group.operand)(_rows(dy), group.b)
             dx = group.backward(operand, dyb) if wanted[0] else dx
             sums.add(dyb, _rows(x), xa, operand.x)
         else:
@@ -130,7 +140,8 @@ def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list
 
 @_linear_backward.register_fake
 def _(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor],
-      scaling: list[float], kind: str, wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+      scaling: list[float], kind: str, wanted: list[bool],
+      room: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return _gradients(x, a, b, wanted)
 
 
@@ -277,10 +288,11 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _linear_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
     wanted = _wanted(ctx)
     if dy is None:
-        return *_returned([False] * 3, ctx.lengths, *[None] * 3), None, None  # type: ignore[arg-type]
+        return *_returned([False] * 3, ctx.lengths, *[None] * 3), None, None, None  # type: ignore[arg-type]
     x, xa, *lists = _saved(ctx, 2)
-    found = torch.ops.fxtune.lora_linear_backward(dy, x, xa, *lists, *ctx.options, wanted)
-    return *_returned(wanted, ctx.lengths, *found), None, None
+    scaling, kind, room = ctx.options
+    found = torch.ops.fxtune.lora_linear_backward(dy, x, xa, *lists, scaling, kind, wanted, room)
+    return *_returned(wanted, ctx.lengths, *found), None, None, None
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -317,7 +329,7 @@ def _linear_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def _linear_backward_flops(dy: Any, x: Any, xa: Any, a: Any, b: Any, bias: Any, base: Any, scaling: Any, kind: Any, wanted: Any,
-                           **_: Any) -> int:
+                           *_: Any, **__: Any) -> int:
     frozen, adapters = _products(a, b)
     return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
 

@@ -89,6 +89,10 @@ class Base:
         """`x` [rows, in or out]; `factor` is self.a.t() or self.b: what to multiply x by, [in or out, R]."""
         return Operand(x), self.projected(x, factor)
 
+    def beside(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        """operand() of an `x` between whose rows may be room that is nobody's: the kind may write there."""
+        return self.operand(x, factor)
+
     def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
         """The operand p = act(gate) * up of `gate_up` [rows, 2 in]; `share` is what gate_up still lacks, see gated()."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -98,7 +102,7 @@ class Base:
                        above: Share = None, passing: Optional[Passing] = None) -> tuple[Operand, Tensor]:
         """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p. `above`: what dp still lacks.
 
-        `passing`: sums to take in passing, see gated_backward().
+        `passing`: sums to take of both, see gated_backward(); then dp becomes p only where it asks for that.
         """
         return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above, passing), factor)
 
@@ -142,6 +146,16 @@ class Dense(Base):
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
         buffer, left, right = self.room(*x.shape)
         return Operand(x, buffer), self.projected(x, factor, left, right)
+
+    def beside(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
+        """Where the room is R wide, x is a buffer's left part already. (What lies there is finite on a CPU, see room().)"""
+        rows, width = x.shape
+        whole = width + self.adapters.width
+        ends = (x.storage_offset() + rows * whole) * x.itemsize
+        if (x.dtype, x.stride()) != (self.made.dtype, (whole, 1)) or ends > x.untyped_storage().nbytes():
+            return self.operand(x, factor)
+        buffer = x.as_strided((rows, whole), (whole, 1))
+        return Operand(x, buffer), self.projected(x, factor, right=buffer[:, width:])
 
     def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
         buffer, left, right = self.room(gate_up.shape[0], gate_up.shape[1] // 2)

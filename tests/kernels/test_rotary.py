@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import built, lora, random_model
+from architectures import FAMILIES, SIZES, built, lora, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
+from fxtune.kernels.lora_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv, seeing
 from fxtune.pipeline import Pipeline
 from fxtune.technique import decoder_layers, model_inputs
@@ -24,6 +26,11 @@ from fxtune.techniques.lora import Fused
 from fxtune.techniques.rope import Rope
 
 ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _qwen2(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "qwen2", {"model_type": "qwen2", **SIZES})  # its q, k and v have biases
 
 
 def angles(rows: int = ROWS, length: int = LENGTH, width: int = DIM, dtype: torch.dtype = torch.float32, factor: float = 1.0):
@@ -227,6 +234,48 @@ def test_fused_adapters_hand_their_projections_out_turned(family, at_once, polic
                     else {"fxtune::rotary": forwards + 2})
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def seen_by(monkeypatch, name):
+    """(columns, numbers between rows) of what a method of the frozen weights is given."""
+    own, found = getattr(Dense, name), []
+    monkeypatch.setattr(Dense, name, lambda self, x, factor: found.append((x.shape[1], x.stride(0) - x.shape[1])) or own(
+        self, x, factor))
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_dy_b_is_put_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
+    """q, k and v of both layers, and only they: their gradient lies in the buffer that the matmul reads."""
+    plain = trained(adapted(lora(r=16), family, rope=False))[0]
+    beside, copied = seen_by(monkeypatch, "beside"), seen_by(monkeypatch, "operand")
+    model = adapted(lora(r=16), family)
+    if compiled:
+        for layer in decoder_layers(model):
+            layer.compile(fullgraph=True)
+    mine = trained(model)[0]
+    sizes = [getattr(decoder_layers(model)[0].self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
+    room = 64 if family == "qwen2" else 48  # three ranks of 16, and a column for the biases
+    assert beside == [(sum(sizes), room)] * 2
+    assert not [one for one in copied if one[1]]
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_without_room_is_copied():
+    """A promise that somebody breaks: a hook that makes the gradient anew. Also where only the last row's room is missing."""
+    weights, a, b = [torch.randn(24, 16)], [torch.randn(4, 16)], [torch.randn(24, 4, requires_grad=True)]
+    made, x, above = [augment(weights, [4])], torch.randn(5, 16, requires_grad=True), torch.randn(5, 24)
+    found = []
+    for dy in (above, torch.randn(5 * 40)[:4 * 40 + 24].as_strided((5, 24), (40, 1)).copy_(above),
+               F.pad(above, (0, 16))[:, :24]):
+        kept = dy.clone()
+        y = torch.ops.fxtune.lora_linear(x, a, b, [], made, [1.0], "dense", True)[0]
+        found.append(torch.autograd.grad(y, [x, *b], dy))
+        assert torch.equal(dy, kept)
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_with_adapters_switched_off_queries_are_turned_once():

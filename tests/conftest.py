@@ -17,8 +17,8 @@ from fxtune.tracking import Display, TrackingConfig
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: two threads each on two busy cores wait for each other
-for secret in ("WANDB_API_KEY", "HF_TOKEN"):
-    os.environ.pop(secret, None)
+for name in ("WANDB_API_KEY", "HF_TOKEN", "COLUMNS"):  # secrets, and how wide the terminal is that tests were started from
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

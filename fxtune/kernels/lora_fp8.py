@@ -16,7 +16,7 @@ from fxtune.kernels.fp8 import Weight, project_and_quantize, quantize_rows, scal
 from fxtune.kernels.lora_adapters import by_triton
 from fxtune.kernels.lora_base import Adapters, Base, Operand, added
 
-BOTH_WIDTH = 6144
+BOTH_WIDTH = 0
 """Numbers of a row up to which it is quantised and multiplied by an adapter's half in one launch: what all processors together
 are at must fit into the cache."""
 BOTH_RANK = 64

@@ -53,10 +53,10 @@ WORDS = {
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
     "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
                    reads_data=True, flags=("loss", "each"), values=("json",)),
-    "bench": Word("fxtune.commands.bench", "measure the recipe: speed, memory, energy, money, and what each technique is worth",
-                  reads_data=True, flags=("ablate",), values=("steps", "warm_up", "price", "json"), told=True),
-    "tune": Word("fxtune.commands.tune", "try settings for speed at equal loss, and write the fastest as a recipe", reads_data=True,
-                 flags=("dry_run", "again"), values=("axes", "minutes", "steps", "output", "json"), told=True),
+    "bench": Word("fxtune.commands.bench", "measure the recipe: speed, memory, energy, money, what each technique is worth",
+                  reads_data=True, flags=("ablate", "profile"), values=("steps", "warm_up", "price", "json"), told=True),
+    "tune": Word("fxtune.commands.tune", "try settings for speed at equal loss, and write the fastest as a recipe",
+                 reads_data=True, flags=("dry_run", "again"), values=("axes", "minutes", "steps", "output", "json"), told=True),
     "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
                    values=("json",), alone=True),
     "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
@@ -93,6 +93,7 @@ options
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
   --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
   --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price AN_HOUR
+  --profile           bench: also where the time of a step goes, kernel by kernel
   --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (ignore the cache)
   --json FILE         verify, doctor, bench, tune: also write what was seen to FILE
   -h, --help          this text

@@ -33,6 +33,7 @@ from fxtune.config import Config
 from fxtune.data.plan import Plan
 from fxtune.display import Display
 from fxtune.energy import Energy
+from fxtune.kernels.profiled import times
 from fxtune.metrics import GIB, memory_gib
 from fxtune.runfolder import RunFolder
 from fxtune.setting import out_of_memory
@@ -43,6 +44,8 @@ from fxtune.train import Interval, Trainer
 STEPS = 10
 """Measured, unless told."""
 WARM_UP = 3
+PROFILED = 2
+"""Steps whose kernels are timed, where that is asked for."""
 LEAST_WARM_UP = 2
 """The first step compiles, the second finds the gradients and moments that the first one made."""
 
@@ -99,26 +102,30 @@ class Measured:
     device: str
     packages: dict[str, str]
     """Versions of what is installed."""
+    kernels: Optional[list[tuple[str, float, float]]] = None
+    """(name, seconds, calls) a step of what ran on the device, on a CPU of its operators; longest first. None: not asked for."""
 
 
-def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, age: Optional[Callable[[], float]] = None) -> Measured:
+def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, age: Optional[Callable[[], float]] = None,
+            profile: bool = False) -> Measured:
     """Take `warm_up` steps of training and then `steps` that are measured. `config` stays as it is.
 
-    `age`: seconds since what start-up time counts from; the start of this process by default. Raises as training does.
+    `age`: seconds since what start-up time counts from; the start of this process by default. `profile`: take PROFILED steps more
+    and tell where their time went. Raises as training does.
     """
     assert warm_up >= LEAST_WARM_UP
     assert steps >= 1
     began = time.perf_counter()
     age = age or ((lambda: time.perf_counter() - began) if _COMMANDS else process_age())
     _COMMANDS.append(True)
-    config = alone(config, warm_up + steps)
+    config = alone(config, warm_up + steps + PROFILED * profile)
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     try:
         with tempfile.TemporaryDirectory(prefix="fxtune-bench-") as scratch:
             folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
             trainer = Trainer(config, folder, Display(), plain)
             with trainer.tracker:
-                return _measured(trainer, steps, warm_up, age)
+                return _measured(trainer, steps, warm_up, age, profile)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error) from error
 
@@ -136,7 +143,7 @@ def alone(config: Config, steps: int) -> Config:
     return config
 
 
-def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], float]) -> Measured:
+def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], float], profile: bool) -> Measured:
     device, plan, log_every = trainer.world.device, trainer.plan, trainer.config.train.log_every
     interval, meter, marks = Interval(0, trainer.loss_scale.active), trainer.meter(), Marks(device)
     taken, since_start = trainer.steps(), []
@@ -153,7 +160,7 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         meter.read()  # begins anew
         marks.add()
         due = False
-        for number, (step, _, outcome) in enumerate(taken, 1):
+        for number, (step, _, outcome) in enumerate(islice(taken, steps), 1):
             if due:
                 interval.settle()  # as training does: for the step before this one, which is under way
             interval.add(*outcome)
@@ -165,6 +172,8 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         _wait(device)
         figures = meter.read()
     interval.settle()
+    kernels = [(name, spent / PROFILED, calls / PROFILED) for name, (spent, calls) in sorted(
+        times(lambda: list(taken)).items(), key=lambda one: -one[1][0])] if profile else None
 
     seconds = figures["train/step_seconds"] * steps
     counted = range(warm_up, warm_up + steps)
@@ -187,7 +196,7 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         loss=sum(finite) / len(finite) if finite else None, losses=losses, skipped_steps=interval.skipped,
         steps=steps, warm_up=warm_up, rows=_rows(plan, counted), decided=trainer.decided,
         techniques=json.loads(json.dumps(trainer.techniques.asked())),
-        device=trainer.facts.device_name, packages=trainer.facts.packages)
+        device=trainer.facts.device_name, packages=trainer.facts.packages, kernels=kernels)
 
 
 class Marks:

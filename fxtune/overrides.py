@@ -251,7 +251,8 @@ def refuse(problems: Iterable[str]) -> None:
 
 def given(text: str) -> Any:
     """The value of one override that Shelf.override() let through, as plain data."""
-    return Override._convert_value(OverridesParser.create().parse_override(text).value())
+    value: Any = OverridesParser.create().parse_override(text).value()
+    return Override._convert_value(value)
 
 
 def _values(parsed: Override, names: Iterable[str]) -> list[Any]:

@@ -307,3 +307,21 @@ def test_energy_adds_up(gaps, watts, data):
     parts = [integrated(part) or 0.0 for part in (samples[:cut + 1], samples[cut:])]
     assert sum(parts) == pytest.approx(integrated(samples))
     assert integrated(samples[:1]) is None
+
+
+def test_a_profile_tells_where_the_time_of_a_step_goes(small, cwd, capsys):
+    plain = measure.measure(copy.deepcopy(small), steps=2, warm_up=2)
+    found = measure.measure(small, steps=2, warm_up=2, profile=True)
+    assert plain.kernels is None
+    assert found.losses == plain.losses, "steps that are timed by kernel are no measured ones"
+    seconds = [spent for _, spent, _ in found.kernels]
+    assert seconds == sorted(seconds, reverse=True)
+    calls = {name: count for name, _, count in found.kernels}
+    linears = 7 * small.model.architecture["num_hidden_layers"] + 1 if small.model.architecture else 1
+    assert calls["aten::mm"] >= 3 * linears, "each linear: forward, and two backward or one and two adapters"
+    assert 0.3 * found.step_seconds < sum(seconds) < 3 * found.step_seconds
+
+
+def test_a_profile_is_of_the_recipe_as_it_stands(capsys):
+    assert main(["bench", *TINY, "--profile", "--ablate"]) == 2
+    assert "--profile: times the recipe as it stands" in capsys.readouterr().err

@@ -3,6 +3,7 @@
     fxtune bench +recipe=quickstart                       # warm up, then measure the very steps that training takes
     fxtune bench +recipe=quickstart --steps 20 --price 3  # more steps; what a million tokens cost at 3 an hour
     fxtune bench +recipe=quickstart --ablate              # the same with each technique off in turn, each in its own process
+    fxtune bench +recipe=quickstart --profile             # and where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # everything, for programs
 
 Nothing is saved but the file that --json names. fxtune/measure.py says what is counted and how. Off means
@@ -20,16 +21,20 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from fxtune.console import say, table
 from fxtune.errors import CheckError, ConfigError, StorageError
+from fxtune.kernels.profiled import short
 from fxtune.measure import LEAST_WARM_UP, STEPS, WARM_UP, apart, measure
 
 if TYPE_CHECKING:
     from fxtune.config import Config
 
 NOT_KNOWN = "not known here"
+SHOWN = 25
+"""Kernels of a profile, before the rest is added up."""
 
 
-def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, steps: Optional[str] = None,
-        warm_up: Optional[str] = None, price: Optional[str] = None, json: Optional[str] = None) -> None:
+def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, profile: bool = False,
+        steps: Optional[str] = None, warm_up: Optional[str] = None, price: Optional[str] = None,
+        json: Optional[str] = None) -> None:
     """Measure and print. The options are texts, as the command line has them.
 
     `overrides`: the recipe and keys as they were typed, for the processes that `ablate` starts; `price`: of this machine an
@@ -41,15 +46,30 @@ def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, ste
     file = Path(json) if json is not None else None
     if file is not None:
         _write(file)  # what cannot be written is told now, not after minutes
+    if ablate and profile:
+        raise ConfigError("--profile: times the recipe as it stands, and --ablate runs others beside it. Give one of them.")
     if ablate:
         _ablate(list(overrides), count, before, hour, file)
         return
-    found = priced(dataclasses.asdict(measure(config, count, before)), hour)
+    found = priced(dataclasses.asdict(measure(config, count, before, profile=profile)), hour)
     for note in [*config.techniques.idle(), *found["decided"]]:
         say(note)
     say(figures_table(found))
+    if profile:
+        say(kernels_table(found["kernels"]))
     if file is not None:
         _write(file, found)
+
+
+def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
+    """Where the time of a step goes. `kernels`: as Measured has them."""
+    whole = sum(seconds for _, seconds, _ in kernels)
+    rows = [(short(name), f"{seconds * 1e3:,.2f}", f"{seconds / whole:.1%}", f"{calls:g}") for name, seconds, calls in
+            kernels[:SHOWN]]
+    if rest := kernels[SHOWN:]:
+        spent = sum(seconds for _, seconds, _ in rest)
+        rows.append((f"{len(rest)} others", f"{spent * 1e3:,.2f}", f"{spent / whole:.1%}", ""))
+    return table(f"A step by what ran: {whole * 1e3:,.1f} ms in all", ["", "ms", "share", "calls"], rows)
 
 
 def priced(found: dict[str, Any], hour: Optional[float]) -> dict[str, Any]:

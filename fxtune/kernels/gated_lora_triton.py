@@ -18,7 +18,7 @@ import triton.language as tl
 
 TILE = (64, 64, 4)
 """Rows, columns and warps of a program."""
-WALK = (16, 128, 4, 4)
+WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
 """Rows a step, columns a program, and steps whose loads are under way at once, where a program walks down the rows."""
 WALK_ROWS = 512
 """Rows that a program walks down; of fewer each tile is a program's."""

@@ -1,6 +1,6 @@
 """Which operators really ran, seen by torch's profiler: by their names, and on a GPU by the kernels that they launched.
 
-An option that asks for a kernel is proven by looking at what the device did, not at what a config says.
+An option that asks for a kernel is proven by looking at what the device did, not at what a config says. And where its time went.
 """
 
 from __future__ import annotations
@@ -48,6 +48,29 @@ def operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, 
         launched = [_kernels(event) for event in hits if event.device_type == DeviceType.CPU]
         calls = sum(1 for kernels in launched if kernels or not sees_device)
         found[name] = Seen(max(calls, len(on_device)), frozenset(on_device).union(*launched))
+    return found
+
+
+def times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """Call `run` once: seconds and calls of each kernel on the GPU, by name; without a GPU, of each operator on its own."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if cuda:
+        torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True) as trace:
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+    found: dict[str, tuple[float, int]] = {}
+    for event in trace.events() or []:
+        # What a range on the host spans on the device (`Optimizer.step`) is told there again, as an annotation.
+        if (event.device_type == DeviceType.CUDA) == cuda and not getattr(event, "is_user_annotation", False):
+            seconds, calls = found.get(event.name, (0.0, 0))
+            spent = event.device_time_total if cuda else event.self_cpu_time_total
+            found[event.name] = seconds + spent / 1e6, calls + 1
     return found
 
 

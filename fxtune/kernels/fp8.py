@@ -74,21 +74,6 @@ def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-@torch.no_grad()
-def project_and_quantize(x: Tensor, factor: Tensor, ones: Optional[int] = None,
-                         value: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """What quantize_rows() gives, and x factor, [rows, R] in x's dtype: both of one pass over x. For a GPU, and 16 bits.
-
-    `x`: [rows, width] with contiguous rows; `factor`: [width, R], R a multiple of 16; `ones`: the column of the product that is
-    `value` instead.
-    """
-    from fxtune.kernels import fp8_triton
-
-    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
-    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    return codes, scales, fp8_triton.project_and_quantize(x, factor, codes, scales, SMALLEST, -1 if ones is None else ones, value)
-
-
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`codes` [rows, width], e4m3 or uint8, times `scales` (float32, one for each row)."""
     return (codes.view(E4M3).to(torch.float32) * scales.view(-1, 1)).to(dtype)

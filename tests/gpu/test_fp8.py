@@ -46,24 +46,6 @@ def test_rows_are_quantised_as_plain_torch_does(width, dtype, powers):
     assert (codes.cpu().float() - expected.float()).abs().max() <= 32  # one step
 
 
-@pytest.mark.parametrize(("rows", "width", "ranks"), [(1, 16, 16), (4096, 4096, 16), (5000, 6144, 48), (4100, 1000, 64)])
-@pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize("ones", [None, 9])
-def test_rows_are_quantised_and_projected_in_one_launch_as_in_two(rows, width, ranks, across, ones):
-    x = random(rows, width + 24)[:, 8:8 + width] * torch.logspace(-30, 5, rows, device="cuda")[:, None].bfloat16()
-    factor = random(ranks, width).t() if across else random(width, ranks)
-    codes, scales, product = fp8.project_and_quantize(x, factor, ones, 0.5)
-    expected, expected_scales = fp8.quantize_rows(x)
-    assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
-    exact = x.float().cpu() @ factor.float().cpu()
-    if ones is not None:
-        assert (product[:, ones] == 0.5).all()
-        product[:, ones], exact[:, ones] = 0, 0
-    largest = exact.abs().amax(1, keepdim=True)
-    assert reference.relative(product.cpu() / largest, exact / largest) < reference.LIMITS["bfloat16"]
-
-
 @pytest.mark.parametrize("width", [16, 4096, 6000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_are_dequantised_as_on_a_cpu(width, dtype):

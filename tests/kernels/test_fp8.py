@@ -181,7 +181,7 @@ def test_the_triton_kernels_are_the_plain_ones(tmp_path):
     run = subprocess.run([sys.executable, str(script)], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
                          capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["20", "compared"]
+    assert run.stdout.split() == ["16", "compared"]
 
 
 INTERPRETED = """
@@ -205,22 +205,6 @@ for width in (5, 1024, 2500):
             made = fp8_triton.dequantize_rows(codes, scales, torch.empty(4, width))
             assert torch.equal(made, fp8.dequantize_rows(codes, scales))
             compared += 1
-fp8_triton.BOTH.update(STEP=16, PARTS=4, WRITE=128)
-for rows, width, rank, ones in ((40, 200, 16, -1), (16, 64, 48, 3), (1, 130, 32, -1), (0, 64, 16, -1)):
-    x = (torch.randn(rows, width + 9) * torch.logspace(-3, 1, rows)[:, None]).half()[:, 3:3 + width]
-    factor = torch.randn(rank, width).half().t()
-    if ones >= 0:
-        factor, x[5] = factor.contiguous(), 0
-    codes, scales = torch.empty(rows, width, dtype=fp8.E4M3), torch.empty(rows, 1)
-    product = fp8_triton.project_and_quantize(x, factor, codes, scales, fp8.SMALLEST, ones, 0.5)
-    expected, expected_scales = fp8.quantize_rows(x)
-    assert torch.equal(scales, expected_scales)
-    assert rows == 0 or (codes.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.93
-    exact = x.float() @ factor.float()
-    if ones >= 0:
-        exact[:, ones] = 0.5
-    torch.testing.assert_close(product, exact.half(), rtol=2e-3, atol=2e-3)
-    compared += 1
 for act in gated.ACTS:
     for rows, width, rank, above in ((70, 200, 32, 16), (5, 64, 48, 96)):
         gate_up, dp = torch.randn(rows, 2 * width + 8)[:, :2 * width], torch.randn(rows, width + 3)[:, :width]

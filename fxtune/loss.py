@@ -28,6 +28,7 @@ from fxtune.data.batch import Batch
 from fxtune.data.loader import Loader
 from fxtune.kernels.fp8_ends import Fp8Head
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
+from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.recorded import Recorder
 from fxtune.technique import Evidence, backbone, model_inputs, observed
 from fxtune.techniques.liger import Liger, Switch
@@ -58,6 +59,7 @@ class Loss:
         factors = [float(meaning(value)) for name, meaning in LOGITS.items() if (value := getattr(config, name, None))]
         self.scale = factors[0] if factors else 1.0
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
         self.whole = False
         """Whether the model's own forward gives the logits, all of them."""
         self.evidence = [self._compare()]
@@ -71,11 +73,13 @@ class Loss:
             return F.cross_entropy(self._logits(hidden), batch.labels, reduction="sum")
         if (linear := _linear(self.head)) is not None:
             return linear_cross_entropy(hidden, linear.weight, batch.labels, linear.bias, scale=self.scale, cap=self.cap,
-                                        chunk_rows=self.chunk_rows, fp8_scales=_scales(linear))
+                                        chunk_rows=self.chunk_rows, fp8_scales=_scales(linear), by=self.by)
         # A head with an adapter or with packed weights: its own forward, again in the backward pass, so no logits are kept.
         total = torch.zeros((), device=hidden.device)
+        # The state of random numbers is read for dropout alone, for it cannot be while a pass is recorded (kernels/recorded.py).
+        random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         for rows, labels in zip(hidden.split(self._chunk()), batch.labels.split(self._chunk()), strict=True):
-            total = total + checkpoint(self._piece, rows, labels, use_reentrant=False)
+            total = total + checkpoint(self._piece, rows, labels, use_reentrant=False, preserve_rng_state=random)
         return total
 
     @torch.no_grad()
@@ -111,7 +115,7 @@ class Loss:
         linear = _linear(self.head)
         if self.fused and linear is not None:
             return row_losses(hidden, linear.weight, labels, linear.bias, scale=self.scale, cap=self.cap,
-                              chunk_rows=self.chunk_rows, fp8_scales=_scales(linear))
+                              chunk_rows=self.chunk_rows, fp8_scales=_scales(linear), by=self.by)
         pieces = zip(hidden.split(self._chunk()), labels.split(self._chunk()), strict=True)
         return torch.cat([F.cross_entropy(self._logits(rows), wanted, reduction="none") for rows, wanted in pieces])
 

@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError, HardwareError
 from fxtune.host import cores, memory
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
-            "flash-attn-4", "kernels", "bitsandbytes", "torchao", "apex", "wandb", "tensorboard", "lion-pytorch")
+            "flash-attn-4", "quack-kernels", "kernels", "bitsandbytes", "torchao", "apex", "wandb", "tensorboard", "lion-pytorch")
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
 

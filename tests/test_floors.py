@@ -14,7 +14,7 @@ FLOORS = [
     # knows the machine, the disk, a library; nothing of training
     {"world", "shape", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "trials", "compiled"},
+    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled"},
     {"pace", "witness"},  # what checkpointing decides by, and what proves that it acted
     # one capability each
     {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},

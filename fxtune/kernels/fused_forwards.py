@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
-from fxtune.kernels.lora_base import DENSE, augment, weight_views
+from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment, weight_views
 from fxtune.kernels.quantized import grouped
 from fxtune.kernels.rotary import as_they_are, qkv, seeing
 from fxtune.kernels.tiled import kept_early
@@ -57,6 +57,24 @@ def _held(module: Any, name: str) -> tuple[list[torch.Tensor], str]:
     return ([module._buffers[each] for each in getattr(module, f"fused_{name}_names")], getattr(module, f"fused_{name}_kind"))
 
 
+def products_by_cute(model: torch.nn.Module) -> None:
+    """Let quack multiply by the 16-bit weights of all groups of a model that is fused already (kernels/matmul.py)."""
+    for module, name, kind in _groups(model):
+        if kind == DENSE:
+            setattr(module, f"fused_{name}_kind", DENSE_CUTE)
+
+
+def held_for_cute(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers, augment()'s results, of the groups by whose weights quack shall multiply."""
+    return [_held(module, name)[0][0] for module, name, kind in _groups(model) if kind == DENSE_CUTE]
+
+
+def _groups(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
+    """Module, name and kind of all that _hold() laid out."""
+    return [(module, name, vars(module)[f"fused_{name}_kind"]) for module in model.modules() for name in ("base", "up", "down")
+            if f"fused_{name}_kind" in vars(module)]
+
+
 def _halves(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
     """lora_A, lora_B and scaling of each linear."""
     return ([linear.lora_A[ADAPTER].weight for linear in linears], [linear.lora_B[ADAPTER].weight for linear in linears],
@@ -64,8 +82,8 @@ def _halves(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tens
 
 
 def _as_peft(linears: Sequence[Any]) -> bool:
-    """Whether adapters are switched off or merged into the weights."""
-    return any(linear.disable_adapters or linear.merged_adapters for linear in linears)
+    """Whether adapters are switched off or merged into the weights, or others than ADAPTER act."""
+    return any(linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears)
 
 
 def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fxtune.kernels.gated import ACTS, Passing, sums_in_passing
 from fxtune.kernels.lora_adapters import Adapters, Sums, padded_rank
-from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized
+from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized, is_dense
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
 _MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
@@ -58,7 +58,7 @@ def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Seque
 
 def room_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
     """Numbers behind each row of its output's gradient that lora_linear() of such a group has a use for."""
-    return padded_rank(ranks, bias) if kind == DENSE else 0
+    return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
 def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
@@ -82,8 +82,8 @@ def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[T
 
 def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
     """The base of a kind, from the tensors that an operator was given for it."""
-    if kind == DENSE:
-        return Dense(tensors, adapters)
+    if is_dense(kind):
+        return Dense(tensors, adapters, kind)
     if kind == "fp8":
         from fxtune.kernels.lora_fp8 import Fp8
 
@@ -162,6 +162,7 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
             operand, pa = second.gated(act, gate_up, second.a.t(), (xa, first.b) if first.late else None)
             if keep:
                 kept = gate_up, xa, pa
+            del gate_up  # or it would still be there when the next tile's is made
             second.forward(operand, pa, y[rows])
         return y, *kept
 

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fxtune.kernels.fp8 import dequantize_weight, quantize_rows, scaled_mm
+from fxtune.kernels.matmul import CUBLAS, mm
 
 BUFFER = 2**30
 """Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
@@ -38,7 +39,7 @@ PART = 64 * 2**20
 
 def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
                          scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
-                         fp8_scales: torch.Tensor | None = None) -> torch.Tensor:
+                         fp8_scales: torch.Tensor | None = None, by: str = CUBLAS) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
     `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary) or IGNORED, for a row
@@ -46,7 +47,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     The logits are `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` where `cap` is above 0 (Gemma 2).
     `chunk_rows`: logits of so many rows are held at once; None: as many as fit into BUFFER bytes.
     `fp8_scales`: float32 [1, vocabulary]; `weight` are then the codes of a frozen head in fp8 (kernels/fp8_ends.py), whose logits
-    are a product in fp8.
+    are a product in fp8. `by`: who multiplies in 16 bits where nothing is added, see kernels/matmul.py.
 
     Matmuls run in autocast's dtype, or else in the weight's. The device is never waited for.
     A label outside of the vocabulary gives nan on a GPU and IndexError or RuntimeError on a CPU.
@@ -55,17 +56,17 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     inputs = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
     if any(wanted):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales)
+        loss: torch.Tensor = _LinearCrossEntropy.apply(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, by)
         return loss
-    return _run(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, wanted)[0].sum()
+    return _run(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, wanted)[0].sum()
 
 
 def row_losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
                scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
-               fp8_scales: torch.Tensor | None = None) -> torch.Tensor:
+               fp8_scales: torch.Tensor | None = None, by: str = CUBLAS) -> torch.Tensor:
     """The loss of each row, [rows] in float32, without a gradient. Arguments as for linear_cross_entropy()."""
     dtype = _compute_dtype(weight, fp8_scales)
-    return _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, [False, False, False])[0]
+    return _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, [False, False, False])[0]
 
 
 def rows_at_once(vocabulary: int, dtype: torch.dtype) -> int:
@@ -78,8 +79,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
                 dtype: torch.dtype, scale: float, cap: float, chunk_rows: int | None,
-                fp8_scales: torch.Tensor | None) -> torch.Tensor:
-        losses, *gradients = _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales,
+                fp8_scales: torch.Tensor | None, by: str) -> torch.Tensor:
+        losses, *gradients = _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by,
                                   list(ctx.needs_input_grad[:3]))
         ctx.save_for_backward(*gradients)
         return losses.sum()
@@ -87,12 +88,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), *[None] * 6)
+        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), *[None] * 7)
 
 
 @torch.no_grad()
 def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, dtype: torch.dtype,
-         scale: float, cap: float, chunk_rows: int | None, fp8_scales: torch.Tensor | None,
+         scale: float, cap: float, chunk_rows: int | None, fp8_scales: torch.Tensor | None, by: str,
          wanted: list[bool]) -> tuple[torch.Tensor, Any, Any, Any]:
     """The loss of each row, and the gradient of their sum after hidden, weight and bias, each None unless wanted."""
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
@@ -119,12 +120,12 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
                 if offset is not None:
                     logits += offset
             elif offset is None:
-                torch.mm(inputs, head.t(), out=logits)
+                mm(inputs, head.t(), logits, by)
             else:
                 torch.addmm(offset, inputs, head.t(), out=logits)
             _softmax_gradient(logits, labels[chunk], losses[chunk], scale, cap, any(wanted))
             if d_hidden is not None and d_hidden.dtype is dtype:
-                torch.mm(logits, head, out=d_hidden[chunk])
+                mm(logits, head, d_hidden[chunk], by)
             elif d_hidden is not None:
                 d_hidden[chunk] = logits @ head
             if d_weight is not None:

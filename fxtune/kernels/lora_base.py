@@ -20,7 +20,7 @@ is where a new kind comes in: subclass Base, override these five (operand and th
 nothing), and name it in fused_lora.base_of(). Its tensors are whatever flat list its own module makes of a group.
 
 kind            tensors                                     the product
-dense           [M]: W beside room for A and B, augment()   one matmul over [x | x A^T], so B costs no pass over y
+dense, dense/cute   [M]: W beside room for A, B, augment()  one matmul over [x | x A^T], so B costs no pass over y
 nf4/..., int8/...   quantized.packed() of each sibling      with W dequantised for the call, B added to y afterwards
 fp8             lora_fp8.py                                 two fp8 operands, B added to y afterwards
 
@@ -39,8 +39,17 @@ from torch import Tensor
 
 from fxtune.kernels.gated import Passing, Share, gated, gated_backward
 from fxtune.kernels.lora_adapters import Adapters, add, pack, padded_rank, project
+from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
 DENSE = "dense"
+DENSE_CUTE = f"{DENSE}/{CUTE}"
+"""`dense` whose large products are quack's (kernels/matmul.py). Who multiplies is said by the kind, which is an argument of the
+operators: a compiled graph has it as a constant of each call, and two models of one process may differ in it."""
+
+
+def is_dense(kind: str) -> bool:
+    """Whether a group of this kind has its weights in 16 or 32 bits."""
+    return kind in (DENSE, DENSE_CUTE)
 
 
 @torch.no_grad()
@@ -126,9 +135,9 @@ class Base:
 class Dense(Base):
     """Weights in 16 or 32 bits. Where they are not of the compute dtype they are cast, anew in each call."""
 
-    def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
+    def __init__(self, tensors: Sequence[Tensor], adapters: Adapters, kind: str = DENSE) -> None:
         (made,) = tensors
-        self.adapters = adapters
+        self.adapters, self.by = adapters, CUTE if kind == DENSE_CUTE else CUBLAS
         self.made = made = made.data.to(adapters.dtype)  # .data: these writes are no news to autograd (see the module's text)
         self.out, self.inner = sum(adapters.outs), adapters.inner
         assert made.shape == (self.out + adapters.width, self.inner + adapters.width), (made.shape, adapters.ranks)
@@ -168,10 +177,10 @@ class Dense(Base):
         return Operand(made, buffer), self.projected(left, factor, right=right)
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return _mm(operand.more, self.made[:self.out].t(), out)
+        return mm(operand.more, self.made[:self.out].t(), out, self.by)
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return _mm(operand.more, self.made[:, :self.inner], out)
+        return mm(operand.more, self.made[:, :self.inner], out, self.by)
 
 
 class Dequantized(Base):
@@ -194,16 +203,12 @@ class Dequantized(Base):
         return made
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return added(_mm(operand.x, self.weight().t(), out), xa, self.b.t())
+        return added(mm(operand.x, self.weight().t(), out), xa, self.b.t())
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return added(_mm(operand.x, self.weight(), out), dyb, self.a)
+        return added(mm(operand.x, self.weight(), out), dyb, self.a)
 
 
 def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor) -> Tensor:
     """The adapters' product, added in place."""
     return product if narrow is None else add(product, narrow, factor)
-
-
-def _mm(left: Tensor, right: Tensor, out: Optional[Tensor]) -> Tensor:
-    return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)

@@ -17,9 +17,11 @@ merge_adapter()) the modules' own forward runs.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -204,9 +206,18 @@ def _turns(module: Any, names: Sequence[str]) -> bool:
 
 @functools.cache
 def _reads_hidden_states(kind: Any, name: str) -> bool:
-    """Whether the forward of this class calls `name` with hidden_states, and only so."""
-    source = _source(kind)
-    return source.count(f"self.{name}(") == source.count(f"self.{name}(hidden_states)") == 1
+    """Whether the forward of this class calls `name` once, with the hidden_states that it was given, and does nothing else with
+    it: what stands for a projection there has no weight to look at.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    uses = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{name}" for node in nodes)
+    lines = [node.lineno for node in nodes if isinstance(node, ast.Call) and ast.unparse(node) == f"self.{name}(hidden_states)"]
+    others = [node.lineno for node in nodes
+              if isinstance(node, ast.Name) and node.id == "hidden_states" and isinstance(node.ctx, ast.Store)]
+    return uses == len(lines) == 1 and not any(line <= lines[0] for line in others)
 
 
 def _activation(mlp: Any) -> str | None:

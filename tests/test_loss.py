@@ -110,6 +110,24 @@ def test_adapters_wherever_they_sit(adapter, liger):
         assert ("the head is trained" in loss.evidence[0].observed) == (adapter == "head")
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_for_no_random_state(dropout, monkeypatch):
+    model = trained(built(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))).train()
+    loss, given, asked = Loss(model, FUSED), batch(), []
+    plain = Loss(model)
+    own = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or own())
+    torch.manual_seed(3)
+    mine = loss.sum(given)
+    assert bool(asked) == bool(dropout)
+    ours = gradients(model, mine)
+    torch.manual_seed(3)
+    wanted = plain.sum(given)
+    torch.testing.assert_close(mine, wanted)
+    for name, gradient in gradients(model, wanted).items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
+
+
 @KINDS
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 def test_a_bfloat16_base_with_and_without_autocast_and_a_float32_head(head, liger):

@@ -52,7 +52,7 @@ class Batch:
 
         The loss and its gradients are the same: an ignored row has none. What the head does for it is wasted, half a SIZES-th
         of the positions on average. In return its matmuls and buffers have few sizes: memory that is freed fits what is asked for
-        next, and a recorded pass (fxtune/graphs.py) serves every batch of its size. On the host only.
+        next, and a recorded pass (kernels/recorded.py) serves every batch of its size. On the host only.
         """
         positions = self.targets.numel()
         step = max(-(-positions // SIZES), FEWEST)

@@ -54,6 +54,8 @@ RATE = 4e14
 """Floating-point operations a second that the device is taken to do in training: an H200's. A slower one is kept busy sooner."""
 RECORDABLE = ("flash4", "flash3", "flash2")
 """Attention that never asks the device where documents begin. `cudnn` does for packed rows, masks are made by asking."""
+ASKING = ("dynamic", "longrope")
+"""RoPE whose frequencies depend on the longest row so far: transformers asks the device for it, and makes the tensor anew."""
 
 
 class Switch(str, Enum):
@@ -151,6 +153,9 @@ class Compile(Technique):
         if kept.get("policy", "none") not in ("none", "auto"):
             yield (f"recomputation (techniques.checkpointing.policy={kept['policy']}) saves the state of random numbers, which "
                    "cannot be recorded. Set policy=none, or this to off")
+        if asking := [kind for kind in _rope_kinds(facts) if kind in ASKING]:
+            yield (f"RoPE of type {asking[0]} asks the device how long rows are. Use a techniques.rope.type of fixed "
+                   "frequencies, or set this to off")
         backend = facts.techniques.get("attention", {}).get("backend", "auto")
         packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
         if not (backend in (*RECORDABLE, "auto") or packed_sdpa or (backend == "cudnn" and not facts.packing)):
@@ -241,6 +246,14 @@ def _layer_seconds(facts: Facts) -> float:
     weights = attention + 3 * width * (text.get("intermediate_size") or 4 * width)
     passes = 4 if "lora" in facts.techniques else 6
     return float(passes * weights * max(facts.rows, default=facts.sequence_length) * facts.micro_batch_size / RATE)
+
+
+def _rope_kinds(facts: Facts) -> list[str]:
+    """The types of RoPE that the model will have, in transformers' words."""
+    if asked := _plainly(facts.techniques.get("rope", {})):
+        return [str(asked.get("type"))]
+    own = facts.text.get("rope_parameters") or {}  # one for all layers, or by the type of layer
+    return [str(one.get("rope_type", "default")) for one in (own, *own.values()) if isinstance(one, dict)]
 
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:

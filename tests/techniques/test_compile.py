@@ -20,6 +20,7 @@ from fxtune.pipeline import make_probe
 from fxtune.technique import decoder_layers, model_inputs
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope, Switch
+from fxtune.techniques.rope import RopeType
 from fxtune.tracking import Display
 from fxtune.world import Facts
 
@@ -319,6 +320,9 @@ def test_a_small_model_is_recorded_and_a_large_one_is_not():
     (dict(techniques={"attention": {"backend": "eager"}}), {}, "attention by eager"),
     (dict(techniques={"attention": {"backend": "cudnn"}}), {}, "attention by cudnn"),
     (dict(techniques={"checkpointing": {"policy": "full"}}), {}, "recomputation"),
+    (dict(techniques={"rope": {"type": RopeType.dynamic}}), {}, "RoPE of type dynamic"),
+    (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
+    (dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), {}, "RoPE of type dynamic"),
     ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
     ({}, dict(fullgraph=False), "fullgraph")])
 def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, why):

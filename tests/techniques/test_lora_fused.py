@@ -205,6 +205,52 @@ def test_an_attention_of_other_code_keeps_its_linears_apart(monkeypatch):
             cached.cache_clear()
 
 
+@pytest.mark.parametrize("what", ["other states", "a look at the weight"])
+def test_an_attention_that_does_more_with_its_projections_keeps_them_apart(monkeypatch, what):
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    def projects_other_states(self, hidden_states, **kwargs):
+        hidden_states = hidden_states * 2
+        return self.o_proj(self.q_proj(hidden_states) * self.k_proj(hidden_states).repeat(1, 1, 2)
+                           + self.v_proj(hidden_states).repeat(1, 1, 2)), None
+
+    def looks_at_a_weight(self, hidden_states, **kwargs):
+        mixed = self.q_proj(hidden_states) * self.k_proj(hidden_states).repeat(1, 1, 2).to(self.q_proj.weight.dtype)
+        return self.o_proj(mixed + self.v_proj(hidden_states).repeat(1, 1, 2)), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", projects_other_states if what == "other states" else looks_at_a_weight)
+    made_once = (adapted._source, adapted._reads_hidden_states, fused_forwards._attention_kind)
+    for cached in made_once:
+        cached.cache_clear()
+    try:
+        plain, fused = pair(random_model("llama"))
+        assert dict(fused.fusion.groups) == (
+            {"mlp": 2, "linear": 8} if what == "other states" else {"attention": 2, "mlp": 2, "linear": 4})
+        close(gradients(fused), gradients(plain), 1e-5)
+    finally:
+        for cached in made_once:
+            cached.cache_clear()
+
+
+def test_another_adapter_beside_the_one_that_is_fused_acts_as_in_peft():
+    from peft import LoraConfig
+
+    models = pair(random_model("llama"))
+    for model in models:
+        model.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if ".other." in name:
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    found = []
+    for chosen in ("default", "other", ["default", "other"]):
+        for model in models:
+            model.base_model.set_adapter(chosen)
+        plain, fused = map(logits, models)
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+        found.append(fused)
+    assert all((one - found[0]).abs().max() > 0.01 for one in found[1:])
+
+
 @pytest.mark.parametrize(("options", "reason"), [({"dropout": 0.1}, "techniques.lora.dropout=0.1"),
                                                  ({"dora": True}, "techniques.lora.dora=true")])
 def test_on_is_refused_and_auto_is_off_where_no_adapter_can_be_fused(options, reason):

@@ -354,9 +354,10 @@ def test_however_the_search_ends_its_trial_ends_too(tmp_path, bench, how):
     bench.set({"all": "hang"})
     script = tmp_path / "search.py"
     script.write_text(f"""
-import sys
+import signal, sys
 from pathlib import Path
 from fxtune import trials
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored
 trials.command = lambda words, steps, file: [sys.executable, {str(bench.folder / "bench.py")!r}, "--json", str(file)]
 with trials.ended_in_order():
     trials.measure([], 1, 60)

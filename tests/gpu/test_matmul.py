@@ -1,0 +1,180 @@
+"""quack's matmul on a Hopper card: float32's numbers at the sizes of an 8B model, the same bits each time, and less time."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import reference
+import torch
+
+from fxtune import matmuls
+from fxtune.kernels import matmul
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
+from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment
+from fxtune.kernels.matmul import CUTE, mm, served
+from fxtune.kernels.profiled import operators
+from fxtune.model import DType, Init, ModelConfig, load_config
+from fxtune.pipeline import Pipeline, make_probe
+from fxtune.techniques.lora import Fused, Matmul
+from fxtune.world import World, cache_home
+
+GPU = torch.device("cuda", 0)
+R = 32
+SHAPES = {"qkv": (6144, 4096, 48), "o": (4096, 4096, 16), "gate_up": (28672, 4096, R), "down": (4096, 14336, 16)}
+"""Numbers out and in, and the padded ranks, of the groups of Llama 3's 8B."""
+
+
+@pytest.fixture(autouse=True)
+def _capable():
+    if torch.cuda.get_device_capability() != matmul.CAPABILITY:
+        pytest.skip("quack's kernel is taken on compute capability 9.0")
+    try:
+        found = metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found != matmul.VERSION:
+        pytest.skip(f"needs quack-kernels {matmul.VERSION}, and {found} is here")
+    for dtype in (torch.bfloat16, torch.float16):
+        matmul.prepare(GPU, dtype, cache_home() / "quack")
+
+
+def drawn(rows: int, columns: int, stride: int | None = None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, stride or columns, device=GPU, dtype=dtype)[:, :columns]
+
+
+@pytest.fixture
+def all_sizes(monkeypatch):
+    """Sizes that leave processors without work are the kernel's, too."""
+    monkeypatch.setattr(matmul, "FULL", 0.0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", [16384, 5003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, all_sizes):
+    out, inner, rank = SHAPES[name]
+    made = drawn(out + rank, inner + rank, dtype=dtype)
+    for left, right in ((drawn(rows, inner + rank, dtype=dtype), made[:out].t()),
+                        (drawn(rows, out + rank, dtype=dtype), made[:, :inner])):
+        into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=dtype)
+        assert served(left, right, into)
+        found = mm(left, right, into, CUTE)
+        assert found is into
+        assert torch.equal(found, mm(left, right, by=CUTE))
+        at = torch.cat([torch.arange(64), torch.arange(rows - 300, rows)]).to(GPU)  # the last tile's rows, too
+        exact = left[at].float() @ right.float()
+        assert reference.relative(found[at], exact) < reference.LIMITS["bfloat16"]
+        # and no further from float32 than cuBLAS, whose rounding of the result is the same
+        assert reference.relative(found[at], exact) <= 1.01 * reference.relative((left[at] @ right), exact)
+        assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns", "stride"), [
+    (2048, 1024, 1024, 1032), (2049, 1032, 1031, 1048), (4095, 4096, 50257, 50304), (3000, 1111, 5000, 5000)])
+@pytest.mark.parametrize("across", [False, True])
+def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_sizes):
+    up = lambda size: -(-size // 8) * 8  # noqa: E731
+    left = drawn(rows, inner, up(inner) + 16)
+    right = drawn(columns, inner, up(inner)).t() if across else drawn(inner, columns, up(columns) + 8)
+    whole = torch.full((rows, stride), 7.0, device=GPU, dtype=torch.bfloat16)
+    out = whole[:, :columns]
+    assert served(left, right, out)
+    mm(left, right, out, CUTE)
+    assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
+    assert (whole[:, columns:] == 7.0).all(), "between the rows nothing is written"
+
+
+def test_it_is_recorded_and_played(all_sizes):
+    left, right = drawn(4096, 2048), drawn(3072, 2048).t()
+    out = torch.zeros(4096, 3072, device=GPU, dtype=torch.bfloat16)  # a shape that nobody has asked for
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mm(left, right, out, CUTE)
+    left.normal_()
+    graph.replay()
+    assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
+
+
+def test_the_profiler_sees_quack():
+    left, right, out = drawn(16384, 4096), drawn(4096, 4096), drawn(16384, 4096)
+    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": matmuls.OPERATOR})["cute"]
+    print(sorted(seen.kernels))
+    assert seen.calls == 1
+    assert not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels), seen.kernels
+
+
+def group(outs, inner, ranks):
+    a = [(torch.randn(rank, inner, device=GPU) / inner**0.5).requires_grad_() for rank in ranks]
+    b = [(torch.randn(out, rank, device=GPU) * 0.1).requires_grad_() for out, rank in zip(outs, ranks, strict=True)]
+    return a, b, augment([drawn(out, inner) / inner**0.5 for out in outs], ranks)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_operators_and_head_are_those_of_cublas(tiles):
+    rows = 16384 * tiles
+    a, b, up = group((14336, 14336), 4096, (16, 16))
+    a_down, b_down, down = group((4096,), 14336, (16,))
+    head, labels = drawn(32000, 4096) / 64, torch.randint(0, 32000, (4096,), device=GPU)
+    x = drawn(rows, 4096)
+    found = []
+    for kind, by in ((DENSE, matmul.CUBLAS), (DENSE_CUTE, CUTE)):
+        leaf = x.clone().requires_grad_()
+        y = lora_mlp(leaf, a + a_down, b + b_down, [up], [down], [2.0] * 3, kind, kind, tiles=tiles)
+        z = lora_linear(y, a[:1], b[:1], [augment([up[:14336, :4096]], [16])], [2.0], kind)
+        loss = linear_cross_entropy(y[:4096], head, labels, by=by)
+        grads = torch.autograd.grad(loss / 4096 + z.float().square().mean(), [leaf, *a, *b, *a_down, *b_down])
+        found.append([y.detach(), loss.detach(), *grads])
+    for one, other in zip(*found, strict=True):
+        assert reference.relative(other, one) < 1e-2
+
+
+def test_a_model_is_built_with_it_and_says_so():
+    shape = dict(reference.SHAPES["llama"], hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                 num_key_value_heads=8)
+    model, world = ModelConfig(path=None, architecture=shape, init=Init.random, dtype=DType.bfloat16), World.create()
+    told = {}
+    for choice in (Matmul.auto, Matmul.cublas, Matmul.cute):
+        pipeline = Pipeline()
+        pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Fused.on, choice
+        config = load_config(model)
+        facts = world.facts(model=config.to_dict(), dtype="bfloat16", packing=True, sequence_length=8192, rows=(8192,),
+                            micro_batch_size=2)
+        chosen, notes = pipeline.ready(facts)
+        built = chosen.build(model, config, world, 0)
+        told[choice] = [one.observed for one in chosen.prove(built, make_probe(built)) if "matmul" in one.asked], notes
+    print(told)
+    assert any("matmul cute" in note for note in told[Matmul.auto][1])
+    assert told[Matmul.cublas][0] == []
+    assert all("2 products by" in told[one][0][0] for one in (Matmul.auto, Matmul.cute))
+
+
+def test_it_takes_less_time():
+    """Printed; asserted only that it is no slower, since the card's clock depends on what it did before."""
+    times = {}
+    for name in ("gate_up", "down"):
+        out, inner, rank = SHAPES[name]
+        made = drawn(out + rank, inner + rank)
+        for way, left, right in (("forward", drawn(16384, inner + rank), made[:out].t()),
+                                 ("dx", drawn(16384, out + rank), made[:, :inner])):
+            into = torch.empty(16384, right.shape[1], device=GPU, dtype=torch.bfloat16)
+            times[f"{name} {way}"] = [milliseconds(lambda by=by, left=left, right=right, into=into: mm(left, right, into, by))
+                                      for by in (matmul.CUBLAS, CUTE)]
+    for name, (cublas, cute) in times.items():
+        print(f"{name}: cuBLAS {cublas:.3f} ms, quack {cute:.3f} ms")
+    assert sum(cute for _, cute in times.values()) < 1.01 * sum(cublas for cublas, _ in times.values()), times
+
+
+def milliseconds(run, seconds: float = 0.3) -> float:
+    """Under the load that a step is: back to back, the card at its limit."""
+    def took(count: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / count
+
+    return took(max(round(seconds * 1e3 / took(3)), 3))

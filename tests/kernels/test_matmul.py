@@ -1,0 +1,303 @@
+"""Who multiplies: the choice, what quack is handed, its absence, its compiler's failure. The kernel: tests/gpu/test_matmul.py."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from architectures import FAMILIES, built, facts_of, lora, random_model
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxtune import matmuls
+from fxtune.errors import HardwareError
+from fxtune.kernels import linear_cross_entropy as heads
+from fxtune.kernels import matmul
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment
+from fxtune.kernels.matmul import CUBLAS, CUTE, filled, mm, served
+from fxtune.loss import Loss
+from fxtune.pipeline import make_probe
+from fxtune.techniques.lora import Fused, Matmul
+from fxtune.world import Facts
+
+H200 = Facts(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16", sequence_length=4096, rows=(4096,),
+             micro_batch_size=4, packages={"quack-kernels": matmul.VERSION})
+
+
+class Calls(TorchDispatchMode):
+    """Shapes [rows, inner, columns] of the products that are the CuTe kernel's."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fxtune.cute_mm.default:
+            self.found.append((*args[0].shape, args[1].shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A CPU taken for a card that the kernel is for, and products large from 8 rows on: the operator is then its reference."""
+    monkeypatch.setattr(matmul, "_processors", lambda device: 132)
+    monkeypatch.setattr(matmul, "FULL", 0.0)
+    monkeypatch.setattr(matmul, "LEAST_ROWS", 8)
+    monkeypatch.setattr(matmul, "LEAST_SIZE", 16)
+
+
+@pytest.fixture
+def by_op(monkeypatch):
+    """[rows, inner, columns] of each product that the CuTe kernel is given, inside of operators too."""
+    seen, real = [], matmul.served
+
+    def watched(left, right, out):
+        if taken := real(left, right, out):
+            seen.append((*left.shape, right.shape[1]))
+        return taken
+
+    monkeypatch.setattr(matmul, "served", watched)
+    return seen
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """A package of quack's that multiplies by torch and keeps what it was called with."""
+    calls = []
+
+    def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, *, pingpong, persistent, is_dynamic_persistent, b_kn):
+        assert (C, semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, None, True, False, False)
+        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride()))
+        D.copy_(A.float() @ B.float())
+
+    top, inner, cache = ModuleType("quack"), ModuleType("quack.gemm"), ModuleType("quack.cache")
+    inner.gemm, cache.CACHE_DIR, top.cache, top.gemm = gemm, None, cache, inner
+    for name, module in (("quack", top), ("quack.gemm", inner), ("quack.cache", cache)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(matmul, "_READY", set())
+    top.calls = calls
+    return top
+
+
+def drawn(rows, columns, stride=None, dtype=torch.bfloat16, at=0):
+    return torch.randn(rows, (stride or columns) + at, dtype=dtype)[:, at:at + columns]
+
+
+def test_a_cpu_has_no_such_kernel():
+    assert not served(drawn(4096, 1024), drawn(1024, 1024), drawn(4096, 1024))
+    x, w = drawn(20, 32), drawn(32, 24)
+    torch.testing.assert_close(mm(x, w, by=CUTE), x @ w, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "columns", "expected"), [
+    (132 * 256, 192, 1.0), (256, 132 * 192, 0.5), (132 * 256 + 1, 192, 33793 / (2 * 132 * 256)), (256, 192, 1 / 132),
+    (16384, 4096, 16384 * 4096 / (11 * 132 * 256 * 192)), (4096, 4096, 4096 * 4096 / (3 * 132 * 256 * 192))])
+def test_how_much_of_the_processors_time_makes_numbers(rows, columns, expected):
+    assert filled(rows, columns, 132) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("change", "taken"), [
+    ({}, True), ({"across": True}, True), ({"dtype": torch.float16}, True), ({"stride": 1032}, True),
+    ({"dtype": torch.float32}, False), ({"rows": 1024}, False), ({"inner": 1000}, False), ({"columns": 1000}, False),
+    ({"stride": 1028}, False), ({"at": 4}, False), ({"columns": 1088}, False)])
+def test_what_the_kernel_serves(monkeypatch, change, taken):
+    monkeypatch.setattr(matmul, "_processors", lambda device: 132)
+    known = dict(rows=32768, inner=1024, columns=1536, dtype=torch.bfloat16, across=False, stride=None, at=0) | change
+    rows, inner, columns, dtype = (known[name] for name in ("rows", "inner", "columns", "dtype"))
+    stride = known["stride"] and known["stride"] - 1024 + inner
+    left, out = drawn(rows, inner, stride, dtype, known["at"]), torch.empty(rows, columns, dtype=dtype)
+    right = drawn(columns, inner, dtype=dtype).t() if known["across"] else drawn(inner, columns, dtype=dtype)
+    assert served(left, right, out) == taken
+    assert not served(left, right, torch.empty(rows, columns, dtype=torch.float64))
+
+
+def test_a_product_is_one_to_whoever_looks(small):
+    x, w = drawn(20, 32, 40), drawn(24, 32, 48).t()
+    out = torch.empty(20, 40, dtype=torch.bfloat16)[:, :24]
+    with Calls() as mode:
+        found = mm(x, w, out, CUTE)
+        mm(x, w, out, CUBLAS)
+        mm(x, w)
+    assert (mode.found, found is out) == ([(20, 32, 24)], True)
+    torch.testing.assert_close(out, x @ w, rtol=0, atol=0)
+    with FlopCounterMode(display=False) as counted:
+        mm(x, w, by=CUTE)
+    assert counted.get_total_flops() == 2 * 20 * 32 * 24
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert mm(torch.empty(20, 32), torch.empty(32, 24), by=CUTE).shape == (20, 24)
+
+
+def groups(rows=24, inner=32, outs=(16, 24), rank=4):
+    x = torch.randn(rows, inner, requires_grad=True)
+    a = [torch.randn(rank, inner, requires_grad=True) for _ in outs]
+    b = [torch.randn(out, rank, requires_grad=True) for out in outs]
+    return x, a, b, augment([torch.randn(out, inner) for out in outs], [rank] * len(outs))
+
+
+def test_the_kind_of_a_group_says_who_multiplies(small, by_op):
+    results = []
+    for kind in (DENSE, DENSE_CUTE, DENSE):  # two models in one process, one after the other and again
+        torch.manual_seed(0)
+        x, a, b, made = groups()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = lora_linear(x, a, b, [made], [2.0, 2.0], kind)
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad, *(one.grad for one in a + b)))
+        assert by_op == ([] if kind == DENSE else [(24, 48, 40), (24, 56, 32)])
+        by_op.clear()
+    for one, other, third in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, third, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_an_mlps_products_are_all_the_kernels(small, by_op, tiles):
+    x, a, b, up = groups(rows=32, outs=(48, 48))
+    _, a_down, b_down, down = groups(inner=48, outs=(32,))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = lora_mlp(x, a + a_down, b + b_down, [up], [down], [1.0] * 3, DENSE_CUTE, DENSE_CUTE, tiles=tiles)
+    rows = 32 // tiles
+    forward = [(rows, 48, 96), (rows, 64, 32)]
+    assert by_op == forward * tiles
+    by_op.clear()
+    y.float().sum().backward()
+    assert by_op == ([*forward[:1 if tiles > 1 else 0], (rows, 48, 48), (rows, 112, 32)]) * tiles
+
+
+def test_the_head_multiplies_by_it_forward_and_backward(small, by_op):
+    weight, labels = torch.randn(50, 32, dtype=torch.bfloat16), torch.arange(20)
+    found = []
+    for by in (CUBLAS, CUTE):
+        hidden = torch.ones(20, 32, dtype=torch.bfloat16).cumsum(0).div_(20).requires_grad_()
+        loss = heads.linear_cross_entropy(hidden, weight, labels, by=by, chunk_rows=10)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, heads.row_losses(hidden, weight, labels, by=by)))
+    # On a CPU the logits' rows begin every 50 numbers, which is not on 16 bytes. On a GPU they do: every 64.
+    assert by_op == []
+    weight, labels = torch.randn(64, 32, dtype=torch.bfloat16), torch.arange(20)
+    heads.linear_cross_entropy(hidden.detach().requires_grad_(), weight, labels, by=CUTE, chunk_rows=10)
+    assert by_op == [(10, 32, 64), (10, 64, 32)] * 2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folder(quack, tmp_path):
+    state = torch.random.get_rng_state()
+    matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
+    assert str(tmp_path) == quack.cache.CACHE_DIR
+    assert [call[:7] for call in quack.calls] == [(256, 192, 2, 1, False, True, False)] * 2
+    assert [call[7:] for call in quack.calls] == [((1064, 1), (784, 1)), ((1064, 1), (1, 1064))]  # both orders in memory
+    matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
+    assert len(quack.calls) == 2
+    assert torch.equal(state, torch.random.get_rng_state())
+    quack.cache.CACHE_DIR = "/the/users/own"
+    with torch.autocast("cpu", torch.bfloat16):
+        matmul.prepare(torch.device("cpu"), torch.float16, tmp_path)
+    assert (quack.cache.CACHE_DIR, len(quack.calls)) == ("/the/users/own", 4)
+
+
+def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
+    right = quack.gemm.gemm
+    quack.gemm.gemm = lambda A, B, D, *rest, **named: (right(A, B, D, *rest, **named), D[-1].zero_())
+    with pytest.raises(RuntimeError, match="from float32's"):
+        matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
+
+
+@pytest.mark.parametrize(("facts", "reason"), [
+    (replace(H200, capability=(8, 0), device_name="NVIDIA A100"), "9.0 (H100, H200), and this is NVIDIA A100, 8.0"),
+    (replace(H200, capability=(10, 0), device_name="NVIDIA B200"), "this is NVIDIA B200, 10.0"),
+    (replace(H200, device="cpu", capability=None), "and this is cpu"),
+    (replace(H200, packages={}), "none is installed: pip install 'quack-kernels[cu13]==0.6.5'"),
+    (replace(H200, packages={"quack-kernels": "0.7.0"}), "0.7.0 is installed: pip install"),
+    (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
+    (replace(H200, techniques={"quantize": {}}), "techniques.quantize.enabled=true"),
+    (replace(H200, micro_batch_size=1, rows=(1024,)), "a micro-batch has 1,024"),
+    (replace(H200, model={"hidden_size": 576}), "some of 576")])
+def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason):
+    assert matmuls.hindrance(H200) is None
+    assert reason in matmuls.hindrance(facts)
+    facts = replace(facts, model=random_shape() | facts.model,
+                    techniques={"lora": {"dropout": 0.0, "dora": False}, **facts.techniques})
+    named, auto = lora(matmul=Matmul.cute, fused=Fused.on).lora, lora(fused=Fused.on).lora
+    assert any(one.startswith("matmul: cute, but ") and reason in one for one in named.check(facts))
+    assert not any("matmul" in one for one in auto.check(facts))
+    note = auto.resolve(facts)
+    assert auto.matmul is Matmul.cublas
+    assert note is None if facts.device == "cpu" else reason in note
+    assert not any("matmul" in one for one in lora(matmul=Matmul.cublas).lora.check(facts))
+
+
+def random_shape() -> dict:
+    return {**FAMILIES["llama"], "hidden_size": 4096, "intermediate_size": 14336}
+
+
+def test_auto_takes_it_on_a_card_that_it_is_for():
+    facts = replace(H200, model=random_shape(), techniques={"lora": {"dropout": 0.0, "dora": False}})
+    technique = lora(fused=Fused.on).lora
+    assert technique.resolve(facts) == "matmul cute (the faster kernel for large products on this card)"
+    assert technique.matmul is Matmul.cute
+    assert not any("matmul" in one for one in lora(matmul=Matmul.cute).lora.check(facts))
+    off = lora(fused=Fused.off).lora
+    assert (off.resolve(facts), off.matmul) == (None, Matmul.cublas)
+    assert any("fused=off" in one for one in lora(fused=Fused.off, matmul=Matmul.cute).lora.check(facts))
+    dropout = replace(facts, techniques={"lora": {"dropout": 0.1, "dora": False}})
+    assert any("dropout=0.1" in one for one in lora(matmul=Matmul.cute).lora.check(dropout))
+
+
+def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
+    """A model of two small layers in bfloat16, built as if the card were one that the kernel is for."""
+    monkeypatch.setattr(matmuls, "hindrance", lambda facts: None)
+    pipeline = lora(fused=Fused.on, matmul=matmul_, **options)
+    pipeline.lora._may_be_cublas = optional
+    return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
+
+
+def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op, quack):
+    _, plain = model_with(monkeypatch, Matmul.cublas)
+    _, cute = model_with(monkeypatch, Matmul.cute)
+    assert (Loss(plain).by, Loss(cute).by) == (CUBLAS, CUTE)
+    outs = []
+    for model, calls in ((plain, False), (cute, True), (plain, False)):
+        by_op.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(model(**make_probe(model)).logits)
+        assert bool(by_op) == calls
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monkeypatch, small, quack):
+    _, model = model_with(monkeypatch, Matmul.cute)
+    with torch.autocast("cpu", torch.bfloat16):
+        told, was = matmuls.ran(model)
+        assert was, told
+        assert "2 products" in told
+        monkeypatch.setattr(matmul, "LEAST_SIZE", 4096)
+        told, was = matmuls.ran(model)
+        assert was is None
+        assert "large enough" in told
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_auto(monkeypatch, small, quack):
+    def broken(*_, **__):
+        raise TypeError("no such architecture\nsecond line")
+
+    quack.gemm.gemm = broken
+    with pytest.raises(HardwareError, match=r"techniques.lora.matmul=cute: .*TypeError: no such architecture\)"):
+        model_with(monkeypatch, Matmul.cute)
+    pipeline, model = model_with(monkeypatch, Matmul.cute, optional=True)
+    assert Loss(model).by == CUBLAS
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [one for one in pipeline.lora.verify(model, make_probe(model)) if "matmul" in one.asked]
+    assert [one.acted for one in found] == [True]
+    assert found[0].observed == "cuBLAS, since that did not compile here (TypeError: no such architecture)"
+
+
+def test_facts_know_the_package():
+    assert "quack-kernels" in __import__("fxtune.world", fromlist=["PACKAGES"]).PACKAGES
+    assert facts_of(random_model("llama")).packages.get("quack-kernels") is None

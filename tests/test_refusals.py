@@ -130,6 +130,9 @@ CASES = [
          **{"techniques.quantize": "(?i)install"}),
     case("fp8 on Ampere", A100, BFLOAT16, LORA, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8",
          **{"techniques.quantize.type": "fp8"}),
+    case("quack's matmul on Ampere", A100, BFLOAT16, LORA, "techniques.lora.matmul=cute", **{"techniques.lora.matmul": "9.0"}),
+    case("quack's matmul without its package", BARE, BFLOAT16, LORA, "techniques.lora.matmul=cute",
+         **{"techniques.lora.matmul": "pip install"}),
     case("PiSSA on a quantised base", H200, BFLOAT16, LORA, "techniques.quantize.enabled=true", "techniques.lora.init=pissa",
          **{"techniques.lora.init": "pissa"}),
     # compile

@@ -102,6 +102,9 @@ class Liger(Technique):
     """Rows whose logits it holds at once; null: as many as fit into 1 GiB."""
 
     def check(self, facts: Facts) -> Iterator[str]:
+        if self.chunk_rows is not None and self.fused_linear_cross_entropy is Switch.off:
+            yield ("chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave chunk_rows "
+                   "out.")
         wanted = {name: switch for name in WHAT if (switch := Switch(getattr(self, name))) is not Switch.off}
         if not wanted:
             return
@@ -136,6 +139,7 @@ class Liger(Technique):
             size = _tokens(facts) * facts.text.get("vocab_size", 0) * 4
             on = size > FEW_LOGITS
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
+            self.chunk_rows = self.chunk_rows if on else None
             notes.append(f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
                          f"{size / 2**30:.2g} GiB in float32)")
         if Switch.on not in [self.fused_linear_cross_entropy, *(getattr(self, name) for name in WHAT)]:

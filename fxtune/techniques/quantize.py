@@ -91,6 +91,8 @@ class Quantize(Technique):
             yield f"library: {library.value} is not installed. Install it: pip install 'fxtune[quant]'."
         if self.type is Type.nf4 and library is Library.torchao and not self.double:
             yield "double: torchao's nf4 always quantises its scales. Set it to true, or library to bitsandbytes."
+        if self.type is not Type.nf4 and not self.double:
+            yield f"double: nf4's scales alone can be quantised, and type is {self.type.value}. Set it to true, or type to nf4."
         yield from self._compute(facts)
         yield from self._adapters(lora or {}, library)
         model = skeleton(facts.model)

@@ -274,6 +274,7 @@ def test_arguments_are_those_of_liger_s_own_patches():
     ({**FAMILIES["mistral"], "hidden_act": "gelu"}, {"geglu": Switch.on}, GPU, "geglu: mistral with this config has no GeGLU"),
     ({**FAMILIES["llama"]}, {"rms_norm": Switch.on}, {}, "rms_norm: Liger's kernels are Triton's and need a GPU"),
     ({**FAMILIES["llama"]}, {}, {**GPU, "packages": {}}, "enabled: the package liger-kernel is not installed: pip install"),
+    ({**FAMILIES["llama"]}, {"chunk_rows": 64, "fused_linear_cross_entropy": Switch.off}, GPU, "chunk_rows: .* leave chunk_rows"),
 ])
 def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
     asked = Liger(enabled=True, **options)
@@ -318,8 +319,9 @@ def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
 
 
 def test_auto_fuses_the_loss_where_logits_would_be_large():
-    chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2})
+    chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2}, chunk_rows=64)
     assert chosen.fused_linear_cross_entropy is Switch.off
+    assert not list(chosen.check(facts_of(random_model("llama")))), "what auto left unread is no error"
     assert "logits are up to 0.062 GiB" in note
     chosen, _ = resolved({"rows": (512, 131072), "micro_batch_size": 2})
     assert chosen.fused_linear_cross_entropy is Switch.on

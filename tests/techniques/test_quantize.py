@@ -244,6 +244,7 @@ def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None
     ({"facts": {"packages": {}}}, "library: bitsandbytes is not installed. Install it: pip install 'fxtune[quant]'"),
     ({"facts": {"packages": {}}, "here": {"library": Library.auto}}, "library: neither bitsandbytes nor torchao is installed"),
     ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
+    ({"kind": "int8", "here": {"double": False}}, "double: nf4's scales alone can be quantised, and type is int8"),
     ({"kind": "nf4_torchao"}, "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
                               "model.layers.0.self_attn.q_proj"),
     ({"kind": "int8", "facts": {**T4, "capability": (7, 0)}}, "type: int8 needs compute capability 7.5, and Tesla T4 has 7.0."),

@@ -177,7 +177,8 @@ def _one_mlp(module: Any) -> str | None:
     if _adapted(module, MLP) != list(MLP):
         return None
     linears = [getattr(module, name) for name in MLP]
-    plain = all(linear.get_base_layer().bias is None for linear in linears) and kind_of(linears[0]) == kind_of(linears[1])
+    plain = all(linear.get_base_layer().bias is None for linear in linears) and (
+        kind_of(linears[0]), _dtype(linears[0])) == (kind_of(linears[1]), _dtype(linears[1]))
     return _activation(module) if plain else None
 
 
@@ -186,8 +187,14 @@ def _projections(module: Any) -> list[str]:
     attention: Any = type(module)
     names = [name for name in _adapted(module, PROJECTIONS) if _reads_hidden_states(attention, name)]
     linears = [getattr(module, name) for name in names]
-    alike = len({(kind_of(one), one.get_base_layer().bias is None, one.in_features) for one in linears}) == 1
+    alike = len({(kind_of(one), _dtype(one), one.get_base_layer().bias is None, one.in_features) for one in linears}) == 1
     return names if alike and len(names) > 1 else []
+
+
+def _dtype(module: Any) -> torch.dtype:
+    """Of the weight that an adapted linear is over; one buffer has one."""
+    dtype: torch.dtype = module.get_base_layer().weight.dtype
+    return dtype
 
 
 def _adapted(module: Any, names: Sequence[str]) -> list[str]:

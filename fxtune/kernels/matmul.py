@@ -62,6 +62,11 @@ def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBL
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
+FARTHEST = 2**31
+"""Numbers from the first to the last of a factor or of the result from which cuBLAS is taken: whether the kernel's strides hold
+more than 32 bits there has not been shown."""
+
+
 def served(left: Tensor, right: Tensor, out: Tensor) -> bool:
     """Whether this product is one for the CuTe kernel: on a card that it is for, in 16 bits, large, and readable by it.
 
@@ -71,6 +76,8 @@ def served(left: Tensor, right: Tensor, out: Tensor) -> bool:
     if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, out.dtype} != {left.dtype}:
         return False
     if rows < LEAST_ROWS or min(inner, columns) < LEAST_SIZE:
+        return False
+    if max(one.shape[0] * one.stride(0) for one in (left, out)) >= FARTHEST:
         return False
     processors = _processors(left.device)
     if not processors or filled(rows, columns, processors) < FULL:

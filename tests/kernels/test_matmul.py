@@ -301,3 +301,11 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
 def test_facts_know_the_package():
     assert "quack-kernels" in __import__("fxtune.world", fromlist=["PACKAGES"]).PACKAGES
     assert facts_of(random_model("llama")).packages.get("quack-kernels") is None
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(65536, True), (76800, False)])
+def test_what_32_bits_cannot_reach_is_cublass(monkeypatch, rows, taken):
+    monkeypatch.setattr(matmul, "_processors", lambda device: 132)
+    left, right, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in
+                        ((rows, 4096), (4096, 28672), (rows, 28672)))
+    assert served(left, right, out) == taken

@@ -135,6 +135,15 @@ def test_the_frozen_weights_are_stored_once_and_the_adapters_beside_them_are_nev
     assert (logits(model) - before).abs().max() > 0.01
 
 
+def test_linears_of_unlike_dtypes_have_no_buffer_in_common():
+    pipeline = lora(fused=Fused.off)
+    model = built(pipeline, random_model("llama"))
+    for layer in decoder_layers(model):
+        layer.self_attn.k_proj.get_base_layer().double()
+        layer.mlp.up_proj.get_base_layer().double()
+    assert dict(adapted.fuse(model).groups) == {"linear": 14}
+
+
 def test_adapters_switched_off_and_merged_are_the_base_and_the_sum():
     plain, fused = pair(random_model("llama"))
     with fused.disable_adapter():

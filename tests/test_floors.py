@@ -35,8 +35,8 @@ DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversatio
         "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
 """Inside data/: each may import those before it."""
 
-KERNELS = ["quantized", "fp8_ends", "linear_cross_entropy", "lora_adapters", "lora_base", "lora_fp8", "fused_lora",
-           "fused_forwards", "liger_forwards"]
+KERNELS = ["gated_triton", "gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
+           "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "fused_forwards", "liger_forwards"]
 """Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 
 

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fxtune.kernels.activation import activation
+
 TILE = (64, 64, 4)
 """Rows, columns and warps of a program."""
 WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
@@ -24,7 +26,6 @@ WALK_ROWS = 512
 """Rows that a program walks down; of fewer each tile is a program's."""
 RANKS = 64
 """Columns of xa that are multiplied at once."""
-ACTS = ("silu", "gelu_pytorch_tanh")
 
 Share = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,11 +38,11 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
         each = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
         _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, each))](
             gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1], each,
-            ACT=ACTS.index(act), RANKS=_block(xa), **WALK)
+            SILU=act == "silu", RANKS=_block(xa), **WALK)
     elif rows:
         _forward[(triton.cdiv(width, TILE[1]), triton.cdiv(rows, TILE[0]))](
             gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1],
-            ACT=ACTS.index(act), RANKS=_block(xa), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
+            SILU=act == "silu", RANKS=_block(xa), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
 
 
 def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tensor, share: Share, above: Share) -> None:
@@ -55,7 +56,7 @@ def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tenso
     if rows:
         _backward[(triton.cdiv(width, TILE[1]), triton.cdiv(rows, TILE[0]))](
             gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), dp, dp.stride(0), ya, ya.stride(0), a, a.stride(0),
-            out, out.stride(0), rows, width, xa.shape[1], len(a), ACT=ACTS.index(act), RANKS=_block(xa), ABOVE=_block(ya),
+            out, out.stride(0), rows, width, xa.shape[1], len(a), SILU=act == "silu", RANKS=_block(xa), ABOVE=_block(ya),
             ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
 
 
@@ -67,18 +68,6 @@ def _checked(gate_up: torch.Tensor, out: torch.Tensor, xa: torch.Tensor, b: torc
 
 def _block(xa: torch.Tensor) -> int:
     return int(min(max(triton.next_power_of_2(xa.shape[1]), 16), RANKS))
-
-
-@triton.jit
-def _bend(gate, ACT: tl.constexpr):
-    """(act(gate), act'(gate)). tanh by way of the sigmoid: it is in triton itself everywhere."""
-    if ACT == 0:
-        s = tl.sigmoid(gate)
-        slope = s * (1.0 + gate * (1.0 - s))
-    else:
-        s = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))  # (1 + tanh) / 2
-        slope = s + gate * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-    return gate * s, slope
 
 
 @triton.jit
@@ -108,19 +97,19 @@ def _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride
 
 @triton.jit
 def _forward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_ptr, out_stride, rows, width, ranks,
-             ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+             SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     gate, up = _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks,
                             RANKS)
-    bent, _ = _bend(gate, ACT)
+    bent, _ = activation(gate, SILU)
     tl.store(out_ptr + row * out_stride + column, (bent * up).to(out_ptr.dtype.element_ty),
              mask=(row < rows) & (column < width))
 
 
 @triton.jit
 def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_ptr, out_stride, rows, width, ranks, each,
-          ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+          SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     """The forward pass for `each` rows and a block of columns, whose part of b stays on the processor."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
@@ -138,14 +127,14 @@ def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_p
         up = tl.load(gate_at + width + (step * gate_up_stride + column), mask=inside, other=0.0).to(tl.float32)
         xa_at = xa_ptr + at * xa_stride + (step * xa_stride + rank[None, :])
         xa = tl.load(xa_at, mask=below & (rank[None, :] < ranks), other=0.0)
-        bent, _ = _bend(tl.dot(xa, b_gate, gate), ACT)
+        bent, _ = activation(tl.dot(xa, b_gate, gate), SILU)
         p = bent * tl.dot(xa, b_up, up)
         tl.store(out_ptr + at * out_stride + (step * out_stride + column), p.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, dp_ptr, dp_stride, ya_ptr, ya_stride, a_ptr,
-              a_stride, out_ptr, out_stride, rows, width, ranks, above, ACT: tl.constexpr, RANKS: tl.constexpr,
+              a_stride, out_ptr, out_stride, rows, width, ranks, above, SILU: tl.constexpr, RANKS: tl.constexpr,
               ABOVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -155,7 +144,7 @@ def _backward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, d
     dp = _added(dp, ya_ptr, ya_stride, a_ptr, a_stride, 1, row, column, rows, width, above, ABOVE)
     gate, up = _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks,
                             RANKS)
-    bent, slope = _bend(gate, ACT)
+    bent, slope = activation(gate, SILU)
     out_ptr += row * out_stride + column
     tl.store(out_ptr, (dp * up * slope).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + width, (dp * bent).to(out_ptr.dtype.element_ty), mask=inside)

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxtune.kernels.activation import activation
+
 NARROW = 16
 """The largest rank whose sums fit into registers beside all of a shape's columns; up to twice that, it takes half of them."""
 PLAIN = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
@@ -88,18 +90,6 @@ def _parts(rows: int, blocks: int) -> int:
 
 
 @triton.jit
-def _activation(gate, SILU: tl.constexpr):
-    """act(gate) and its derivative, float32. tanh by way of the sigmoid, which is in triton itself everywhere."""
-    if SILU:
-        s = tl.sigmoid(gate)
-        slope = s * (1.0 + gate * (1.0 - s))
-    else:
-        s = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))  # (1 + tanh) / 2
-        slope = s + gate * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-    return gate * s, slope
-
-
-@triton.jit
 def _tile(pointer, stride, row, column, inside):
     return tl.load(pointer + (row * stride + column), mask=inside, other=0.0)
 
@@ -151,7 +141,7 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
             gate = tl.dot(xa_gate, b_gate, gate)
             up = tl.dot(xa_up, b_up, up)
             dp = tl.dot(dyb, a, dp)
-        value, slope = _activation(gate, SILU)
+        value, slope = activation(gate, SILU)
         d_gate, d_up, p = (dp * up * slope).to(kind), (dp * value).to(kind), (value * up).to(kind)
         to = out_ptr + at * out_stride
         tl.store(to + (step * out_stride + column), d_gate, mask=inside)

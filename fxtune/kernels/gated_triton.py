@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxtune.kernels.activation import activation
+
 BLOCK = 2048
 """Columns of a program."""
 
@@ -42,22 +44,6 @@ def _size(width: int) -> tuple[int, int]:
     """Columns and warps of a program: eight numbers a thread."""
     block = min(BLOCK, triton.next_power_of_2(width))
     return block, max(block // 256, 1)
-
-
-@triton.jit
-def activation(gate, SILU: tl.constexpr):
-    """act(gate) and its derivative, float32. tanh by way of the sigmoid, which is in triton itself everywhere."""
-    if SILU:
-        sigmoid = tl.sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    else:
-        squared = gate * gate
-        bent = 2.0 * tl.sigmoid(2.0 * 0.7978845608028654 * gate * (1.0 + 0.044715 * squared)) - 1.0
-        value = 0.5 * gate * (1.0 + bent)
-        slope = (0.5 * (1.0 + bent)
-                 + 0.5 * gate * (1.0 - bent * bent) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * squared))
-    return value, slope
 
 
 @triton.jit

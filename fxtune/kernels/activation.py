@@ -1,0 +1,20 @@
+"""The activation of a gated MLP inside Triton kernels: one formula for those of gated_triton.py, gated_lora_triton.py and
+gated_sums_triton.py. Imported only where there is a GPU: triton is no part of torch's CPU builds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activation(gate, SILU: tl.constexpr):
+    """act(gate) and its derivative, float32. tanh by way of the sigmoid, which is in triton itself everywhere."""
+    if SILU:
+        s = tl.sigmoid(gate)
+        slope = s * (1.0 + gate * (1.0 - s))
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))  # (1 + tanh) / 2
+        slope = s + gate * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    return gate * s, slope

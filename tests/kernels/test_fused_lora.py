@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import weakref
 from functools import partial
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -444,11 +442,5 @@ class Calls(TorchDispatchMode):
         return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
 
 
-def test_the_triton_kernels_are_the_plain_ones(tmp_path):
-    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
-    pytest.importorskip("triton")
-    here = Path(__file__).resolve()
-    run = subprocess.run([sys.executable, str(here.with_name("interpreted_lora.py"))], capture_output=True, text=True,
-                         check=False, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[2])})
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["48", "compared"]
+def test_the_triton_kernels_are_the_plain_ones():
+    assert interpreted(Path(__file__).with_name("interpreted_lora.py")) == ["48", "compared"]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,15 +157,9 @@ def test_a_head_of_another_dtype_than_the_hidden_states_decides():
 
 
 def test_the_triton_kernel_is_the_plain_one(tmp_path):
-    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
-    pytest.importorskip("triton")
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)
-    here = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, str(script)], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here)},
-                         capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["72", "compared"]
+    assert interpreted(script) == ["72", "compared"]
 
 
 INTERPRETED = """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import FAMILIES, SIZES, built, lora, random_model
+from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -303,10 +301,4 @@ def test_an_attention_of_another_form_is_refused_in_words():
 
 
 def test_the_triton_kernel_is_the_plain_one():
-    """In triton's interpreter, which must be chosen before triton is imported: a process of its own."""
-    pytest.importorskip("triton")
-    here = Path(__file__).resolve()
-    run = subprocess.run([sys.executable, str(here.with_name("interpreted_rotary.py"))], capture_output=True, text=True,
-                         check=False, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[2])})
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["72", "compared"]
+    assert interpreted(Path(__file__).with_name("interpreted_rotary.py")) == ["72", "compared"]

@@ -6,118 +6,74 @@ before a model or a dataset is touched.
 
 from __future__ import annotations
 
+import os
+import sys
+
+if (__name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir)
+        != os.path.dirname(os.path.dirname(os.path.realpath(__file__)))):
+    # `python -m` looks for modules in the working directory first: a wandb.py among somebody's data must not be imported.
+    del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that start below
+
 import argparse
 import hashlib
 import importlib
 import inspect
-import os
+import io
+import json
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxtune import __version__, library
-from fxtune.errors import ConfigError, UserError
+from fxtune.errors import ConfigError, HardwareError, Stopped, UserError
+from fxtune.redact import redact_text, redacted_output
+from fxtune.signals import SIGNALS
+from fxtune.words import HELP, WORDS, Word
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-@dataclass(frozen=True)
-class Word:
-    module: str
-    """Whose `run(config)` is called."""
-    line: str
-    reads_data: bool = False
-    plain: str | None = None
-    """The module's function for plain words after this one (`fxtune merge ADAPTER FOLDER`), which gets them one by one."""
-    plain_only: bool = False
-    flags: tuple[str, ...] = ()
-    """Options of this word alone, which `run` gets by name: true or false."""
-    values: tuple[str, ...] = ()
-    """Likewise, those that take a value: its text, or None."""
-    told: bool = False
-    """`run` also gets `overrides`, the recipes, groups and keys as they were typed: it starts processes with them."""
-    alone: bool = False
-    """Without a recipe or a key there is nothing to compose: `run(None)`."""
-
-
-WORDS = {
-    "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
-    "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
-    "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
-                   reads_data=True, flags=("loss", "each"), values=("json",)),
-    "bench": Word("fxtune.commands.bench", "measure the recipe: speed, memory, energy, money, what each technique is worth",
-                  reads_data=True, flags=("ablate", "profile"), values=("steps", "warm_up", "price", "json"), told=True),
-    "tune": Word("fxtune.commands.tune", "try settings for speed at equal loss, and write the fastest as a recipe",
-                 reads_data=True, flags=("dry_run", "again"), values=("axes", "minutes", "steps", "output", "json"), told=True),
-    "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
-                   values=("json",), alone=True),
-    "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
-                 reads_data=True),
-    "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
-    "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
-                    plain="run", plain_only=True),
-}
-
-HELP = """\
-fxtune {version}: fine-tune Hugging Face language models from short recipes
-
-usage: fxtune [WORD] +recipe=NAME [key=value ...]
-
-words
-{words}
-
-examples
-  fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in two minutes
-  fxtune preview +recipe=quickstart                    look at the samples first
-  fxtune verify +recipe=quickstart --loss              is every technique on, is the loss right?
-  fxtune +recipe=quickstart optimizer.lr=1e-3          change any key of the recipe
-  fxtune -m +recipe=quickstart optimizer.lr=1e-3,5e-3  one run for each value, each in its own folder
-  fxtune +recipe=quickstart --cfg job                  print the whole config and train nothing
-
-recipes
-  +recipe=NAME is recipes/NAME.yaml of this folder, else the one that ships in
-  {shipped}; +recipe=./mine.yaml is a file of yours.
-  Start your own: fxtune recipes copy quickstart recipes/mine.yaml
-
-options
-  -m, --multirun      one run for each combination of key=a,b
-  -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
-  -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
-  --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
-  --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price AN_HOUR
-  --profile           bench: also where the time of a step goes, kernel by kernel
-  --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (ignore the cache)
-  --json FILE         verify, doctor, bench, tune: also write what was seen to FILE
-  -h, --help          this text
-  -V, --version       versions of fxtune and of what it stands on
-  completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
-
-exit codes: 0 done, 1 verify or doctor found something wrong (with a traceback: a bug of fxtune),
-            2 config, 3 data, 4 hardware, 5 numbers, 6 storage"""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (by default this process's own) and return the exit code."""
     try:
-        _run(list(sys.argv[1:] if argv is None else argv))
+        with SIGNALS, redacted_output():
+            _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         show(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (MemoryError, RuntimeError) as error:
+        return _without_memory(error)
+    except Stopped as stop:
+        print(f"\nfxtune: {stop}", file=sys.stderr)
+        return stop.exit_code
+    except KeyboardInterrupt:  # where signals are not ours to answer, as in a thread
         print("\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.",
               file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: nobody reads on, and that is fine
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _without_memory(error: MemoryError | RuntimeError) -> int:
+    """The exit code where memory ran out and nobody had advice: in an import, a table, a merge. Raises other errors."""
+    from fxtune.halving import shortage
+
+    found = shortage(error)
+    if found is None:
+        raise error
+    told = HardwareError(f"This process was given no more memory ({found.why}). Free some, or raise its limit (`ulimit -v`, the "
+                         "container's, the batch job's).")
+    show(told)
+    return told.exit_code
 
 
 def _run(argv: list[str]) -> None:
@@ -226,7 +182,9 @@ def _hydra(word: Word, flags: argparse.Namespace, overrides: list[str]) -> None:
     if flags.cfg or flags.info:
         wish = [f"--cfg={flags.cfg}"] if flags.cfg else [f"--info={flags.info}"]
         wish += ["--resolve"] * flags.resolve + ([f"--package={flags.package}"] if flags.package else [])
-        _call_hydra(print, [*wish, *told])
+        with redirect_stdout(io.StringIO()) as printed:
+            _call_hydra(print, [*wish, *told])
+        print(redact_text(printed.getvalue()), end="")
         return
     config.typed(cfg)
     _call_hydra(_Job(word, _own(word, flags)), told)
@@ -267,6 +225,8 @@ class _Job:
         from hydra.core.hydra_config import HydraConfig
 
         from fxtune.config import typed
+        from fxtune.redact import redact
+        from fxtune.runfolder import place
 
         self.number += 1
         try:
@@ -277,7 +237,9 @@ class _Job:
             if self.multirun:
                 overrides = list(HydraConfig.get().overrides.task)
                 title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
-                config.run.dir = os.path.join(config.run.dir or os.path.join("runs", config.run.name), title)
+                whole = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
+                plain = redact(json.loads(json.dumps(asdict(config))))  # as it is written to a run's folder
+                config.run.dir = str(place(whole / title, config.run.resume.value, plain))
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
             _say(importlib.import_module(self.word.module).run(config, **self.flags))
         except UserError as error:
@@ -303,7 +265,7 @@ def show(error: UserError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    text = Text.assemble(("fxtune: ", "bold red"), str(error))
+    text = Text.assemble(("fxtune: ", "bold red"), redact_text(str(error)))
     Console(stderr=True, highlight=False, soft_wrap=True).print(text)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxtune import adapted, matmuls
 from fxtune.backends import BACKENDS
 from fxtune.errors import ConfigError
 from fxtune.kernels import selective
@@ -26,6 +27,7 @@ from fxtune.memory import forecast
 from fxtune.pipeline import Pipeline
 from fxtune.technique import decoder_layers, skeleton
 from fxtune.techniques.checkpointing import Checkpointing, Policy
+from fxtune.techniques.lora import Fused
 from fxtune.world import Facts
 
 if TYPE_CHECKING:
@@ -197,14 +199,23 @@ def fused_lora(config: Config, ground: Ground) -> Iterator[Deltas]:
         yield from ({"techniques.lora.fused": switch} for switch in ("on", "off"))
 
 
+def matmul(config: Config, ground: Ground) -> Iterator[Deltas]:
+    """Whose kernel multiplies by the weights of fused adapters, on a card that has two."""
+    if not config.techniques.lora.enabled or config.techniques.lora.fused is Fused.off:
+        return
+    facts = replace(ground.facts, micro_batch_size=config.train.micro_batch_size, techniques=config.techniques.asked())
+    if not (adapted.hindrance(facts) or matmuls.hindrance(facts)):
+        yield from ({"techniques.lora.matmul": kernel} for kernel in ("cute", "cublas"))
+
+
 def workers(config: Config, ground: Ground) -> Iterator[Deltas]:
     """Processes that build batches, as many as there are cores besides the one that trains."""
     yield from ({"loader.num_workers": number} for number in WORKERS if number < ground.facts.cores)
 
 
 AXES: dict[str, Callable[[Config, Ground], Iterator[Deltas]]] = {
-    "attention": attention, "compile": compiling, "liger": liger, "fused_lora": fused_lora, "checkpointing": checkpointing,
-    "micro_batch": micro_batch, "workers": workers}
+    "attention": attention, "compile": compiling, "liger": liger, "fused_lora": fused_lora, "matmul": matmul,
+    "checkpointing": checkpointing, "micro_batch": micro_batch, "workers": workers}
 """Kernels first, for what they take decides what fits; the loader last, for it shows when all else is fast."""
 
 

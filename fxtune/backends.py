@@ -47,6 +47,8 @@ class Backend:
     dropout: bool = False
     sinks: bool = False
     deterministic: bool = True
+    """Whether its backward pass can give the same bits each time: by itself, or told to (technique.model_inputs). Of a kernel of
+    the hub nobody knows."""
     flag: str = "_supports_flash_attn"
     """What a transformers model says of itself if it hands such a function all that it needs."""
 
@@ -79,7 +81,7 @@ class Backend:
             if value and not has:
                 yield f"leaves out {kind}'s {name}" + ("" if value is True else f" ({value})"), "Use eager, or auto"
         if facts.deterministic and not self.deterministic:
-            yield "gives other bits each time", "Set run.deterministic=false"
+            yield "does not promise the same bits each time", "Set run.deterministic=false, or use auto"
         yield from self._more(facts)
         if not offers(kind, self.flag):
             yield f"is not there for {kind} in transformers", "Use auto"
@@ -176,7 +178,7 @@ def named(implementation: str) -> Backend:
 def hub(asked: str) -> Backend:
     name = asked.removeprefix(HUB)
     return Backend(name, f"the hub's {name}", r"(?i)flash|attn|attention|fmha", softcap=True,
-                   packages=(("kernels", "", "pip install kernels"),))
+                   packages=(("kernels", "", "pip install kernels"),), deterministic=False)
 
 
 def offers(kind: str, flag: str) -> bool:

@@ -7,15 +7,18 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from fxtune.redact import redact
+
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write the model card README.md, over the empty form that peft leaves.
 
     `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's fingerprint), figures
-    (metric -> value), facts (the machine's Facts), config (the run's config as plain data, with nothing secret in it).
+    (metric -> value), facts (the machine's Facts), config (the run's config as plain data). Secrets are taken out of all.
     """
     import yaml
 
+    facts = {**redact({name: value for name, value in facts.items() if name != "facts"}), "facts": facts.get("facts")}
     adapter = (folder / "adapter_config.json").exists()
     base, config, machine = str(facts.get("base") or ""), facts.get("config") or {}, facts.get("facts")
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",

@@ -7,17 +7,25 @@ digest of fxtune/kernels, where all such operators are, and so are the rules tha
 (torch's tag for this, `torch.compiler.config.cache_key_tag`, holds for the thread that sets it. Backward passes are compiled
 in another one.)
 
+A kill while a C++ compiler links leaves a library that is cut short under its final name, and torch, which looks at names alone,
+would fail to load it in every run after that. `mend` removes such libraries when a run begins; they are compiled again.
+
 Each process holds its folder by a shared lock, for as long as it lives. Of the folders that nobody holds the last used ones
 stay, so that one can go back and forth between two versions, and the others are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
+import struct
+import sys
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from fxtune import source
 from fxtune.world import cache_home
@@ -48,6 +56,7 @@ def keep_on_disk() -> Path | None:
             place.mkdir(parents=True, exist_ok=True)
             hold(folder)
             folder.mkdir(exist_ok=True)
+            mend(folder)
         except OSError:
             continue
         os.environ[VARIABLE] = str(folder)
@@ -72,6 +81,28 @@ def hold(folder: Path) -> None:
             os.close(held)  # removed with its folder, while we waited
         _HELD[folder] = held
     os.utime(file)
+
+
+def mend(folder: Path) -> None:
+    """Remove libraries that are cut short, but for those that another process is linking just now: it holds torch's lock."""
+    for library in folder.rglob("*.so"):
+        if cut_short(library):
+            with contextlib.suppress(Timeout), FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0):
+                if cut_short(library):
+                    library.unlink(missing_ok=True)
+
+
+def cut_short(library: Path) -> bool:
+    """Whether a shared library of Linux ends before its table of sections does, which linkers write last (ELF-64, elf(5))."""
+    try:
+        with library.open("rb") as stream:
+            head = stream.read(64)
+    except OSError:
+        return False
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return sys.platform == "linux"
+    at, size, count = struct.unpack_from("<Q10xHH", head, 40)
+    return bool(library.stat().st_size < at + size * count)
 
 
 def tidy(root: Path) -> None:

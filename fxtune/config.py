@@ -31,11 +31,12 @@ from fxtune.data.loader import LoaderConfig
 from fxtune.data.sources import DataConfig
 from fxtune.errors import ConfigError
 from fxtune.model import ModelConfig
-from fxtune.optimizer import OptimizerConfig
 from fxtune.overrides import COMMAND_LINE, Choice, Kind, Shelf, refuse
 from fxtune.pipeline import Pipeline
 from fxtune.schedule import ScheduleConfig
+from fxtune.spikes import Spikes
 from fxtune.tracking import TrackingConfig
+from fxtune.update_rule import OptimizerConfig
 from fxtune.vetting import Vetting
 from fxtune.world import Device
 
@@ -56,10 +57,16 @@ class RunConfig:
     resume: Resume = Resume.auto
     """`auto`: go on with an unfinished run of the same config, else start; `never`: start; `must`: fail if there is none."""
     deterministic: bool = False
-    """Use only deterministic kernels (torch.use_deterministic_algorithms)."""
+    """The same bits each time on the same machine: only kernels that give them, and nothing that is chosen by the clock or by the
+    memory that happens to be free. What cannot is refused (docs/faults.md)."""
     device: Device = Device.auto
     memory_gib: Optional[float] = None
     """Let torch have at most this much of the GPU's memory, in GiB; null: all of it. As if the card were smaller."""
+
+
+class OutOfMemory(str, Enum):
+    halve = "halve"
+    stop = "stop"
 
 
 @dataclass
@@ -80,6 +87,16 @@ class TrainConfig:
     max_skipped_steps: int = 5
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them touches the weights). While
     float16 looks for its loss scale, steps are skipped and do not count here."""
+    spikes: Spikes = Spikes.report
+    """Steps whose loss is far above that of the steps before: `report` them with their samples, `skip` them too, so that they do
+    not touch the weights (decided on the device), or `off`."""
+    spike_window: int = 64
+    """A spike is judged by the losses of this many steps before it, once there is a quarter of them."""
+    spike_threshold: float = 8.0
+    """A loss is a spike above their median by this many times their spread (1.4826 x the median absolute deviation)."""
+    out_of_memory: OutOfMemory = OutOfMemory.halve
+    """Where memory runs out in training, evaluation or answers. `halve`: half as many rows at once from there on; a step is taken
+    again, with its global batch and its loss as they are. `stop`: an error."""
 
 
 @dataclass

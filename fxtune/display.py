@@ -186,7 +186,8 @@ class LiveDisplay(PlainDisplay):
     def _parts(self) -> list[Text]:
         parts = []
         for name, text in figures(self._latest).items():
-            if name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or (name == "skipped" and text == "0"):
+            beside = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith("checkpoint_")
+            if beside or (name == "skipped" and text == "0"):
                 continue  # in metrics.jsonl; here they would push out what people look at
             style = "bold" if name == "loss" else ""
             parts.append(Text.assemble((LABELS.get(name, name) + " ", "dim"), (_human(name, text), style)))

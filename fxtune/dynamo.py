@@ -118,6 +118,15 @@ class Watch:
             self._spend()
         return result
 
+    def overlook(self) -> None:
+        """What was compiled since the last call was another's: its guards that failed are not told as ours."""
+        self._skip_failures()
+
+    def forgive(self) -> None:
+        """What is compiled from here on is not compiled again: torch was told to forget all of it."""
+        self.lengths.clear()
+        self._skip_failures()
+
     def report(self) -> CompileReport:
         ours = [metric for metric in _compilations(self.since) if metric.compile_id in self.ids]
         return CompileReport(

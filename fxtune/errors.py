@@ -4,6 +4,10 @@
 or whatever Python raised, with its traceback.
 """
 
+from __future__ import annotations
+
+import signal
+
 
 class UserError(ValueError):
     """Something the user gave cannot be used. The message alone must be enough to mend it."""
@@ -29,6 +33,12 @@ class HardwareError(UserError):
     exit_code = 4
 
 
+class MemoryShortError(HardwareError):
+    """Memory ran out in the middle of some work. The message says what to change; half as many rows at once may do, too
+    (fxtune/halving.py), and are tried first.
+    """
+
+
 class NumbersError(UserError):
     """Training went non-finite and stopped before it could harm the weights."""
 
@@ -49,3 +59,22 @@ class CheckError(UserError):
     """What `fxtune verify` or `fxtune doctor` looked at is not as it should be. Their tables said so already."""
 
     exit_code = 1
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end, and it does so in order. Nothing is wrong, so it is no UserError; libraries let it
+    pass as they do Ctrl-C. What a scheduler runs again after it goes on: EX_TEMPFAIL of sysexits.h.
+    """
+
+    def __init__(self, number: signal.Signals, told: str = "") -> None:
+        self.signal = number
+        self.told = told
+        """What was saved, and what the same command will do; set by whoever knows."""
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.signal is signal.SIGINT else 75
+
+    def __str__(self) -> str:
+        name = "Ctrl-C" if self.signal is signal.SIGINT else self.signal.name
+        return f"{name}: {self.told or 'ended before anything was at stake. Give the same command again.'}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
@@ -23,6 +24,7 @@ from torch import nn
 from fxtune.data.chat import Document, Encoder
 from fxtune.data.sources import QuestionsConfig, RowFormat, SourceConfig, open_source
 from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.halving import Halving
 from fxtune.technique import observed
 
 
@@ -72,23 +74,25 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
 
 
 def answer(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batch_size: int = 32,
-           max_new_tokens: int = 64) -> list[str]:
+           max_new_tokens: int = 64, halving: Halving | None = None) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were.
+    Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were. `halving`: what makes
+    `batch_size` smaller where memory runs out.
     """
+    halving = halving or Halving(next(model.parameters()).device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers = [""] * len(questions)
     # Compiled layers would be compiled again for every length of the cache.
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for start in range(0, len(order), batch_size):
-            batch = order[start:start + batch_size]
-            written = _greedy(model, [questions[index].prompt for index in batch], ends, tokenizer.pad_token_id or 0,
-                              max_new_tokens)
-            for index, ids in zip(batch, written, strict=True):
+        while order:
+            written = halving.within("questions", batch_size, partial(
+                _first, model, [questions[index].prompt for index in order], ends, tokenizer.pad_token_id or 0, max_new_tokens))
+            for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
+            order = order[len(written):]
     return answers
 
 
@@ -119,9 +123,9 @@ class Exam:
             exam._read(when)
         return exam
 
-    def ask(self, model: nn.Module, when: str) -> float:
-        """Ask, keep the answers as those of `when`, and return the share that is exactly right."""
-        given = answer(model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens)
+    def ask(self, model: nn.Module, when: str, halving: Halving | None = None) -> float:
+        """Ask, keep the answers as those of `when`, and return the share that is exactly right. `halving`: see answer()."""
+        given = answer(model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving)
         self.answers[when] = given
         lines = [json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
                  for question, text in zip(self.questions, given, strict=True)]
@@ -177,6 +181,12 @@ def _asked(row: dict[str, Any]) -> str | None:
         if turn.get("role") == "user" and isinstance(turn.get("content"), str):
             return str(turn["content"])
     return None
+
+
+def _first(model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int,
+           rows: int) -> list[list[int]]:
+    """_greedy() for the first `rows` prompts."""
+    return _greedy(model, prompts[:rows], ends, pad, max_new_tokens)
 
 
 def _greedy(model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int) -> list[list[int]]:

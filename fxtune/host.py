@@ -4,23 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory in all and available to this process; a container's limit counts."""
+    """Bytes of memory in all and available to this process; the limit of a container, of a batch job or of `ulimit -v` counts."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines()}
     total, available = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"])
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max": no limit, and no number
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, limit), min(available, limit - used)
+    for limit, used in _limits():
+        total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """(bytes allowed, bytes used) of this process's address space, if that has a limit, and of its control groups."""
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        yield allowed, pages * os.sysconf("SC_PAGE_SIZE")
+    yield from _groups()
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """(bytes allowed, bytes used) of each control group with a limit that this process is in, and of those around it.
+
+    Version 2 has one tree, version 1 one for memory. A container mostly sees its own group as the root, a job of Slurm or systemd
+    does not, and any group above may be the one that limits. What is used counts without files that can be read again.
+    """
+    named = {"": (CGROUPS, "memory.max", "memory.current", "inactive_file")}
+    named["memory"] = (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    groups = [(controllers, Path("/")) for controllers in named]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in named.keys() & set(controllers.split(",")):
+                groups += [(name, above) for above in (Path(path), *Path(path).parents)]
+    for name, group in dict.fromkeys(groups):
+        root, limit_file, used_file, cache = named[name]
+        folder = root / group.relative_to("/")
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / limit_file).read_text())  # "max": no limit, and no number
+            used, spare = int((folder / used_file).read_text()), 0
+            with contextlib.suppress(OSError, ValueError):
+                rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                spare = next((int(row[1]) for row in rows if row[0] == cache), 0)
+            yield limit, used - spare
 
 
 def cores() -> int:

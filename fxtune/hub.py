@@ -2,23 +2,34 @@
 
 Everything after this file reads local folders only, so that a network can fail in one place and with one message. Hub
 files land in the Hugging Face cache, first the small ones (config, tokenizer), then the weights by name.
+
+The hub's own library waits ten seconds for an answer, asks some questions six times, and does so for each file. Here it is
+asked one short question a repository, which has PATIENCE to be answered. A hub that gave no answer is not asked again for a
+while: what an earlier run fetched is used, and that is said. So a run whose files are here starts at most PATIENCE later than
+it would with a network, whatever the recipe names; and a commit that is here whole is not asked for at all.
 """
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from fxtune.console import say
 from fxtune.errors import ConfigError, HubError, StorageError
+from fxtune.redact import redact
 
 BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
-PATIENCE = 10.0
-"""Seconds to wait for the hub to answer."""
+PATIENCE = 4.0
+"""Seconds that the hub has to answer: for the look-up of its name, the connection and the whole answer together."""
+SILENCE = 60.0
+"""Seconds for which a hub that did not answer is not asked again. Longer than a start-up, shorter than a run of a sweep."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -59,7 +70,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
         raise ConfigError(f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
                           "or a hub id such as Qwen/Qwen3-0.6B.")
     patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
-    found = _snapshot(name, revision, patterns, key, first=True)
+    found = _snapshot(name, revision, patterns, key)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
 
 
@@ -99,15 +110,80 @@ def _looks_local(name: str) -> bool:
     return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str], key: str, first: bool = False) -> Path:
+def ask(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
+    """(the commit that `revision` is now, None), or (None, why the hub cannot be asked). Takes PATIENCE at most.
+
+    `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and HFValidationError.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "HF_HUB_OFFLINE is set"
+    if (reason := _silence.reason()) is not None:
+        return None, reason
+    answers: list[str | Exception] = []
+
+    def question() -> None:
+        try:
+            answers.append(str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=PATIENCE).sha))
+        except Exception as error:  # noqa: BLE001  handed to the thread that asks, which sorts it out
+            answers.append(error)
+
+    # In a thread, since no timeout of an HTTP library bounds the look-up of a name, or an answer that comes a byte at a time.
+    asking = threading.Thread(target=question, name="hub", daemon=True)
+    asking.start()
+    asking.join(PATIENCE)
+    answer = answers[0] if answers else TimeoutError(f"no answer in {PATIENCE:g} s")
+    if isinstance(answer, str):
+        return answer, None
+    if isinstance(answer, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)):
+        raise answer
+    status = answer.response.status_code if isinstance(answer, errors.HfHubHTTPError) else 500
+    return None, _reason(answer) if 400 <= status < 429 else _silence.keep(_reason(answer))  # a refusal is about this name alone
+
+
+class _Silence:
+    """That the hub did not answer lately, and why."""
+
+    def __init__(self) -> None:
+        self._why, self._until = "", 0.0
+
+    def reason(self) -> str | None:
+        return self._why if time.monotonic() < self._until else None
+
+    def keep(self, why: str) -> str:
+        self._why, self._until = why, time.monotonic() + SILENCE
+        return why
+
+
+_silence = _Silence()
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name}"
     try:
-        if first and is_commit(revision) and not _cached(name, revision):
-            _ask(name, revision)
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        here = _cached(name, revision, patterns)
+        if here is not None and is_commit(revision) and _whole(here):
+            return here  # a commit does not change: there is nothing to ask
+        try:
+            commit, reason = ask(name, revision)
+        except errors.RepositoryNotFoundError as error:  # also what a token that is no longer good gets
+            if here is None:
+                raise
+            commit, reason = None, f"it knows no such model, or not for this user: {_reason(error)}"
+        if reason is None:
+            if here is not None and here.name == commit and _whole(here):
+                return here
+            # By its branch or tag, not by what that is now: the cache then knows it by that name, too, when the network is gone.
+            return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if here is None:
+            raise HubError(_unreachable(name, key, reason))
+        say(f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
+            f"{here.name}.")
+        return here
     except errors.GatedRepoError as error:
         raise ConfigError(f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
                           "HF_TOKEN).") from error
@@ -116,27 +192,40 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str, fi
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ConfigError(f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
                           "private model needs `hf auth login`.") from error
-    except OSError as error:  # no network, a refused port, a proxy, a full disk: the hub's own errors are all OSErrors
-        reason = str(error).splitlines()[0]
-        raise HubError(f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-                       f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
-                       ) from error
+    except HubError:
+        raise
+    except Exception as error:  # a fetch that broke off, a full disk: the classes differ by the library's version
+        known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(("httpx", "huggingface_hub"))
+        if not known:
+            raise
+        raise HubError(f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
+                       "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
+                       f"{name}`) and give that folder.") from error
 
 
-def _cached(name: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def _unreachable(name: str, key: str, reason: str) -> str:
+    return (f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
+            f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder.")
 
-    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
 
-
-def _ask(name: str, revision: str | None) -> None:
-    """Ask the hub for a commit, once. Its library takes a commit for granted and asks for the files again and again: without a
-    network, half a minute goes by before it says so."""
-    from huggingface_hub import HfApi, errors
+def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """What an earlier run fetched of `revision`: the folder where each file that `patterns` names lies; None without it."""
+    import huggingface_hub
+    from huggingface_hub import errors
 
     try:
-        HfApi().model_info(name, revision=revision, timeout=PATIENCE)
-    except errors.HfHubHTTPError:
-        raise
-    except Exception as error:  # the hub's HTTP library, and so its errors' classes, differ by version
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        found = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, ValueError):
+        return None
+    there = [pattern for pattern in patterns if any(found.glob(pattern))]
+    return found if there and all("*" in pattern or pattern in there for pattern in patterns) else None
+
+
+def _whole(found: Path | None) -> bool:
+    """Whether the cache knows the commit's list of files, so that a look-up in it vouches for all of them."""
+    return found is not None and (found.parent.parent / "trees" / f"{found.name}.json").exists()
+
+
+def _reason(error: Exception) -> str:
+    text = str(redact((str(error).splitlines() or [""])[0].rstrip(".")))
+    return text if isinstance(error, TimeoutError) or "HTTP" in type(error).__name__ else f"{type(error).__name__}: {text}"

@@ -49,7 +49,7 @@ def recipes() -> dict[str, Recipe]:
     """Every recipe that `+recipe=NAME` finds from this working directory, by name."""
     found = {path.stem: Recipe(path.stem, path, shipped=True) for path in sorted(shipped("recipes").glob("*.yaml"))}
     if LOCAL.resolve() != shipped("recipes").resolve():
-        found |= {path.stem: Recipe(path.stem, path, shipped=False) for path in sorted(LOCAL.glob("*.yaml"))}
+        found |= {path.stem: Recipe(path.stem, path, shipped=False) for path in sorted(LOCAL.glob("*.yaml")) if path.is_file()}
     return dict(sorted(found.items()))
 
 

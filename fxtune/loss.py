@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batch import Batch
 from fxtune.data.loader import Loader
+from fxtune.halving import shortage
 from fxtune.kernels.fp8_ends import Fp8Head
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
 from fxtune.kernels.matmul import CUBLAS
@@ -99,7 +100,8 @@ class Loss:
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
         states = backbone(self.model)(**model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens))[0]
-        return states.flatten(0, 1).index_select(0, batch.supervised_at)
+        selected: torch.Tensor = _Rows.apply(states.flatten(0, 1), batch.supervised_at)
+        return selected
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return bent(self.head(hidden), self.scale, self.cap).float()
@@ -137,6 +139,8 @@ class Loss:
                 hidden = backbone(self.model)(**given)[0].flatten(0, 1)
                 apart = [_apart(self._logits(hidden), own.float()), _apart(self._row_losses(hidden, labels), wanted)]
             except (AttributeError, RuntimeError, TypeError) as problem:  # a model of another make: its parts do not fit
+                if shortage(problem):
+                    raise
                 apart, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
             else:
                 why = f"its logits are not those of its head ({apart[0]:.1e} apart)"
@@ -155,6 +159,21 @@ class Loss:
         rows = self.chunk_rows or rows_at_once(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
         return f"{rows:,} rows at once, {trained}"
+
+
+class _Rows(torch.autograd.Function):
+    """states[at] for rows that are all different: their gradient is copied to where they were, not added up there."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(at)
+        ctx.rows = len(states)
+        return states.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (at,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, at, gradient), None
 
 
 def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -191,14 +210,23 @@ def mean_loss(loss: Loss, loader: Loader, precision: Precision) -> float:
     """Loss in nats a supervised token over the loader's whole plan, without dropout. The model's mode is left as it was."""
     model, device = loss.model, loader.device
     training = model.training
-    model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for step in loader.steps():
-        for batch in step.micro_batches:
-            with precision.context(device):
-                total += loss.sum(batch)
-    model.train(training)
+    try:
+        model.eval()
+        for step in loader.steps():
+            for batch in step.micro_batches:
+                with precision.context(device):
+                    total += loss.sum(batch)
+    finally:
+        model.train(training)
     return total.item() / sum(loader.plan.supervised(index) for index in range(loader.plan.steps))
+
+
+@torch.no_grad()
+def is_finite(loss: Loss, batch: Batch, precision: Precision) -> bool:
+    """Whether the model gives a finite loss on `batch`, without dropout. Waits for the device."""
+    with observed(loss.model), torch.compiler.set_stance("force_eager"), precision.context(batch.input_ids.device):
+        return bool(loss.sum(batch).isfinite().item())
 
 
 def _linear(head: Any) -> nn.Linear | None:

@@ -29,17 +29,18 @@ import torch
 from filelock import FileLock
 
 from fxtune import trials
-from fxtune.config import Config
+from fxtune.config import Config, OutOfMemory
 from fxtune.data.plan import Plan
 from fxtune.display import Display
 from fxtune.energy import Energy
+from fxtune.interval import Interval
 from fxtune.kernels.profiled import times
 from fxtune.metrics import GIB, memory_gib
+from fxtune.remedies import Stage
 from fxtune.runfolder import RunFolder
-from fxtune.setting import out_of_memory
 from fxtune.tracking import Display as DisplayKind
 from fxtune.tracking import TrackingConfig
-from fxtune.train import Interval, Trainer
+from fxtune.train import Trainer
 
 STEPS = 10
 """Measured, unless told."""
@@ -120,14 +121,11 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, age: Opt
     _COMMANDS.append(True)
     config = alone(config, warm_up + steps + PROFILED * profile)
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    try:
-        with tempfile.TemporaryDirectory(prefix="fxtune-bench-") as scratch:
-            folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
-            trainer = Trainer(config, folder, Display(), plain)
-            with trainer.tracker:
-                return _measured(trainer, steps, warm_up, age, profile)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(error) from error
+    with tempfile.TemporaryDirectory(prefix="fxtune-bench-") as scratch:
+        folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
+        trainer = Trainer(config, folder, Display(), plain)
+        with trainer.tracker, trainer.setting.explaining("Measuring", Stage.training):
+            return _measured(trainer, steps, warm_up, age, profile)
 
 
 def alone(config: Config, steps: int) -> Config:
@@ -137,6 +135,7 @@ def alone(config: Config, steps: int) -> Config:
     """
     config = copy.deepcopy(config)
     config.train.max_steps, config.train.epochs = steps, None
+    config.train.out_of_memory = OutOfMemory.stop  # what is measured is what was asked for
     config.data.questions.path, config.data.eval_sources = None, []
     config.checkpoint.every = 0
     config.tracking = TrackingConfig(display=DisplayKind.none)
@@ -145,7 +144,7 @@ def alone(config: Config, steps: int) -> Config:
 
 def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], float], profile: bool) -> Measured:
     device, plan, log_every = trainer.world.device, trainer.plan, trainer.config.train.log_every
-    interval, meter, marks = Interval(0, trainer.loss_scale.active), trainer.meter(), Marks(device)
+    interval, meter, marks = Interval(scaled=trainer.loss_scale.active), trainer.meter(), Marks(device)
     taken, since_start = trainer.steps(), []
     for _, _, outcome in islice(taken, warm_up):
         interval.add(*outcome)

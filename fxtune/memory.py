@@ -177,7 +177,7 @@ def _working_fused(facts: Facts, shape: Shape, keeping: Keeping, level: str) -> 
     """_working() where adapters and MLP are operators of our own."""
     h, q, k, i, tiles, number = shape.hidden, shape.q, shape.k, shape.inner, keeping.tiles, number_of(facts)
     again = tiles > 1 or level not in ("wide", "everything")
-    inside = (3 + 2 * again + (kind_of(facts) == "fp8")) * i + h + 8 * int(facts.techniques["lora"]["r"])
+    inside = (3 + 2 * again + (kind_of(facts) == "fp8")) * i + (2 + 4 * again) * int(facts.techniques["lora"]["r"])
     mlp = inside / tiles + (3 if level == "everything" else 4) * h
     if not _compiled(facts):
         whole = _everything(facts, shape, number, 1 if tiles == 1 else 2) if level != "everything" else 0

@@ -2,7 +2,7 @@
 
 transformers loads a checkpoint whose weights do not fit by warning and inventing the rest. Here that is an error: every
 weight that the architecture has comes from the checkpoint, every weight in the checkpoint has a place, and only
-safetensors are read (a pickle can run code).
+safetensors are read (a pickle can run code). What else a stranger's folder may try, inspection.py refuses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch
 
 from fxtune.card import write_card
 from fxtune.errors import ConfigError, StorageError
+from fxtune.halving import shortage
 from fxtune.hub import Origin, fetch, is_commit, locate, locate_adapter
+from fxtune.inspection import inspect_config, inspect_folder
 from fxtune.world import World
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -99,6 +101,7 @@ def scaled_as(config: Any, adapter: Origin) -> Any:
     Adapted weights fit the frequencies that they were trained with, and under others they fail without a word. Raises
     ConfigError for the config of another kind of model, StorageError for one that cannot be read.
     """
+    inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / "config.json"
     if not file.exists():
         return config
@@ -132,6 +135,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     key, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path or "builtin:tiny")
     own = model.tokenizer is None
     origin = locate(name, model.revision if own and model.path else None, key, code=own and model.trust_remote_code)
+    inspect_folder(origin.folder, f"{key}={name}")
     if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
         raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one "
                           "in model.tokenizer.")
@@ -258,6 +262,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    inspect_folder(origin.folder, f"model.path={model.path}")
     if (origin.folder / "adapter_config.json").exists():
         raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in "
                           "model.adapter.")
@@ -304,6 +309,7 @@ def _overlaid(config: Any, changes: dict[str, Any]) -> Any:
 def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
+    inspect_config({name: values[name] for name in named}, "model.architecture")
     known = [*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling"]
     for name in named:
         if name not in known:
@@ -343,7 +349,7 @@ def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World
         try:
             built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=model.trust_remote_code)
         except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if shortage(error):
                 raise
             raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: "
                               f"{_first_line(error)}") from error

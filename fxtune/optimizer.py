@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,116 +21,47 @@ from torch import nn
 
 from fxtune.kernels.guarded_step import LIMIT, Guard, unwaiting
 from fxtune.kernels.stochastic_adamw import StochasticAdamW
-from fxtune.world import Facts, Library, World, c_compiler
+from fxtune.update_rule import OptimizerConfig, OptimizerName, library
+from fxtune.world import Library, World
 
 Scalar = int | float | bool
-QUANT = "Install it with pip install 'fxtune[quant]'"
-
-
-class OptimizerName(str, Enum):
-    adamw = "adamw"
-    adamw_8bit = "adamw_8bit"
-    apex_adamw = "apex_adamw"
-    sgd = "sgd"
-    adafactor = "adafactor"
-    lion = "lion"
-    muon = "muon"
-
-
-@dataclass
-class OptimizerConfig:
-    name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with
-    Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
-    lr: float = 2e-4
-    """Peak learning rate."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay; norms, biases and other 1-d parameters get none."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
-    eps: float = 1e-8
-    """AdamW's."""
-    momentum: float = 0.9
-    """SGD's and Muon's momentum."""
-    fused: bool = True
-    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""
-    library: Library = Library.auto
-    """Whose `adamw_8bit`: `auto` is torchao's on a CPU and with stochastic_rounding, which bitsandbytes does not have, else
-    bitsandbytes', which compiles nothing, where it is installed."""
-    stochastic_rounding: bool = False
-    """Over bfloat16 weights: round each update up or down by chance, so that small ones add up in place of being lost.
-    `adamw` (its moments are float32 then) and `adamw_8bit` of torchao have it."""
-
-
-def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why this optimizer cannot run under `facts`, with its key: known before a weight is loaded."""
-    if config.name is OptimizerName.adamw_8bit:
-        chosen = library(config, facts)
-        if chosen is Library.auto:
-            yield f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use adamw."
-        elif chosen.value not in facts.packages:
-            yield f"optimizer.library: {chosen.value} is not installed. {QUANT}, or use another library."
-        if chosen is Library.bitsandbytes and config.stochastic_rounding:
-            yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
-    elif config.library is not Library.auto:
-        yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
-    if config.name is OptimizerName.apex_adamw and (why := facts.without_apex()):
-        yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
-    if config.stochastic_rounding:
-        yield from _not_rounded(config, facts)
-    compiled = facts.device == "cuda" and (config.stochastic_rounding or (
-        config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao))
-    if compiled and not c_compiler():
-        yield ("optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
-               "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding.")
-
-
-def library(config: OptimizerConfig, facts: Facts) -> Library:
-    """Whose adamw_8bit it is under `facts`; `auto` where there is none."""
-    if config.library is not Library.auto:
-        return config.library
-    order = [Library.torchao, Library.bitsandbytes]
-    if facts.device == "cuda" and not config.stochastic_rounding:
-        order.reverse()
-    return next((one for one in order if one.value in facts.packages), Library.auto)
-
-
-def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
-        yield (f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
-               "false.")
-    if "lora" in facts.techniques:
-        yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
-    elif facts.dtype != "bfloat16":
-        yield (f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
-               "model.dtype to bfloat16.")
-
-
 class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False):
         """keep_gradients: gradients are zeroed in place and never dropped, for code that is recorded as CUDA graphs: what it
         hands out as a gradient is overwritten by its next run, so it must be added to memory of our own.
+
+        A weight that no backward pass has reached since the last step is none the less left alone, as where its gradient is None:
+        zeros would pull it to zero by weight decay, and move it by the momentum of earlier steps.
         """
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parts = _library_optimizers(model, config, list(self.names))
         self.guards = {part: Guard(part) for part in self.parts if _guarded(part, list(self.names))}
         self.keep_gradients = keep_gradients
-        for parameter in self.names if keep_gradients else ():
-            parameter.grad = torch.zeros_like(parameter)
+        self.reached: set[str] = set()
+        """With keep_gradients: names of the weights to whose gradient something was added since the last step. Autograd's hooks
+        say so; code that plays a recording, where none runs, adds what was reached when it was recorded."""
+        self.kept: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter, name in self.names.items() if keep_gradients else ():
+            self.kept[parameter] = parameter.grad = torch.zeros_like(parameter)
+            parameter.register_post_accumulate_grad_hook(partial(_reach, self.reached, name))
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, a scalar on the device; the gradient is scaled down to `max_norm` (0: it is not)."""
-        gradients = [parameter.grad for parameter in self.names if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        reached = {parameter: parameter.grad for parameter, name in self.names.items()
+                   if parameter.grad is not None and (name in self.reached or not self.keep_gradients)}
+        norm = torch.nn.utils.get_total_norm(list(reached.values()), foreach=True)
         if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(list(self.names), max_norm, norm, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(list(reached), max_norm, norm, foreach=True)
         return norm
 
     def step(self, lr: float, finite: torch.Tensor) -> None:
         """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the gradients."""
+        for parameter in self.kept:
+            if self.names[parameter] not in self.reached:
+                parameter.grad = None  # until drop()
         for part in self.parts:
             for group in part.param_groups:
                 if isinstance(group["lr"], torch.Tensor):  # of torchao: compiled code sees a new value, not a new constant
@@ -146,8 +76,15 @@ class Optimizer:
                 taken = part in self.guards and self.guards[part].step(finite)
                 if not taken and finite.item():  # it has no way to skip on the device: one host sync a step
                     part.step()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the gradients, or zero those that are kept."""
         if self.keep_gradients:
-            torch._foreach_zero_([parameter.grad for parameter in self.names if parameter.grad is not None])
+            torch._foreach_zero_(list(self.kept.values()))
+            for parameter, gradient in self.kept.items():
+                parameter.grad = gradient
+            self.reached.clear()
             return
         for parameter in self.names:
             parameter.grad = None
@@ -185,6 +122,10 @@ class Optimizer:
                         else value for key, value in moments.items()})
                     if _of(part, "apex") and "step" in moments:
                         group["step"] = part.state[parameter].pop("step")
+
+
+def _reach(reached: set[str], name: str, _: torch.Tensor) -> None:
+    reached.add(name)
 
 
 def _flat(moments: dict[str, Any]) -> Iterator[tuple[str, Any]]:

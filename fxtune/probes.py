@@ -38,6 +38,10 @@ class Probe:
     """Its kernels exist for GPUs only."""
 
 
+class NotTriedError(Exception):
+    """It is not for this machine, or not this version of it: its text says why. No fault of the package."""
+
+
 def _torch(device: torch.device) -> str:
     import torch
 
@@ -113,6 +117,28 @@ def _flash2(device: torch.device) -> str:
     from flash_attn import flash_attn_func
 
     return _attention(device, lambda q, k, v: flash_attn_func(q, k, v, causal=True))
+
+
+def _quack(device: torch.device) -> str:
+    """y = x W^T and dx = dy W of a linear, as fused adapters multiply."""
+    from importlib import metadata
+
+    import torch
+
+    from fxtune.kernels.matmul import CAPABILITY, VERSION, by_quack, prepare
+    from fxtune.world import cache_home
+
+    if metadata.version("quack-kernels") != VERSION:
+        raise NotTriedError(f"imports; techniques.lora.matmul calls inner functions of {VERSION}, so cuBLAS takes its place")
+    card, wanted = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), CAPABILITY))
+    if card != wanted:
+        raise NotTriedError(f"imports; techniques.lora.matmul takes it on compute capability {wanted}, and this GPU has {card}")
+    prepare(device, torch.bfloat16, cache_home() / "quack")
+    x, dy, w = (torch.randn(size, device=device).bfloat16() for size in ((512, 384), (512, 640), (640, 384)))
+    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    by_quack(x, w.t(), y)
+    by_quack(dy, w, dx)
+    return f"a linear within {_close((y, x.float() @ w.float().t()), (dx, dy.float() @ w.float())):.1e} of float32"
 
 
 def _attention(device: torch.device, call: Callable[..., Any]) -> str:
@@ -202,6 +228,7 @@ PROBES = {
     "triton": Probe("triton", _triton),
     "liger-kernel": Probe("liger_kernel.ops.rms_norm", _liger),
     "flash-attn-4": Probe("flash_attn.cute", _flash4),
+    "quack-kernels": Probe("quack.gemm", _quack),
     "flash-attn-3": Probe("flash_attn_interface", _flash3),
     "flash-attn": Probe("flash_attn.flash_attn_interface", _flash2),
     "kernels": Probe("kernels", _kernels, gpu=False),
@@ -230,6 +257,8 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
             return {"state": "imports", "seen": "imports; torch sees no GPU for its kernels"}
         torch.manual_seed(0)
         return {"state": "works", "seen": f"{probe.attempt(device)}, forward and backward", **answer}
+    except NotTriedError as why:
+        return {"state": "imports", "seen": str(why), **answer}
     except Exception as error:  # noqa: BLE001
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return {"state": "broken", "seen": f"{type(error).__name__}: {lines[0] if lines else '(no message)'}", **answer}

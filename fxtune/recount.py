@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxtune.kernels import fused_forwards
 from fxtune.kernels.selective import Rule, group_of, name_of, weight_shape
 
 
@@ -57,13 +58,14 @@ def count(layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any]
     mode = _Count(rules)
     hooks = []
     for index, layer in enumerate(layers):
-        inner = [module for module in layer.modules() if module is not layer]
+        uncalled = {id(part) for module in layer.modules() for part in fused_forwards.uncalled(module)}  # a hook would part them
+        inner = [module for module in layer.modules() if module is not layer and id(module) not in uncalled]
         for module in inner:
             hooks.append(module.register_forward_pre_hook(partial(mode.enter, index)))
             hooks.append(module.register_forward_hook(mode.leave, always_call=True))
         hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in inner if not list(module.children())]
         mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module):
+        if isinstance(mlp, nn.Module) and getattr(mlp, "fused", None) != "mlp":  # that one counts its tiles itself
             hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(mode.tile, index)))
     try:
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"), mode:

@@ -1,16 +1,25 @@
-"""Takes secrets out of what leaves this machine: the config in W&B, the command line, a model card.
+"""Takes secrets out of what is written and shown: the config, the command line, messages, a model card, W&B.
 
 Three nets, each for what slips through the others: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value
 (`hf_...`, `ghp_...`, a URL with a password or a signature), and the *values themselves*: whatever stands in an
 environment variable with a secret's name is removed wherever it occurs, also inside a longer string.
+
+All that this process prints goes through the third net (`redacted_output`), tracebacks through all of them. The first two are
+for what is written about a run: rows of data that look like a key are shown as they are, since that is worth seeing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import IO, Any
+from urllib.parse import quote
 
 HIDDEN = "[redacted]"
 
@@ -23,9 +32,13 @@ _HASH_NAME = re.compile(r"revision|commit|sha|hash|digest|fingerprint|(?:^|_)id$
 _SECRET_SHAPES = re.compile("|".join((
     r"\bhf_[A-Za-z0-9]{16,}", r"\bgh[pousr]_[A-Za-z0-9]{16,}", r"\bgithub_pat_\w{16,}", r"\bglpat-[\w\-]{16,}",
     r"\bsk-[\w\-]{16,}", r"\bxox[abprs]-[\w\-]{10,}", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", r"\bAIza[\w\-]{30,}",
-    r"\bwandb_v\d_\w{16,}", r"\blocal-[0-9a-f]{32,}", r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+", r"(?<=[Bb]earer )\S{8,}",
+    r"\bwandb_v\d_\w{16,}", r"\b(?:npm_|pypi-|nvapi-|dckr_pat_)[\w\-]{16,}",
+    r"\blocal-[0-9a-f]{32,}", r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+", r"(?<=[Bb]earer )\S{8,}",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*")))
-_URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # a path has one slash left of the two
+_PAIR = re.compile(r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
+                   r"(?P<value>[^\s'\"`,;}\])]+)", re.MULTILINE)
+"""`name=value` anywhere, `name: value` at the beginning of a line."""
 _URL_QUERY = re.compile(r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+",
                         re.IGNORECASE)
 _HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the name or the place decides
@@ -58,6 +71,49 @@ def redact_arguments(arguments: list[str]) -> list[str]:
     return cleaned
 
 
+def redact_text(text: str) -> str:
+    """The same for a text for people: a message, a traceback, a config as YAML."""
+    return _clean(_PAIR.sub(_unless_harmless, text), "", _environment_secrets())
+
+
+class Redacted:
+    """A text stream without the values of this environment's secrets; all else is the stream's own."""
+
+    def __init__(self, stream: IO[str], secrets: list[str]):
+        self._stream, self._secrets = stream, secrets
+
+    def write(self, text: str) -> int:
+        self._stream.write(_without(text, self._secrets))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def redacted_output() -> Iterator[None]:
+    """Keep this environment's secrets out of all that is printed here meanwhile, and out of a traceback that ends the process."""
+    sys.excepthook = _excepthook
+    secrets = _environment_secrets()
+    if not secrets:
+        yield
+        return
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Redacted(out, secrets), Redacted(err, secrets)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
 def _redact(value: Any, key: str, secrets: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {name: _redact(item, str(name), secrets) for name, item in value.items()}
@@ -71,12 +127,22 @@ def _redact(value: Any, key: str, secrets: list[str]) -> Any:
 
 
 def _clean(text: str, key: str, secrets: list[str]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, HIDDEN)
+    text = _without(text, secrets)
     text = _SECRET_SHAPES.sub(HIDDEN, text)
-    text = _URL_USER.sub(f"{HIDDEN}@", text)
+    text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
     text = _URL_QUERY.sub(rf"\1={HIDDEN}", text)
     return text if _HASH_NAME.search(key) else _HEX40.sub(_unless_commit, text)
+
+
+def _without(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _unless_harmless(found: re.Match[str]) -> str:
+    return found["before"] + HIDDEN if _SECRET_NAME.search(found["name"] or found["key"]) else found[0]
 
 
 def _unless_commit(found: re.Match[str]) -> str:
@@ -85,6 +151,9 @@ def _unless_commit(found: re.Match[str]) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Values of the environment variables with a secret's name; longest first. Short ones would match ordinary words."""
+    """Values of the environment variables with a secret's name, also as URLs, JSON and Python write them; longest first. Short
+    ones would match ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
-    return sorted((value for value in values if not value.startswith(("/", "~"))), key=len, reverse=True)
+    values = {value for value in values if not value.startswith(("/", "~"))}
+    forms = {form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1])}
+    return sorted(forms, key=len, reverse=True)

@@ -1,14 +1,18 @@
 """A run's folder: found, claimed and locked, so that no run is overwritten and no two write to one.
 
-    runs/NAME/  config.yaml  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)  result.json, written last
-                compile.json, where something is compiled
+    runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
+                compile.json, where something is compiled        result.json, written last
+
+The lock is the operating system's (flock), on a file in the folder: whichever path leads there, it is the same lock, and a
+process that dies, by whatever, holds none. On a network file system it reaches other machines only if the file system passes
+locks on (NFS 4, Lustre with `-o flock`, GPFS); see docs/faults.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +21,17 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, StorageError, UserError
+from fxtune.sealed import replace_text
 
 FREE_ON_RESUME = ("run.dir", "run.resume", "run.device", "tracking", "loader", "checkpoint", "train.log_every",
                   "data.workers", "data.cache_dir", "data.questions")
 """Keys that may differ when a run goes on: none of them changes what is learned."""
+CHECKPOINTS = "checkpoints"
+"""The folder of the run's checkpoints, in its own."""
+ANEW = "run.resume=never, or another run.dir where that is set"
+"""What starts a run anew."""
+ALIVE = "is in use by a run that is alive"
 
 
 @dataclass
@@ -35,18 +45,34 @@ class RunFolder:
     def finished(self) -> bool:
         return (self.path / "result.json").exists()
 
+    def result(self) -> dict[str, Any]:
+        """The last figures of a finished run. Raises StorageError where they cannot be read."""
+        file = self.path / "result.json"
+        try:
+            figures = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
+                               "run again from its last checkpoint.") from error
+        return figures if isinstance(figures, dict) else {}
+
     def finish(self, result: dict[str, Any]) -> None:
-        """Mark the run as finished, with its last figures."""
-        staging = self.path / ".result.json"
-        staging.write_text(json.dumps(result, indent=1))
-        os.replace(staging, self.path / "result.json")
+        """Mark the run as finished, with its last figures. Raises StorageError."""
+        self.write("result.json", result)
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a JSON file of the run, whole or not at all. Raises StorageError."""
+        try:
+            replace_text(self.path / name, json.dumps(value, indent=1))
+        except OSError as error:
+            raise StorageError(f"{self.path / name} cannot be written: {error.strerror or error}. Free space there, or mend its "
+                               "permissions; the same command goes on from the last checkpoint.") from error
 
     def abandon(self) -> None:
         """Give the folder up if the run came to nothing, so that the corrected command does not get another number."""
         if not self.resumed and not (self.path / "metrics.jsonl").exists():
-            for name in ("config.yaml", ".lock"):
-                (self.path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something else lies there: it stays
+            with contextlib.suppress(OSError):  # something else lies there, or the disk is gone: it stays
+                for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
+                    (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
 
     def release(self) -> None:
@@ -66,47 +92,84 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
             return _claim_numbered(root, resume, config)
         found = _open(root)
         if found is None:
-            raise StorageError(f"{root} is in use by a run that is alive. Wait for it, or set run.dir to another folder.")
-        before = _recorded(root)
-        if before is None:
-            if resume == "must":
-                raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
-            return _start(found, config)
-        changed = differences(before, config)
-        if resume == "never":
-            raise ConfigError(f"{root} already holds a run, and run.resume=never would write over it. "
-                              "Set run.dir to a new folder, or use run.resume=auto to go on with it.")
-        if changed:
-            raise ConfigError(f"{root} holds a run of another config, so it cannot go on with this one:\n" + "\n".join(changed)
-                              + "\nPut these back, or set run.dir to a new folder.")
-        found.resumed = True
-        return found
+            raise StorageError(f"{root} {ALIVE}. Wait for it, or set run.dir to another folder.")
+        try:
+            return _claim_given(found, resume, config)
+        except (OSError, UserError):
+            found.release()
+            raise
     except OSError as error:
         raise StorageError(f"The run folder {root} cannot be used: {error}. "
                            "Set run.dir to a folder that can be written.") from error
 
 
+def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
+    """Where the job of a sweep goes that is called `root`: the newest of ROOT, ROOT-2 and so on that holds a run of this config,
+    be it finished or not; else, and with resume=never, the next that is free. So the same sweep goes on where it stopped, and one
+    with another setting leaves what is there alone. Raises StorageError.
+    """
+    try:
+        taken = {number: path for number, path in _numbers(root).items() if (path / "config.yaml").exists()}
+        for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
+            with contextlib.suppress(StorageError):  # one that cannot be read is not of this config
+                if not differences(_recorded(path) or {}, config):
+                    return path
+    except OSError as error:
+        raise StorageError(f"The run folder {root} cannot be used: {error}. "
+                           "Set run.dir to a folder that can be written.") from error
+    return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
+
+
+def identity(config: dict[str, Any]) -> str:
+    """A digest of all that counts as a difference: two configs have the same if one can go on with the other's run."""
+    learned = {key: value for key, value in _flat(config).items() if not _free(key)}
+    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+
+
+def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFolder:
+    root = found.path
+    before = _recorded(root)
+    if before is None:
+        if resume == "must":
+            raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
+        return _start(found, config)
+    if resume == "never":
+        raise ConfigError(f"{root} already holds a run, and run.resume=never would write over it. "
+                          "Set run.dir to a new folder, or use run.resume=auto to go on with it.")
+    if changed := differences(before, config):
+        raise ConfigError(f"{root} holds a run of another config, so it cannot go on with this one:\n" + "\n".join(changed)
+                          + "\nPut these back, or set run.dir to a new folder.")
+    found.resumed = True
+    return found
+
+
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:
-    ours = re.compile(re.escape(root.name) + r"(?:-([1-9]\d*))?")
-    numbers = {path: int(match[1] or 1) for path in root.parent.glob("*") if (match := ours.fullmatch(path.name))}
-    taken = max(numbers.values(), default=0)  # folders before it may have been deleted
+    numbers = _numbers(root)
+    taken = max(numbers, default=0)  # folders before it may have been deleted
     unlike: list[str] = []
-    if resume != "never":
-        for path in sorted(numbers, key=lambda path: numbers[path], reverse=True):
+    for number in sorted(numbers, reverse=True) if resume != "never" else ():
+        path = numbers[number]
+        try:
             before = _recorded(path)
-            if before is None or (path / "result.json").exists():
-                continue
-            changed = differences(before, config)
-            if not changed and (found := _open(path)):
+        except StorageError as error:
+            unlike = unlike or [str(error)]
+            continue
+        if before is None or (path / "result.json").exists():
+            continue
+        changed = differences(before, config)
+        if not changed:
+            if found := _open(path):
                 found.resumed = True
                 return found
-            unlike = unlike or ([f"{path}:", *changed] if changed else [])
+            if resume == "must":
+                raise StorageError(f"run.resume=must, but {path}, which this would go on with, {ALIVE}. Wait for it, or end it.")
+        unlike = unlike or ([f"{path}:", *changed] if changed else [])
     if resume == "must":
         raise ConfigError(f"run.resume=must, but no unfinished run of this config lies in {root}*."
                           + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else ""))
     while True:  # another process may take the same number at the same moment: mkdir tells who was first
         taken += 1
-        path = root.with_name(_numbered(root.name, taken))
+        path = _numbered(root, taken)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -116,12 +179,19 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
             return _start(found, config)
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
+def _numbers(root: Path) -> dict[int, Path]:
+    """What there is of ROOT, ROOT-2, ROOT-3 and so on, by number."""
+    ours = re.compile(re.escape(root.name) + r"(?:-([1-9]\d*))?")
+    return {int(match[1] or 1): path for path in root.parent.glob("*") if (match := ours.fullmatch(path.name))}
+
+
+def _numbered(root: Path, number: int) -> Path:
+    return root if number == 1 else root.with_name(f"{root.name}-{number}")
 
 
 def _open(path: Path) -> RunFolder | None:
     path.mkdir(parents=True, exist_ok=True)
+    _require_own(path)
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -131,22 +201,57 @@ def _open(path: Path) -> RunFolder | None:
 
 
 def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
-    staging = found.path / ".config.yaml"
-    staging.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    os.replace(staging, found.path / "config.yaml")
+    replace_text(found.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     return found
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:
+    """The config of the run in `path`; None where there is none. Raises StorageError for one that cannot be read."""
     file = path / "config.yaml"
-    return yaml.safe_load(file.read_text()) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        if not file.is_file():
+            raise ValueError("it is no regular file")
+        text = file.read_text()
+        _require_plain(text)
+        config = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise StorageError(f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
+                           "or set run.dir to a new folder.") from error
+    if not isinstance(config, dict):
+        raise StorageError(f"{file}, the config of the run there, is empty or no config. Bring it back, or set run.dir to a new "
+                           "folder.")
+    return config
+
+
+def _require_own(path: Path) -> None:
+    """Refuse a run folder whose links would have us write elsewhere. Checkpoints may lie on another disk."""
+    for entry in path.iterdir():
+        if entry.is_symlink() and entry.name != "checkpoints" and not entry.resolve().is_relative_to(path.resolve()):
+            raise StorageError(f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
+                               "it, or set run.dir to another folder.")
+
+
+def _require_plain(text: str) -> None:
+    """Refuse YAML that a few lines of make endless work: lists within lists, and aliases that stand for the same list again and
+    again. fxtune writes neither. Raises ValueError."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > 24:
+            raise ValueError(f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line a key that would change what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
     old, new = _flat(before), _flat(now)
     return [f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}" for key in sorted(old | new)
-            if old.get(key) != new.get(key) and not any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME)]
+            if old.get(key) != new.get(key) and not _free(key)]
+
+
+def _free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

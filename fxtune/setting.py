@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +16,19 @@ import torch
 from torch import nn
 
 from fxtune import model as models
-from fxtune import optimizer
+from fxtune import remedies, stored, update_rule
 from fxtune.config import Config
 from fxtune.data.plan import Prepared, prepare, row_lengths
 from fxtune.data.sources import SourceConfig, obstacle
 from fxtune.data.tokens import cache_root
 from fxtune.errors import HardwareError, HubError, UserError
+from fxtune.halving import shortage
 from fxtune.hub import locate
 from fxtune.loss import Loss
 from fxtune.pipeline import make_probe, refuse
+from fxtune.remedies import Stage
+from fxtune.runfolder import CHECKPOINTS, RunFolder
+from fxtune.sameness import Sameness
 from fxtune.technique import Evidence
 from fxtune.tracking import Display
 from fxtune.world import World
@@ -44,6 +48,8 @@ class Setting:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
         torch.use_deterministic_algorithms(config.run.deterministic)
+        # Else each torch.empty is filled with NaN, to show who reads what nobody wrote: a pass over memory for every result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _obstacles_together(config):
             self.hf_config = models.load_config(config.model)
         self.facts = self.world.facts(
@@ -52,7 +58,7 @@ class Setting:
             micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value,
             deterministic=config.run.deterministic)
         asked = replace(self.facts, techniques=config.techniques.asked())
-        self.techniques, self.decided = config.techniques.ready(self.facts, list(optimizer.check(config.optimizer, asked)))
+        self.techniques, self.decided = config.techniques.ready(self.facts, list(update_rule.check(config.optimizer, asked)))
         """Every `auto` decided, and what was decided and why."""
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, Prepared]:
@@ -69,11 +75,13 @@ class Setting:
 
     def build(self) -> nn.Module:
         """The model with every technique applied."""
-        return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
+        with self.explaining("Building the model"):
+            return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
 
     def loss(self, model: nn.Module) -> Loss:
         """The loss of `model`, as the techniques want it."""
-        with self.techniques.precision.context(self.world.device):  # it looks at the model as training will run it
+        # It looks at the model as training will run it.
+        with self.explaining("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
             return Loss(model, self.techniques.liger)
 
     def prove(self, loss: Loss) -> list[Evidence]:
@@ -82,7 +90,41 @@ class Setting:
 
     def observe(self, loss: Loss) -> list[Evidence]:
         """prove() without the error."""
-        return [*self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)), *loss.evidence]
+        with self.explaining("Trying the techniques on a small row"):
+            return [*self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)), *loss.evidence]
+
+    @contextmanager
+    def explaining(self, part: str, stage: Stage = Stage.weights) -> Iterator[None]:
+        """Raise out_of_memory() where memory runs out inside. `part`: what is done there."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if found := shortage(error):
+                raise self.out_of_memory(f"{part} ran out of memory: {found.why}", stage) from error
+            raise
+
+    def out_of_memory(self, what: str, stage: Stage, rows: int | None = None, width: int | None = None) -> HardwareError:
+        """The error that says `what` and lists what would help most. `rows`, `width`: of the batch that did not fit, if it was
+        not the largest that the recipe may have.
+        """
+        rows = rows or self.facts.micro_batch_size
+        width = width or max(self.facts.rows, default=self.facts.sequence_length)
+        facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
+        found = remedies.remedies(facts, self.techniques, self.config.optimizer, stage)
+        return HardwareError(f"{what}\n{remedies.told(*found, stage, rows, width)}")
+
+
+def of_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[Setting, Sameness]:
+    """The setting of the run in `folder`, and what watches that it is the same one where the run goes on: each `auto` is then
+    what it was when the run started, and not decided again. Raises what Setting and Sameness do.
+    """
+    setting = Setting(config)
+    goes_on = folder.resumed and any(stored.paths(folder.path / CHECKPOINTS))
+    same = Sameness(folder.path, goes_on, config.run.deterministic, note)
+    if was := same.decided(config.techniques, setting.techniques):
+        setting = Setting(replace(config, techniques=was))
+    same.open(config.model, config.optimizer, setting.techniques.asked(), setting.facts)
+    return setting, same
 
 
 @contextmanager
@@ -128,10 +170,3 @@ def _afresh() -> None:
     # What techniques.precision sets, for a run that has it off.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
-
-
-def out_of_memory(error: torch.OutOfMemoryError) -> HardwareError:
-    """The error to raise for it, with what to change."""
-    return HardwareError(f"{str(error).partition('. See documentation')[0]}\nWhat helps, most first: techniques.checkpointing."
-                         "enabled=true, a smaller train.micro_batch_size (global_batch_size stays), a shorter "
-                         "data.sequence_length, techniques.lora.enabled=true.")

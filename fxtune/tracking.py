@@ -3,15 +3,21 @@
 A tracker is a witness: whatever happens to it, training goes on. `Tracker.log` never raises and never waits. W&B runs in
 a process of its own (wandb_link.py says why), fed by a thread here: starting costs the loop nothing, a network that
 does not answer sends the run offline, and a service that dies is reported once.
+
+metrics.jsonl is the run's history, each line written at once and whole. A run that goes on drops the lines of the steps that
+it does again and the piece of a line that a kill left, so each figure of each step is there once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import queue
 import secrets
+import shlex
 import string
 import sys
 import time
@@ -21,12 +27,20 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any, Optional
 
-from fxtune.errors import ConfigError
+from filelock import FileLock
+
+from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.redact import redact, redact_arguments
+from fxtune.signals import SIGNALS
 from fxtune.wandb_link import WandbLink, api_key_at_hand
+from fxtune.wandb_process import GOES_ON, STEP
 from fxtune.world import Facts
 
-STEP = "train/step"
+SYNC_PATIENCE = 15.0
+"""Seconds that W&B has to answer `fxtune sync`, which may take UPLOAD_PATIENCE then."""
+UPLOAD_PATIENCE = 6 * 3600.0
+SHORT_PATIENCE = 3.0
+"""Seconds that a run which was told to stop waits for W&B: whoever told it will not wait for long, and it goes on later."""
 
 
 class WandbMode(str, Enum):
@@ -113,32 +127,33 @@ class Tracker:
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._step = resume_step
         self._tensorboard = _open_tensorboard(self.run_dir, resume_step) if config.tensorboard else None
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._file_fault = False
+        self._resume_step = resume_step
+        self._kept: set[frozenset[str]] = set()
+        """What metrics.jsonl has of `resume_step`: the names in each of its lines."""
         self._open_file(resume_step)
         self._wandb: WandbLink | None = None
         self.wandb_id: str | None = None
         """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
         mode = wandb_mode(config.wandb)
         if mode != "disabled":
-            self.wandb_id = wandb_id or os.environ.get("WANDB_RUN_ID") or _new_id()
+            self.wandb_id = _identity(self.run_dir, wandb_id)
             if mode == "offline" and config.wandb.mode is not WandbMode.offline:
                 self._notes.put("W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline")
-            wandb = config.wandb
-            init = {"id": self.wandb_id, "resume": "allow", "name": run_name, "project": wandb.project,
-                    "entity": wandb.entity, "group": wandb.group, "tags": list(wandb.tags),
-                    "config": redact(resolved_config), "allow_val_change": True}
-            argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
-            self._wandb = WandbLink(init, self.run_dir, argv, mode == "online", wandb.init_timeout, self._notes)
+            modes = (mode, "offline")
+            self._wandb = _link(config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes)
         self._drain()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
         self._step = step
+        if step == self._resume_step and frozenset(metrics) in self._kept:
+            return  # a kill between the last figures and the end of the run: they are asked for again, and are there
         values = {STEP: step, **{name: _plain(value) for name, value in metrics.items()}}
-        self._write({"time": round(time.time(), 3), **values})
+        end = self._write({"time": round(time.time(), 3), **values})
         if self._wandb:
-            self._wandb.put({"log": values}, step)
+            self._wandb.put({"log": values, "end": end}, step)
         if self._tensorboard:
             self._to_tensorboard(step, values)
         self._drain()
@@ -150,20 +165,31 @@ class Tracker:
         self._drain()
 
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Set the summary, close everything; waits for W&B's last upload half a minute at most. Safe to call twice."""
+        """Set the summary, close everything. Safe to call twice.
+
+        Waits for W&B's last upload as wandb_link.py says, half a minute at most; SHORT_PATIENCE with the exit code of a run
+        that was told to stop.
+        """
         if figures:
             self.summary(figures)
-        if self._wandb:
-            self._wandb.finish(exit_code)
-            self._wandb = None
+        link, self._wandb = self._wandb, None
+        if link:
+            try:
+                with SIGNALS.leaving() if exit_code == 0 else contextlib.nullcontext():
+                    link.finish(exit_code, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
+            except Stopped:  # the run is finished, whatever W&B has of it
+                if not link.finish(exit_code, SHORT_PATIENCE):
+                    again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
+                    self._notes.put(f"W&B was left behind. To send it what it does not have: {again}")
         self._close_files()
         self._drain()
 
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.finish(exit_code=0 if kind is None else 1)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        unnamed = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.finish(exit_code=0 if error is None else getattr(error, "exit_code", unnamed))
 
     def _close_files(self) -> None:
         if self._tensorboard:
@@ -181,29 +207,33 @@ class Tracker:
 
     def _drain(self) -> None:
         while not self._notes.empty():
-            self._note(self._notes.get())
+            self._note(redact(self._notes.get()))  # an address with a password may be part of an error's text
 
     def _open_file(self, resume_step: int) -> None:
         path = self.run_dir / "metrics.jsonl"
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            _keep_until(path, resume_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._kept = _keep_until(path, resume_step)
+            self._file = path.open("ab", buffering=0)  # a line is written at once or is not: nothing stays behind in a buffer
         except OSError as error:
             self._notes.put(f"{path} cannot be written ({error}); training goes on without it")
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any]) -> int | None:
+        """Returns where the line ends in metrics.jsonl, in bytes; None where it could not be written."""
         if self._file is None:
-            return
+            return None
+        # After a failed write the file may end within a line; an empty line before the next one mends that.
+        text = (("\n" if self._file_fault else "") + json.dumps(_finite(line)) + "\n").encode()
         try:
-            # After a failed write the file may end within a line; an empty line before the next one mends that.
-            self._file.write(("\n" if self._file_fault else "") + json.dumps(_finite(line)) + "\n")
-            self._file.flush()
+            self._file_fault, before = True, self._file_fault
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._file_fault = False
+            return self._file.tell()
         except OSError as error:
-            if not self._file_fault:
+            if not before:
                 self._notes.put(f"metrics.jsonl could not be written at step {self._step} ({error}); training goes on")
-            self._file_fault = True
+            return None
 
     def _to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
         assert self._tensorboard is not None
@@ -216,6 +246,53 @@ class Tracker:
             self._tensorboard = None
 
 
+def upload(run_dir: Path, note: Callable[[str], None]) -> None:
+    """Send W&B what it does not have of the run in `run_dir`, which is not under way.
+
+    Raises ConfigError (no such run, no API key) and StorageError (W&B did not take all of it).
+    """
+    recorded = run_dir / "config.yaml"
+    if not (recorded.exists() and (run_dir / "metrics.jsonl").exists()):
+        raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
+    if not api_key_at_hand():
+        raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
+    import yaml
+
+    with FileLock(run_dir / ".lock", timeout=0):
+        plain = yaml.safe_load(recorded.read_text(encoding="utf-8"))
+        settings = plain["tracking"]["wandb"]
+        config = WandbConfig(WandbMode.online, settings["project"], settings["entity"], settings["group"], settings["tags"],
+                             init_timeout=SYNC_PATIENCE)
+        notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        link = _link(config, _identity(run_dir, None), run_dir, plain["run"]["name"], plain, ("online",), notes, UPLOAD_PATIENCE)
+        link.finish(0 if (run_dir / "result.json").exists() else 1, UPLOAD_PATIENCE)
+    while not notes.empty():
+        note(redact(notes.get()))
+    if link.trouble:
+        raise StorageError(f"{run_dir}: {redact(link.trouble)}. Nothing is lost: give the same command again later.")
+
+
+def _link(config: WandbConfig, wandb_id: str, run_dir: Path, run_name: str, resolved_config: dict[str, Any],
+          modes: tuple[str, ...], notes: queue.SimpleQueue[str], upload_timeout: float | None = None) -> WandbLink:
+    init = {"id": wandb_id, "name": run_name, "project": config.project, "entity": config.entity, "group": config.group,
+            "tags": list(config.tags), "config": redact(resolved_config), "allow_val_change": True}
+    argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
+    return WandbLink(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
+
+
+def _identity(run_dir: Path, given: str | None) -> str:
+    """The W&B run that this folder belongs to: a run that was killed before its first checkpoint is still the same one."""
+    file = run_dir / "wandb" / "id"
+    known = given
+    with contextlib.suppress(OSError):
+        known = known or file.read_text(encoding="utf-8").strip()
+    known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
+    with contextlib.suppress(OSError):  # the folder cannot be written, as W&B will say itself
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(known, encoding="utf-8")
+    return known
+
+
 def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -225,22 +302,30 @@ def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl beyond `step`, and a last line that a kill cut short; whole or not at all."""
+def _keep_until(path: Path, step: int) -> set[frozenset[str]]:
+    """Drop the lines of metrics.jsonl beyond `step`, and what a kill or a full disk left of a line; whole or not at all.
+
+    Returns the names in each line of `step`.
+    """
     if not path.is_file():
-        return
+        return set()
+    found = set()
     staged = path.with_name(path.name + ".part")
-    with path.open(encoding="utf-8", errors="replace") as old, staged.open("w", encoding="utf-8") as new:
+    with path.open("rb") as old, staged.open("wb") as new:
         for line in old:
             try:
-                keep = step > 0 and json.loads(line).get(STEP, 0) <= step
-            except (ValueError, AttributeError):
-                keep = False
+                values = json.loads(line)
+                keep = step > 0 and values[STEP] <= step
+            except (ValueError, TypeError, LookupError):
+                continue
             if keep:
-                new.write(line if line.endswith("\n") else line + "\n")
+                new.write(line if line.endswith(b"\n") else line + b"\n")
+                if values[STEP] == step:
+                    found.add(frozenset(values) - {STEP, "time"})
         new.flush()
         os.fsync(new.fileno())
     staged.replace(path)
+    return found
 
 
 def _plain(value: Any) -> int | float | str | bool | None:

@@ -209,6 +209,7 @@ def ended_in_order() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # others are answered: signals.py
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield

@@ -21,6 +21,7 @@ from fxtune.axes import Deltas, applied, value_of
 from fxtune.config import Config, load
 from fxtune.errors import ConfigError, StorageError
 from fxtune.overrides import Choice, Kind, Shelf, given
+from fxtune.vetting import told_only
 
 MARK = "# Found by: fxtune tune "
 """A line of the header of each file that was written here."""
@@ -93,7 +94,7 @@ def _building_on(overrides: list[str], config: Config, deltas: Deltas) -> dict[s
             defaults += [name for name in choice.names if name in known]
         elif choice.kind is Kind.group:
             defaults.append({f"override /{key}": choice.names[0] if len(choice.names) == 1 else list(choice.names)})
-        elif choice.kind is Kind.key:
+        elif choice.kind is Kind.key and not told_only(key):
             _set(body, *_key(config, key, choice.text))
     for key, value in deltas.items():
         _set(body, key, value)
@@ -111,8 +112,8 @@ def _key(config: Config, key: str, text: str) -> tuple[str, Any]:
 
 
 def _whole(config: Config) -> dict[str, Any]:
-    """All that differs from the defaults, but for the run's name, which is the file's."""
-    body: dict[str, Any] = _differing(config, Config())
+    """All that differs from the defaults, but for the run's name, which is the file's, and what only a command line says."""
+    body: dict[str, Any] = _shareable(_differing(config, Config()))
     body.get("run", {}).pop("name", None)
     return {key: value for key, value in body.items() if value != {}}
 
@@ -146,10 +147,16 @@ def _set(body: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """For comparing: all but the run's name."""
-    plain = dataclasses.asdict(config)
+    """For comparing: all but the run's name, and what only a command line says."""
+    plain: dict[str, Any] = _shareable(dataclasses.asdict(config))
     plain["run"].pop("name")
     return plain
+
+
+def _shareable(value: Any, prefix: str = "") -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _shareable(inner, f"{prefix}{key}.") for key, inner in value.items() if not told_only(f"{prefix}{key}")}
 
 
 def _yaml(body: dict[str, Any]) -> str:

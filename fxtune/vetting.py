@@ -30,6 +30,9 @@ Keys = tuple[str, ...]
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 24
+TRUST = "trust_remote_code"
+WRITTEN = ("run.dir", "data.cache_dir")
+"""Keys that say where files are written."""
 
 ELSEWHERE = {  # what other trainers call it
     "learning_rate": "optimizer.lr", "batch_size": "train.micro_batch_size", "num_epochs": "train.epochs",
@@ -71,6 +74,8 @@ def read(path: Path) -> Document:
     """Read a YAML mapping that uses nothing but plain values. Raises ConfigError with file and line."""
     name = place(path)
     try:
+        if not path.is_file():  # a pipe would be waited for, a device never ends
+            raise ConfigError(f"{name}: this is no regular file")
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name}: {path.stat().st_size} bytes are no recipe (the limit is {MAX_BYTES})")
         text = path.read_text(encoding="utf-8")
@@ -234,9 +239,17 @@ class Vetting:
             self.add(keys, f"`{name}` is {_TYPES[inner]}, and {_shown(value)} is not")
         elif problem := outside(name, number):
             self.add(keys, problem)
-        if name == "model.trust_remote_code" and self.stranger and value is not False:
-            self.add(keys, "`model.trust_remote_code` runs Python that comes with the model, so a recipe cannot ask for it: "
-                           "say model.trust_remote_code=true on the command line yourself")
+        if self.stranger and not wrong:
+            self._beyond(name, value, keys)
+
+    def _beyond(self, name: str, value: Any, keys: Keys) -> None:
+        """What only the user may say, and not a file: that foreign code may run, and that files are written elsewhere."""
+        if keys[-1] == TRUST and value is not False:
+            self.add(keys, f"`{name}` runs code of a stranger, so a recipe cannot ask for it: say {name}=true on the command "
+                           "line yourself")
+        if name in WRITTEN and (Path(value).is_absolute() or _leads_out(value)):
+            self.add(keys, f"`{name}={value}`: a recipe may come from a stranger, so it writes below the working directory only "
+                           f"(no /, ~, .. or hidden folders); say {name}={value} on the command line yourself")
 
     def _free(self, value: Any, keys: Keys) -> None:
         """Below a field that takes anything: still no code and no secrets."""
@@ -249,8 +262,8 @@ class Vetting:
 
     def _pointer(self, value: str, keys: Keys) -> None:
         name = ".".join(keys)
-        if name == "model.trust_remote_code" and self.stranger:
-            self.add(keys, "`model.trust_remote_code` can be set on the command line only")
+        if self.stranger and keys[-1] == TRUST:
+            self.add(keys, f"`{name}` can be set on the command line only")
         if "${" in _POINTER.sub("", value):
             self.add(keys, f"`{name}={value}` is not read: a config is saved and shared, so it may point at other keys "
                            "(${optimizer.lr}) and never at the environment, a file or a function")
@@ -259,8 +272,13 @@ class Vetting:
             path = tuple(re.sub(r"\[(\d+)\]", r".\1", target).split("."))
             full = (*keys[:-len(dots)], *path) if dots else path
             elsewhere = Vetting(self.schema, lambda _: "", self.stranger)
-            if elsewhere.key(full) is None:
+            hint = elsewhere.key(full)
+            if hint is None:
                 self.add(keys, f"`{name}={value}` points at nothing: {elsewhere.problems[0].removeprefix(': ')}")
+            elif self.stranger and name in WRITTEN and full != ("run", "name") and _strip(hint)[0] is str:
+                self.add(keys, f"`{name}={value}` points at a text that may be any path: of texts it can point at run.name only")
+        if self.stranger and name in WRITTEN:
+            self._beyond(name, _POINTER.sub("x", value), keys)
 
     def _unknown(self, above: Keys, inner: Any, key: str, rest: Keys) -> str:
         name = ".".join((*above, key, *rest))
@@ -292,6 +310,11 @@ class Vetting:
         if close:
             return ".".join((*above, close, *rest))
         return nearest(".".join((*above, key, *rest)), everywhere, 0.8)
+
+
+def told_only(key: str) -> bool:
+    """Whether a key's value belongs on a command line, and not in a file that is given on: see Vetting._beyond."""
+    return key in WRITTEN or key.rpartition(".")[2] == TRUST
 
 
 _NO_CODE = "a config holds values, it cannot name code to run"
@@ -370,6 +393,10 @@ def _wanted(inner: Any) -> str:
     if isinstance(inner, type) and issubclass(inner, Enum):
         return f"one of {', '.join(member.name for member in inner)}"
     return {list: "a list", dict: "{name: value, ...}"}.get(typing.get_origin(inner), _TYPES.get(inner, str(inner)))
+
+
+def _leads_out(path: str) -> bool:
+    return any(part.startswith((".", "~")) for part in Path(path).parts if part != ".")
 
 
 def _close(word: str, options: list[str]) -> str:

@@ -1,15 +1,15 @@
-"""Both ends of the line to W&B: the feed in the training process, and the process of its own that it feeds.
+"""The feed of W&B, which runs in a process of its own (wandb_process.py).
 
 W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a killed
-service or an upload that hangs would block a step or the exit, or raise from a hook. Here it owns a process: `WandbLink`
-starts this very file, writes one JSON object a line to its input and reads its answers. The worst that can happen is that
-this process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the loop.
+service or an upload that hangs would block a step or the exit, or raise from a hook. So it owns a process, which is fed from
+a thread here: the worst that can happen is that this process is killed. It costs one Python interpreter (about 100 MB of
+memory) and no time in the loop.
 
-In: first `{"argv", "settings", "init"}`, then any of `{"log": {...}}`, `{"summary": {...}}`, `{"finish": exit_code}`.
-Out: `{"imported": true}`, then `{"ready": {"dir", "url"}}` or `{"failed": reason}`, later `{"lost": reason}`, last
-`{"done": true}` or `{"late": reason}`. End of input without "finish": the training process died; the run is marked failed.
-
-Nothing of fxtune is imported here: the file runs by its path, whatever the working directory.
+metrics.jsonl is what happened; W&B's history is a copy of it, one row for each step. Every session starts from the file's
+first line: online, rows that the server has are left out, so a run that goes on sends what an earlier stretch could not, and
+no step twice; offline, all of it is in the newest folder. So whatever becomes of a session (a server that refuses, a service
+that is killed, an upload that never ends), the next one makes it whole, and `fxtune sync` is a session that does nothing else.
+`wandb sync` would send all rows of a folder, also those that the server has: it is named where the server has none.
 """
 
 from __future__ import annotations
@@ -20,48 +20,57 @@ import netrc
 import os
 import queue
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-STEP = "train/step"
-FINISH_TIMEOUT = 30.0  # seconds that the end of a run may wait for W&B's last upload
+from fxtune import wandb_process
+from fxtune.wandb_process import STEP
+
+END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B, all together
+UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping the run offline instead
 START_TIMEOUT = 30.0  # seconds for a Python that imports wandb, on a slow disk; nobody waits for it but the feeding thread
 QUEUED = 20_000  # messages kept while W&B starts or stalls
-GRACE = 5.0  # seconds that wandb may take beyond its own finish_timeout before its process ends itself
-PROGRAM = Path(__file__)
+PROGRAM = Path(wandb_process.__file__)
 
 
 class WandbLink:
-    """Feeds the W&B process from a thread, restarts it offline when the server does not answer, and ends it in time."""
+    """Feeds the W&B process from a thread, starts another one offline when that cannot be, and ends it in time."""
 
-    def __init__(self, init: dict[str, Any], run_dir: Path, argv: list[str], online: bool, init_timeout: float,
-                 notes: queue.SimpleQueue[str]) -> None:
-        """`init`: arguments of wandb.init. `argv`: the command to show, free of secrets. `notes` gets the messages."""
+    def __init__(self, init: dict[str, Any], run_dir: Path, argv: list[str], modes: tuple[str, ...], init_timeout: float,
+                 notes: queue.SimpleQueue[str], upload_timeout: float | None = None) -> None:
+        """`init`: arguments of wandb.init. `argv`: the command to show, free of secrets. `notes` gets the messages. `modes`:
+        online or offline, of one session after another: the next is for when the one before it failed.
+        """
         self._init = {**init, "dir": str(run_dir)}
         self._run_dir = run_dir
         self._argv = argv
         self._notes = notes
-        self._modes = ("online", "offline") if online else ("offline",)
+        self._modes = modes
         self._init_timeout = init_timeout
-        self._settings = {"init_timeout": init_timeout, "finish_timeout": FINISH_TIMEOUT - GRACE,
+        self._settings = {"init_timeout": init_timeout, "finish_timeout": upload_timeout or UPLOAD_TIMEOUT,
                           "finish_timeout_raises": True, "silent": True, "console": "off", "x_stats_pid": os.getpid(),
                           "disable_job_creation": True}
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue(QUEUED)
         self._full = False
         self._over = False
         self._step = 0
+        self._summary: dict[str, Any] = {}
+        self._exit_code: int | None = None
+        self.trouble: str | None = None
+        """Why W&B does not have everything, nor an offline folder."""
         self._process: subprocess.Popen[str] | None = None
         self._folder: str | None = None
         self._thread = threading.Thread(target=self._run, name="wandb-feed", daemon=True)
         self._thread.start()
 
     def put(self, message: dict[str, Any], step: int) -> None:
+        """`{"log": row, "end": where its line of metrics.jsonl ends, or None}` or `{"summary": figures}`."""
         self._step = step
         if self._over:
             return
@@ -72,8 +81,13 @@ class WandbLink:
                 self._notes.put(f"W&B does not keep up: what it misses from step {step} on is in metrics.jsonl")
             self._full = True
 
-    def finish(self, exit_code: int) -> None:
-        deadline = time.monotonic() + self._init_timeout + FINISH_TIMEOUT
+    def finish(self, exit_code: int, patience: float | None = None) -> bool:
+        """Wait for the last upload: `patience` seconds (None: END_TIMEOUT), and for W&B's start if that is still under way.
+        Returns whether it ended.
+
+        A run that goes on later need not wait: the next session sends what this one did not.
+        """
+        deadline = time.monotonic() + (self._init_timeout + END_TIMEOUT if patience is None else patience)
         try:
             self._queue.put({"finish": exit_code}, timeout=1)
         except queue.Full:
@@ -81,30 +95,79 @@ class WandbLink:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._over = True
-            self._notes.put(f"W&B did not finish in time and was left behind.{self._how_to_sync()}")
-            if self._process:
-                self._process.kill()
+            if patience is None:
+                self._notes.put(f"W&B did not finish in time and was left behind.{self._how_to_sync()}")
+                if self._process:
+                    self._process.kill()
+        return not self._over
 
     def _run(self) -> None:
-        reasons: list[str] = []
-        for mode in self._modes:
-            answers: queue.Queue[dict[str, Any]] = queue.Queue()
-            reason = self._start(mode, answers)
-            if reason is None:
-                if reasons:
-                    self._notes.put(f"W&B did not take the run ({reasons[0]}). It goes on offline.{self._how_to_sync()}")
-                self._feed(mode, answers)
+        """One session, and where it fails an offline one. Each is given all figures of the run."""
+        for left, mode in enumerate(self._modes, 1 - len(self._modes)):
+            trouble = self._session(mode)
+            if trouble is None or self._over:
                 return
-            reasons.append(reason)
-            if self._over:
-                return
-        self._over = True
-        self._notes.put(f"W&B could not start ({reasons[-1]}). Training goes on; all figures are in metrics.jsonl")
+            if left:
+                self._notes.put(f"{trouble}. Training goes on, and W&B's history is kept offline, from the first step on.")
+        self.trouble, self._over = trouble, True
+        if "offline" in self._modes:
+            self._notes.put(f"{trouble}. Training goes on; all figures are in metrics.jsonl.{self._how_to_sync()}")
+
+    def _session(self, mode: str) -> str | None:
+        """Feed one W&B process until the run ends. Returns why it does not have everything, or None."""
+        answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        if (reason := self._start(mode, answers)) is not None:
+            return f"W&B did not take the run ({reason})"
+        try:
+            replayed = self._replay()
+            if self._summary:
+                self._send({"summary": self._summary})
+            while self._exit_code is None:
+                message = self._queue.get()
+                if "finish" in message:
+                    self._exit_code = message["finish"]
+                    break
+                if "summary" in message:
+                    self._summary |= message["summary"]
+                    self._send(message)
+                elif message["end"] is None or message["end"] > replayed:  # else it came with the replay
+                    self._send({"log": message["log"]})
+                if not answers.empty():
+                    break
+            if self._exit_code is not None:
+                self._send({"finish": self._exit_code})
+        except OSError:
+            pass  # the process is gone; the answers say so
+        answer = answers.get()
+        self._close()
+        if "done" not in answer:
+            reason = answer.get("late") or answer.get("lost") or "its process ended"
+            what = "did not finish" if self._exit_code is not None else f"stopped working near step {self._step}"
+            return f"W&B {what} ({reason})"
+        if mode == "offline":
+            self._notes.put(f"W&B: the run was kept offline.{self._how_to_sync()}")
+        return None
+
+    def _replay(self) -> int:
+        """Send the lines of metrics.jsonl. Returns where the last one ends, in bytes from its beginning."""
+        end = 0
+        for line in _lines(self._run_dir / "metrics.jsonl"):
+            end += len(line)
+            with contextlib.suppress(ValueError, AttributeError):  # what a full disk left of a line
+                row = {name: value for name, value in json.loads(line).items() if value is not None}
+                if STEP in row:
+                    row["_timestamp"] = row.pop("time", None) or time.time()
+                    self._send({"log": row})
+        return end
 
     def _start(self, mode: str, answers: queue.Queue[dict[str, Any]]) -> str | None:
         """Start the W&B process in `mode`; None once it is ready, else the reason."""
         folder = self._run_dir / "wandb"
-        environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+        # Its reports of errors to its makers would carry more than a run's figures, and there may be no network for them.
+        environment = {"WANDB_ERROR_REPORTING": "false",
+                       **{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}}
+        # Synced later, an offline run begins at row 0 of the server's history: it has all rows. With `resume` it would be added.
+        init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "process.log").open("ab") as log:
@@ -113,8 +176,7 @@ class WandbLink:
                     stdout=subprocess.PIPE, stderr=log, env=environment, text=True, encoding="utf-8",
                     start_new_session=True)  # Ctrl-C in the terminal is for the training process alone
             threading.Thread(target=_listen, args=(process, answers), daemon=True).start()
-            self._send({"argv": self._argv, "settings": self._settings,
-                        "init": {**self._init, "mode": mode}})
+            self._send({"argv": self._argv, "settings": self._settings, "init": init})
             answer = answers.get(timeout=START_TIMEOUT)
             if "imported" in answer:
                 answer = answers.get(timeout=self._init_timeout + 1)
@@ -123,37 +185,17 @@ class WandbLink:
         except queue.Empty:
             process.kill()
             return f"no answer in {self._init_timeout:g} s"
-        if "ready" in answer:
-            self._folder = answer["ready"]["dir"]
-            if mode == "online":
-                self._notes.put(f"W&B: {answer['ready']['url']}")
-            return None
-        process.kill()
-        return str(answer.get("failed", f"its process ended; see {folder / 'process.log'}"))
-
-    def _feed(self, mode: str, answers: queue.Queue[dict[str, Any]]) -> None:
-        ending = False
-        while not ending:
-            message = self._queue.get()
-            ending = "finish" in message
-            with contextlib.suppress(OSError):  # the process is gone; the answers say so
-                self._send(message)
-            if not ending and not answers.empty():
-                lost = answers.get()
-                self._over = True
-                reason = lost.get("lost", "its process ended")
-                self._notes.put(f"W&B stopped working near step {self._step} ({reason}). "
-                                f"Training goes on; metrics.jsonl has everything.{self._how_to_sync()}")
-                self._close()
-                return
-        answer = answers.get()
-        if "done" in answer:
-            if mode == "offline":
-                self._notes.put(f"W&B: the run was kept offline.{self._how_to_sync()}")
-        else:
-            reason = answer.get("late") or answer.get("lost") or "its process ended"
-            self._notes.put(f"W&B did not finish ({reason}).{self._how_to_sync()}")
-        self._close()
+        if "ready" not in answer:
+            process.kill()
+            return str(answer.get("failed", f"its process ended; see {folder / 'process.log'}"))
+        self._folder = answer["ready"]["dir"]
+        if mode == "online":
+            with contextlib.suppress(OSError):
+                (folder / "online").touch()
+            last = answer["ready"]["last"]
+            known = f" It has the steps up to {last}, which are not sent again." if last >= 0 else ""
+            self._notes.put(f"W&B: {answer['ready']['url']}{known}")
+        return None
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None
@@ -172,12 +214,18 @@ class WandbLink:
             self._process.kill()
 
     def _how_to_sync(self) -> str:
-        if not self._folder:
-            return ""
-        # Each start of a run that is offline leaves a folder; W&B joins those of one id, in the order of their start.
-        folders = sorted(str(folder) for folder in self._run_dir.glob(f"wandb/offline-run-*-{self._init['id']}"))
-        chosen = folders if len(folders) > 1 else [self._folder]
-        return f" To upload it: wandb sync {' '.join(shlex.quote(folder) for folder in chosen)}"
+        """The command that completes W&B's history."""
+        # A second one within a second ends with -1.
+        folders = sorted(self._run_dir.glob(f"wandb/offline-run-*-{self._init['id']}*"))
+        if folders and not (self._run_dir / "wandb" / "online").exists():
+            return f" To upload it: wandb sync {shlex.quote(str(folders[-1]))}"  # this one folder: it has the whole history
+        return f" To upload it: fxtune sync {shlex.quote(str(self._run_dir))}"
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """The whole lines of a file; none where it cannot be read."""
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        yield from (line for line in stream if line.endswith(b"\n"))
 
 
 def server() -> str:
@@ -205,75 +253,3 @@ def _listen(process: subprocess.Popen[str], answers: queue.Queue[dict[str, Any]]
     for line in process.stdout:
         answers.put(json.loads(line))
     answers.put({"gone": True})
-
-
-def main() -> None:
-    # W&B's service inherits 0, 1 and 2. Were it to hold our pipes, their other end would not see us die.
-    lines, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # the training process decides when to end; the end of input tells us
-
-    def answer(**message: Any) -> None:
-        try:
-            answers.write(json.dumps(message) + "\n")
-            answers.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # nobody listens any more; go on to the end of input
-
-    start = json.loads(lines.readline())
-    sys.argv = start["argv"]  # what W&B shows as the run's command
-    # Broad on purpose, here and below: whatever W&B raises becomes one line for the training process.
-    try:
-        import wandb
-
-        answer(imported=True)
-        known = wandb.Settings.model_fields
-        settings = {key: value for key, value in start["settings"].items() if key in known}
-        run = wandb.init(settings=wandb.Settings(**settings), **start["init"])
-        run.define_metric(STEP)
-        run.define_metric("*", step_metric=STEP)
-    except Exception as error:  # noqa: BLE001
-        answer(failed=_reason(error))
-        os._exit(1)  # not through wandb's exit hooks, which may wait for a server that never answers
-    answer(ready={"dir": run.settings.sync_dir, "url": None if run.offline else run.url})
-    _serve(run, lines, answer, start["settings"].get("finish_timeout", 30.0))
-
-
-def _serve(run: Any, lines: IO[str], answer: Any, limit: float) -> None:
-    exit_code = 1
-    lost = False
-    for line in lines:
-        message = json.loads(line)
-        if "finish" in message:
-            exit_code = message["finish"]
-            break
-        if lost:
-            continue
-        try:
-            if "log" in message:
-                run.log(message["log"])
-            else:
-                run.summary.update(message["summary"])
-        except Exception as error:  # noqa: BLE001
-            lost = True
-            answer(lost=_reason(error))
-    watchdog = threading.Timer(limit + GRACE, os._exit, (1,))
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        run.finish(exit_code=exit_code)
-    except Exception as error:  # noqa: BLE001
-        answer(late=_reason(error))
-        os._exit(1)
-    answer(done=True)
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300].removesuffix(":")
-
-
-if __name__ == "__main__":
-    main()

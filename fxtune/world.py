@@ -25,6 +25,8 @@ PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-ke
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
 
+CONTEXT = 2**30
+"""Bytes of a card that a driver and the context of a process take, at most."""
 _LIMITED: set[torch.device] = set()
 """Cards whose memory a run of this process has limited; the next run of a sweep may not want that."""
 
@@ -133,7 +135,8 @@ class World:
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
-            free = min(torch.cuda.mem_get_info(self.device)[0], total)
+            # What is free differs from run to run, and `auto` decides by it.
+            free = total - CONTEXT if known.get("deterministic") else min(torch.cuda.mem_get_info(self.device)[0], total)
             here.update(device_name=card.name, capability=(card.major, card.minor), memory=total, free_memory=free,
                         host_memory=memory()[0])
         else:

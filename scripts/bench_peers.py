@@ -72,6 +72,7 @@ CASES = {
     "8b_4x4096": Case("8b", 4096, 4),
     "8b_4x4096_fp8": Case("8b", 4096, 4, FP8, beside="8b_4x4096"),
     "1b_8x4096": Case("1b", 4096, 8),
+    "1b_8x4096_fp8": Case("1b", 4096, 8, FP8, beside="1b_8x4096"),
     "8b_chats": Case("8b", 4096, 4, chats=True),
     "8b_chats_fp8": Case("8b", 4096, 4, FP8, beside="8b_chats", chats=True),
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),

@@ -88,8 +88,8 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
     from fxtune.config import Config, RunConfig, TrainConfig
     from fxtune.data.sources import DataConfig, SourceConfig
     from fxtune.model import DType, Init, ModelConfig
-    from fxtune.optimizer import OptimizerConfig
     from fxtune.schedule import ScheduleConfig
+    from fxtune.update_rule import OptimizerConfig
 
     config = Config(
         run=RunConfig(name="tiny", dir=str(run), seed=SEED),

@@ -72,9 +72,9 @@ def common(out: Path, name: str, seed: int) -> Any:
 
     from fxtune.checkpoint import CheckpointConfig
     from fxtune.config import Config, RunConfig
-    from fxtune.optimizer import OptimizerConfig
     from fxtune.techniques.precision import Autocast
     from fxtune.tracking import Display, TrackingConfig
+    from fxtune.update_rule import OptimizerConfig
 
     config = Config(run=RunConfig(name=name, dir=str(out / name), seed=seed),
                     optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -64,6 +65,28 @@ def small(chats, tmp_path) -> Config:
     config.schedule.warmup_steps = 2
     config.optimizer.lr = 1e-3
     return config
+
+
+@pytest.fixture
+def build(cwd):
+    """A Trainer that is built and not yet run; its folder is released at the end."""
+    from fxtune import train
+    from fxtune.display import display
+    from fxtune.runfolder import claim
+
+    made = []
+
+    def make(config, note=None) -> train.Trainer:
+        plain = json.loads(json.dumps(dataclasses.asdict(config)))
+        folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
+        made.append(folder)
+        screen = display(Display.none)
+        screen.note = note or screen.note
+        return train.Trainer(config, folder, screen, plain)
+
+    yield make
+    for folder in made:
+        folder.release()
 
 
 def history(folder: Path) -> list[dict]:

@@ -106,7 +106,7 @@ def test_a_step_that_is_not_finite_is_told_and_is_no_loss(small, monkeypatch):
 
     def broken(self, step, lr):
         outcome = whole_step(self, step, lr)
-        return outcome if step.index != 3 else (torch.tensor(float("nan")), outcome[1], torch.tensor(False), outcome[3])
+        return outcome if step.index != 3 else outcome._replace(loss=torch.tensor(float("nan")), finite=torch.tensor(False))
 
     monkeypatch.setattr(train.Trainer, "step", broken)
     found = measure.measure(small, steps=2, warm_up=2)

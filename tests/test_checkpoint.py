@@ -1,14 +1,25 @@
+import hashlib
 import shutil
+import threading
+import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, damaged
+from fxtune import stored
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, moment_bytes
 from fxtune.errors import StorageError
+from fxtune.sealed import DTYPES, write_tensors
+from fxtune.stored import damaged
 
 
 def save(checkpoints, step, **state):
-    return checkpoints.save(TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)})
+    checkpoints.save(TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)})
+    checkpoints.wait()
+    return checkpoints.folder / f"step-{step:08d}"
 
 
 def names(folder):
@@ -76,19 +87,130 @@ def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_pa
 def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 1)
-    leftover = tmp_path / ".staging-step-00000002"
-    leftover.mkdir()
-    (leftover / "weights.safetensors").write_bytes(b"half")
+    for name in (".staging-step-00000002", ".removed-step-00000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.safetensors").write_bytes(b"half")
     assert checkpoints.newest().state.step == 1
-    save(checkpoints, 2)
-    assert checkpoints.newest().state.step == 2
-    assert not leftover.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "nobody else would clear it away"
 
 
-def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "runs", CheckpointConfig())
+def test_what_changes_after_a_save_is_not_in_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=pytest.fail)
+    state, weight, moment = TrainState(step=1, figures={"a": 1}), torch.zeros(10**6), torch.zeros(10**6)
+    checkpoints.save(state, {"w": weight}, {"w/exp_avg": moment})
+    state.step, state.figures["a"] = 2, 2
+    weight += 1
+    moment += 1
+    saved = checkpoints.newest()
+    assert (saved.state.step, saved.state.figures) == (1, {"a": 1})
+    assert not saved.weights["w"].any()
+    assert not saved.moments["w/exp_avg"].any()
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A disk that writes when it is told to."""
+    go, real = threading.Event(), stored.write
+    monkeypatch.setattr(stored, "write", lambda *given: go.wait(20) and real(*given))
+    yield go
+    go.set()
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_written_and_one_is_in_flight_at_most(tmp_path, slow):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(TrainState(step=1), {"w": torch.zeros(4)}, {})
+    assert checkpoints.figures() == {}  # it has not ended
+    assert not stored.paths(tmp_path)
+    threading.Timer(0.3, slow.set).start()
+    began = time.perf_counter()
+    checkpoints.save(TrainState(step=2), {"w": torch.zeros(4)}, {})  # waits for the first
+    assert time.perf_counter() - began > 0.2
+    assert names(tmp_path)[-1] != "step-00000002"
+    first = checkpoints.figures()
+    assert first["checkpoint/seconds"] > 0.2
+    assert first["checkpoint/stall_seconds"] < 0.2
+    with checkpoints:
+        pass  # waits, too
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert checkpoints.figures()["checkpoint/stall_seconds"] > 0.2
+    assert checkpoints.figures() == {}  # told once
+
+
+def test_a_fault_of_the_thread_that_no_disk_made_reaches_the_loop(tmp_path, monkeypatch):
+    def broken(*_):
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(stored, "write", broken)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(TrainState(step=1), {}, {})
+    with pytest.raises(AssertionError, match="ours"):
+        checkpoints.wait()
+
+
+def test_without_memory_for_a_copy_it_is_written_at_once_and_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("fxtune.snapshot.memory", lambda: (0, 0))
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
+    for step in (1, 2):
+        checkpoints.save(TrainState(step=step), {"w": torch.full((4,), float(step))}, {})
+        assert names(tmp_path)[-1] == f"step-{step:08d}"  # by now
+    assert len(notes) == 1
+    assert "stands still while one is written" in notes[0]
+    assert checkpoints.newest().weights["w"].tolist() == [2.0] * 4
+
+
+def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    path = save(checkpoints, 1)
+    before = path.stat().st_ino
     save(checkpoints, 1)
-    (tmp_path / "runs" / ".staging-step-00000002").write_text("a file where the folder must go")
-    with pytest.raises(StorageError, match="step 2 could not be written"):
-        save(checkpoints, 2)
-    assert checkpoints.newest().state.step == 1
+    assert path.stat().st_ino == before
+    save(checkpoints, 1, tokens=3)
+    assert path.stat().st_ino != before
+
+
+def test_what_is_not_a_checkpoint_of_ours_is_never_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
+    for name in ("step-00000001-copy", "step-best", "notes"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["notes", "step-00000001-copy", "step-00000003", "step-best"]
+
+
+TENSORS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), st.tuples(
+    st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3)), max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TENSORS)
+def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_written(tmp_path_factory, shapes):
+    file = tmp_path_factory.mktemp("tensors") / "x.safetensors"
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"}
+    seal = write_tensors(file, tensors)
+    assert seal.bytes == file.stat().st_size
+    assert seal.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].float(), tensor.float())
+
+
+def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
+    free, notes = shutil.disk_usage(tmp_path).free, []
+    checkpoints = Checkpoints(tmp_path / "not" / "there", CheckpointConfig(keep=2), note=notes.append)
+    checkpoints.check_room(free // 10, free // 10)
+    assert not notes
+    checkpoints.check_room(free // 3, free // 10)
+    assert len(notes) == 1
+    assert "has room for 2 checkpoints" in notes[0]
+    with pytest.raises(StorageError, match=r"has no room for this run: a checkpoint takes [\d.]+ [GM]iB and what is exported"):
+        checkpoints.check_room(free // 2, int(free * 0.6))
+
+
+def test_moments_are_estimated_as_the_optimizers_keep_them():
+    for name, value in (("adamw", 2), ("sgd", 1), ("lion", 1)):
+        assert moment_bytes(name, [torch.zeros(100, dtype=torch.bfloat16)]) == value * 200
+    assert moment_bytes("adamw_8bit", [torch.zeros(100, dtype=torch.bfloat16)]) == 200

@@ -13,6 +13,7 @@ import threading
 import time
 import tomllib
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,8 @@ def test_little_disk_few_files_and_little_shared_memory_are_warnings(cwd, monkey
 
 
 def test_a_container_s_memory_counts(monkeypatch):
-    limits = {"/sys/fs/cgroup/memory.max": "2147483648\n", "/sys/fs/cgroup/memory.current": "1073741824\n"}
+    limits = {"/sys/fs/cgroup/memory.max": "2147483648\n", "/sys/fs/cgroup/memory.current": "1610612736\n",
+              "/sys/fs/cgroup/memory.stat": "anon 1073741824\ninactive_file 536870912\n"}
     true = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: limits.get(str(self)) or true(self, *a, **k))
     assert host.memory() == (2 << 30, 1 << 30)
@@ -309,6 +311,50 @@ def test_the_page_fits_the_terminal(width):
     lines = file.getvalue().splitlines()
     assert max(len(line) for line in lines) <= width
     assert "[bold]" in file.getvalue()
+
+
+def test_the_matmul_of_quack_is_tried_against_plain_torch_on_a_card_that_it_is_for(monkeypatch):
+    import torch
+
+    from fxtune.kernels import matmul
+
+    tried = []
+
+    def by_quack(left, right, out):
+        tried.append((left.shape, right.is_contiguous()))
+        out.copy_(left.float() @ right.float() * factor)
+
+    known = {"version": matmul.VERSION, "card": matmul.CAPABILITY}
+    monkeypatch.setattr(metadata, "version", lambda name: known["version"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: known["card"])
+    monkeypatch.setattr(matmul, "prepare", lambda *_: None)
+    monkeypatch.setattr(matmul, "by_quack", by_quack)
+    cpu, factor = torch.device("cpu"), 1.0
+    told = probes._quack(cpu)
+    assert re.fullmatch(r"a linear within \d\.\de-03 of float32", told), told
+    assert [contiguous for _, contiguous in tried] == [False, True], "by W^T, and back by W"
+    factor = 1.1
+    with pytest.raises(ArithmeticError, match="off by"):
+        probes._quack(cpu)
+    known["card"] = (10, 0)
+    with pytest.raises(probes.NotTriedError, match=r"compute capability 9\.0, and this GPU has 10\.0"):
+        probes._quack(cpu)
+    known["version"] = "0.7.0"
+    with pytest.raises(probes.NotTriedError, match=f"inner functions of {matmul.VERSION}"):
+        probes._quack(cpu)
+    package = next(one for one in doctor.PACKAGES if one.probe == "quack-kernels")
+    broken = doctor._tried(package, {"state": "broken", "seen": "x"})
+    assert package.install.endswith(f"=={matmul.VERSION}'")
+    assert f"--force-reinstall --no-deps 'quack-kernels[cu13]=={matmul.VERSION}'" in broken.remedy
+
+
+def test_what_is_not_for_this_machine_is_told_and_no_fault(monkeypatch):
+    def unfit(device):
+        raise probes.NotTriedError("imports; for another card")
+
+    monkeypatch.setitem(probes.PROBES, "torch", probes.Probe("torch", unfit, gpu=False))
+    answer = probes.main("torch", False)
+    assert (answer["state"], answer["seen"]) == ("imports", "imports; for another card")
 
 
 def test_the_commands_that_install_name_extras_that_have_the_package():

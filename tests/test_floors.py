@@ -10,32 +10,42 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 
 FLOORS = [
-    {"__init__", "errors", "host", "source"},
+    {"__init__", "errors", "host", "source", "console", "wandb_process", "fence", "redact", "sealed",
+     "words"},
+    {"halving"},  # what an error says of memory, which all that is above may have to know
     # knows the machine, the disk, a library; nothing of training
-    {"world", "shape", "library", "redact", "runfolder", "card", "console", "hub", "bounds", "wandb_link", "dynamo", "energy",
+    {"world", "shape", "library", "runfolder", "card", "hub", "inspection", "bounds", "wandb_link", "dynamo", "energy",
+     "snapshot", "signals",
      "kernels.*"},  # our own fused operators, each with its plain reference
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled"},
-    {"pace", "witness"},  # what checkpointing decides by, and what proves that it acted
+    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled",
+     "adapter_files",
+     "update_rule"},  # what an optimizer may be asked
+    {"pace", "witness", "stored"},  # what checkpointing decides by, and what proves that it acted
+    {"recomputation"},  # and what it may be asked
     # one capability each
-    {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "display", "tracking"},
+    {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "interval", "spikes", "display",
+     "tracking"},
     # puts several together
-    {"pipeline", "generation", "loss", "overrides"},
-    {"config"},
-    {"setting",  # a config becomes machine, techniques, data and model: for training and for the commands
+    {"pipeline", "generation", "loss", "overrides", "suspects", "sameness"},
+    {"config",
+     "remedies"},  # what would help where memory ran out
+    {"setting", "numbers",  # a config becomes machine, techniques, data and model: for training and for the commands
      "axes"},  # what can be varied in one
+    {"point"},  # of a search on those axes
     {"comparison",  # with plain transformers
      "search", "tuned"},  # of the fastest point on those axes, and what was found as a recipe
+    {"progress", "journal", "held_out"},  # what a run saves, what it says, what it is measured on
     {"train"},
     {"measure"},  # takes training's steps with a clock
     {"commands.*"},
     {"__main__"},
 ]
 
-DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "chat", "table", "tokens",
-        "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
+DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "literal", "chat", "table",
+        "tokens", "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
 """Inside data/: each may import those before it."""
 
-KERNELS = ["gated_triton", "gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
+KERNELS = ["gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
            "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "fused_forwards", "liger_forwards"]
 """Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 

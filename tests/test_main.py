@@ -411,7 +411,16 @@ STRANGE = {
     "remote code": "model: {path: x/y, revision: '" + "a" * 40 + "', trust_remote_code: true}",
     "remote code, in a word": "model: {trust_remote_code: 'yes'}",
     "remote code, pointed at": "model: {trust_remote_code: '${data.packing}'}",
+    "compiled code": "techniques: {attention: {backend: 'hub:x/y@" + "a" * 40 + "', trust_remote_code: true}}",
     "out of runs": "run: {name: ../../elsewhere}",
+    "out of here": "run: {dir: /etc/fxtune}",
+    "out of here, up": "run: {dir: runs/../../elsewhere}",
+    "out of here, home": "run: {dir: ~/.ssh}",
+    "into what is hidden": "run: {dir: .git/hooks}",
+    "out of here, by a pointer": "run: {dir: '${model.path}'}",
+    "out of here, around a pointer": "run: {dir: '../${run.name}'}",
+    "out of here, in a grid": "hydra: {sweeper: {params: {run.dir: /etc/fxtune}}}",
+    "a cache elsewhere": "data: {cache_dir: /etc/fxtune}",
     "binary": "run: {name: \"\0\"}",
 }
 
@@ -454,9 +463,24 @@ def test_nor_does_a_command_line_that_was_pasted(marker, trained, capsys, text):
     assert "hunter2" not in block
 
 
-def test_remote_code_is_the_users_own_word(cwd, trained):
-    assert command.main([QUICK, "model.trust_remote_code=true"]) == 0
+def test_remote_code_and_where_to_write_are_the_users_own_words(cwd, trained):
+    recipe("run: {dir: 'runs/${run.name}-${run.seed}'}\ndata: {cache_dir: ./tokens, sources: [{path: x}]}\n")
+    assert command.main([QUICK, "model.trust_remote_code=true", "run.dir=/elsewhere", "data.cache_dir='~/.cache/mine'"]) == 0
     assert trained[0].model.trust_remote_code
+    assert (trained[0].run.dir, trained[0].data.cache_dir) == ("/elsewhere", "~/.cache/mine")
+    assert command.main(["+recipe=mine"]) == 0
+    assert (trained[1].run.dir, trained[1].data.cache_dir) == ("runs/mine-0", "./tokens")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+def test_what_is_called_a_recipe_and_is_no_file_is_not_waited_for(kind, cwd, trained, capsys):
+    Path("recipes").mkdir()
+    odd = Path("recipes/mine.yaml")
+    {"pipe": lambda: os.mkfifo(odd), "endless": lambda: odd.symlink_to("/dev/zero"), "folder": odd.mkdir}[kind]()
+    assert command.main(["recipes"]) == 0
+    capsys.readouterr()
+    for name in ("mine", "recipes/mine.yaml"):
+        assert "there is no recipe" in refused(capsys, f"+recipe={name}")
 
 
 # --- processes

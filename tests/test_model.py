@@ -12,6 +12,7 @@ import torch
 from architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained, word_tokenizer
 from safetensors.torch import load_file, save_file
 
+from fxtune import hub
 from fxtune.errors import ConfigError, StorageError, UserError
 from fxtune.model import DType, Init, ModelConfig, build, load_config, load_tokenizer, resolve_dtype, save
 from fxtune.pipeline import Pipeline
@@ -144,7 +145,9 @@ def test_a_hub_model_is_pinned_to_the_commit_that_was_resolved(base, tmp_path, m
     commit, asked = "0123456789abcdef" * 2 + "01234567", []
     snapshot = tmp_path / "snapshots" / commit
 
-    def download(name, revision, allow_patterns):
+    def download(name, revision, allow_patterns, local_files_only=False):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("nothing was fetched yet")
         asked.append((revision, list(allow_patterns)))
         snapshot.mkdir(parents=True, exist_ok=True)
         for path in base.iterdir():
@@ -153,6 +156,7 @@ def test_a_hub_model_is_pinned_to_the_commit_that_was_resolved(base, tmp_path, m
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "ask", lambda name, revision: (commit, None))
     loaded = load("some/model", revision="main")
     assert (loaded.name_or_path, loaded.base_revision) == ("some/model", commit)
     assert asked[-1] == (commit, ["model.safetensors"])

@@ -5,14 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from fxtune import optimizer as optimizers
+from fxtune import update_rule
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.config import Config
 from fxtune.errors import ConfigError
 from fxtune.kernels.guarded_step import Guard
 from fxtune.kernels.stochastic_adamw import COMPILING, round_by_chance, update
-from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
+from fxtune.optimizer import Optimizer
 from fxtune.setting import Setting
+from fxtune.update_rule import OptimizerConfig, OptimizerName
 from fxtune.world import Facts, Library
 
 
@@ -131,6 +132,31 @@ def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, 
     (tensors, scalars), (others, theirs) = asking.state(), guarded.state()
     assert scalars == theirs
     assert all(torch.equal(value, others[key]) for key, value in tensors.items())
+
+
+@pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
+def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradients_back_if_it_fails(name, monkeypatch):
+    model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
+    guards = [Guard(part) for part in optimizer.parts]
+    unused = model.wide.weight.clone()
+    for first in (True, False):
+        backward(model, 1)
+        model.wide.weight.grad = None
+        assert [guard.step(YES) for guard in guards] == [not first] * len(guards)
+        if first:
+            for part in optimizer.parts:
+                part.step()
+    assert torch.equal(model.wide.weight, unused)
+    before = {parameter: parameter.grad for parameter in optimizer.names}
+
+    def fail(*_):
+        raise RuntimeError("no more memory")
+
+    for guard in guards:
+        monkeypatch.setattr(guard.part, "step", fail)
+        with pytest.raises(RuntimeError, match="no more memory"):
+            guard.step(torch.tensor(False))
+    assert all(parameter.grad is gradient for parameter, gradient in before.items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -286,6 +312,34 @@ def test_kept_gradients_are_zeroed_in_place():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_kept_gradients_leave_a_weight_alone_that_no_backward_pass_has_reached(name):
+    """As an expert that gets no token: it must not decay, nor move on by what it learned before."""
+    options = {"weight_decay": 0.1}
+    plain, reference = make(name, **options)
+    model, _ = make(name, **options)
+    known = dict(CASES[name])
+    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName(known.pop("name", name)), **known, **options),
+                          keep_gradients=True)
+    for seed, reaches in ((1, False), (2, True), (3, False), (4, True)):
+        norms = []
+        for m, o in ((model, optimizer), (plain, reference)):
+            states = m.norm(m.up(m.embed(torch.arange(7))))
+            ids = torch.randint(0, 11, (7,), generator=torch.Generator().manual_seed(seed))
+            logits = m.head(m.frozen(m.wide(states)) if reaches else states)
+            torch.nn.functional.cross_entropy(logits, ids).backward()
+            before, norm = m.wide.weight.clone(), o.clip(0.5)
+            torch.manual_seed(seed)  # rounding by chance
+            o.step(1e-2, YES)
+            assert torch.equal(m.wide.weight, before) is not reaches, (m is model, seed)
+            norms.append(norm)
+        assert torch.equal(*norms)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    mine, theirs = optimizer.state(), reference.state()
+    assert mine[1] == theirs[1]
+    assert mine[0].keys() == theirs[0].keys()
+
+
 def test_clipping_scales_the_whole_gradient_to_the_norm():
     model, optimizer = make("adamw")
     backward(model, 1)
@@ -301,7 +355,7 @@ GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "tor
 
 
 def reasons(facts=GPU, **options):
-    return list(optimizers.check(OptimizerConfig(**options), facts))
+    return list(update_rule.check(OptimizerConfig(**options), facts))
 
 
 def facts(**changes):
@@ -323,12 +377,18 @@ REFUSED = [
     (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),
     (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
     (facts(techniques={"lora": {}}), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
+    (GPU, dict(momentum=0.5), ["optimizer.momentum: 0.5 is not read by adamw. Leave it out or set it to 0.9, its default (sgd"]),
+    (GPU, dict(name=OptimizerName.sgd, betas=[0.9, 0.95]), ["betas: [0.9, 0.95] is not read by sgd", "set it to [0.9, 0.999]"]),
+    (GPU, dict(name=OptimizerName.lion, eps=1e-6), ["optimizer.eps: 1e-06 is not read by lion"]),
+    (GPU, dict(name=OptimizerName.adafactor, fused=False), ["optimizer.fused: false is not read by adafactor", "set it to true"]),
+    (GPU, dict(name=EIGHT, fused=False), ["optimizer.fused: false is not read by adamw_8bit"]),
+    (GPU, dict(stochastic_rounding=True, fused=False), ["optimizer.fused: false is not read by adamw with stochastic_rounding."]),
 ]
 
 
 @pytest.mark.parametrize(("known", "options", "told"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_had_is_refused_with_what_to_change(known, options, told, monkeypatch):
-    monkeypatch.setattr(optimizers, "c_compiler", lambda: "/usr/bin/gcc")
+    monkeypatch.setattr(update_rule, "c_compiler", lambda: "/usr/bin/gcc")
     (reason,) = reasons(known, **options)
     assert reason.startswith("optimizer.")
     assert all(part in reason for part in told), reason
@@ -346,11 +406,32 @@ def test_what_can_be_had_is_not_refused(monkeypatch):
     assert not reasons(name=EIGHT), "bitsandbytes compiles nothing"
 
 
+def test_what_an_optimizer_reads_may_be_changed():
+    for name, options in (("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)), ("sgd", dict(momentum=0.0, fused=False)),
+                          ("lion", dict(betas=[0.9, 0.99])), ("adamw_8bit", dict(betas=[0.9, 0.95], eps=1e-6)),
+                          ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6, fused=False))):
+        assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
+
+
+def test_an_optimizer_is_built_from_what_it_reads_and_from_nothing_else():
+    """What READS says, by what a change does to the library's own options."""
+    def built(name, options):
+        _, made = make(name, **options)
+        plain = [{key: value for key, value in group.items() if key != "params"} for part in made.parts
+                 for group in (part.defaults, *part.param_groups)]
+        return str(plain)
+
+    changes = {"betas": [0.5, 0.6], "eps": 1e-3, "momentum": 0.25, "fused": False}
+    for name, reads in update_rule.READS.items():
+        acts = {option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})}
+        assert acts == set(reads), name
+
+
 def test_auto_takes_the_library_that_can_do_it():
-    assert optimizers.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
-    assert optimizers.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
-    assert optimizers.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
-    assert optimizers.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
+    assert update_rule.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
+    assert update_rule.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
+    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
+    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
 
 
 def test_a_run_is_refused_with_the_reasons_of_optimizer_and_techniques_together():

@@ -1,10 +1,11 @@
 import string
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.redact import HIDDEN, redact, redact_arguments
+from fxtune.redact import HIDDEN, redact, redact_arguments, redact_text, redacted_output
 
 
 @pytest.mark.parametrize("key", ["hub_token", "token", "api_key", "WANDB_API_KEY", "aws.secret", "password", "auth"])
@@ -50,6 +51,31 @@ def test_the_environment_s_key_is_hidden_where_a_commit_may_stand(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", COMMIT)
     assert redact(f"revision={COMMIT}") == f"revision={HIDDEN}"
     assert redact({"revision": COMMIT}) == {"revision": HIDDEN}
+
+
+@pytest.mark.parametrize(("text", "kept"), [
+    ("unknown key `hub_token=abc`; did you mean", f"unknown key `hub_token={HIDDEN}`; did you mean"),
+    ("model:\n  api_key: abc\n  path: x", f"model:\n  api_key: {HIDDEN}\n  path: x"),
+    ("+tracking.wandb_api_key='a b'", f"+tracking.wandb_api_key='{HIDDEN} b'"),
+    ("https://me:pa/ss@host/x", f"https://{HIDDEN}@host/x"), ("in /work/https:/me:pw@host/x", f"in /work/https:/{HIDDEN}@host/x"),
+    *((same, same) for same in (
+        "optimizer.lr=1e-4 and data.path=a@b", "pad_token=<pad>", "the next token: is learned", "http://localhost:8080/x/y@main",
+        "pip install git+https://github.com/a/b@v1", "train.max_steps=10", "two tokens=2", "keys: a, b"))])
+def test_a_message_loses_what_stands_behind_a_secret_s_name(text, kept):
+    assert redact_text(text) == kept
+
+
+def test_what_is_printed_loses_the_environment_s_secrets_and_nothing_else(monkeypatch, capsys):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", 'tell "no" one/ü')
+    with redacted_output():
+        print("a", 'tell "no" one/ü', "sk-this-is-a-row-of-data-shown")
+        print('{"a": "tell \\"no\\" one/\\u00fc"}', file=sys.stderr)
+        sys.stdout.writelines(["x=tell%20%22no%22%20one%2F%C3%BC", "\n"])
+        assert not sys.stdout.isatty(), "what else a stream can do, it does"
+    print('tell "no" one/ü')
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"a {HIDDEN} sk-this-is-a-row-of-data-shown", f"x={HIDDEN}", 'tell "no" one/ü']
+    assert err == f'{{"a": "{HIDDEN}"}}\n'
 
 
 def test_urls_lose_users_and_signatures_only():

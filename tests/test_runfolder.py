@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.runfolder import claim, differences
+from fxtune.runfolder import claim, differences, identity, place
 
 CONFIG = {"optimizer": {"lr": 1e-4}, "run": {"name": "a", "resume": "auto"}, "data": {"sources": [{"path": "x.jsonl"}]}}
 OTHER = {**CONFIG, "optimizer": {"lr": 2e-4}}
@@ -102,3 +104,74 @@ def test_only_what_is_learned_counts_as_a_difference():
     assert differences(CONFIG, now) == []
     assert differences(CONFIG, {**CONFIG, "data": {"sources": [{"path": "y.jsonl"}]}}) == [
         "  data.sources.0.path: x.jsonl -> y.jsonl"]
+
+
+def test_must_says_of_a_run_that_is_alive_that_it_is():
+    held = claim("a", None, "auto", CONFIG)
+    with pytest.raises(StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"):
+        start("must")
+    held.release()
+    assert start("must").resumed
+
+
+def test_the_same_folder_by_another_path_is_the_same_lock():
+    held = claim("a", "here", "auto", CONFIG)
+    Path("there").symlink_to("here")
+    Path("below").mkdir()
+    for path in ("there", "below/../here", str(Path("here").resolve())):
+        with pytest.raises(StorageError, match="in use by a run that is alive"):
+            start(folder=path)
+    held.release()
+    assert start(folder="there").resumed
+
+
+def test_a_config_that_cannot_be_read_is_an_error_or_another_runs():
+    start()
+    for text in ("a: [", "- 1\n", "", "\x00"):
+        Path("runs/a/config.yaml").write_text(text)
+        with pytest.raises(StorageError, match=r"runs/a/config\.yaml, the config of the run there"):
+            start(folder="runs/a")
+        with pytest.raises(ConfigError, match=r"the config of the run there"):
+            start("must")
+    assert start().path == Path("runs/a-2")  # what cannot be read is left alone
+
+
+def test_a_result_that_cannot_be_read_is_an_error_that_says_what_to_do():
+    found = start()
+    found.finish({"train/loss": 1.0})
+    assert found.result() == {"train/loss": 1.0}
+    (found.path / "result.json").write_text("{")
+    with pytest.raises(StorageError, match=r"result\.json.*Remove it to finish the run again"):
+        found.result()
+
+
+def test_a_disk_that_takes_no_result_is_an_error_and_what_was_there_stays():
+    found = start()
+    found.finish({"first": 1})
+    (found.path / ".result.json").mkdir()  # where the new one would be written first
+    with pytest.raises(StorageError, match=r"result\.json cannot be written.*goes on from the last checkpoint"):
+        found.finish({"second": 2})
+    assert found.result() == {"first": 1}
+
+
+def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones():
+    root = Path("runs/a/optimizer.lr=0.1")
+    assert place(root, "auto", CONFIG) == root
+    start(folder=str(root))
+    assert place(root, "auto", CONFIG) == root
+    second = place(root, "auto", OTHER)
+    assert second == Path("runs/a/optimizer.lr=0.1-2")
+    start(folder=str(second), config=OTHER).finish({})
+    assert [place(root, "auto", config) for config in (CONFIG, OTHER)] == [root, second]  # also one that is finished
+    assert place(root, "never", CONFIG) == Path("runs/a/optimizer.lr=0.1-3")
+    assert place(root, "must", {**CONFIG, "optimizer": {"lr": 3.0}}) == root  # where claim() says what differs
+
+
+@given(st.dictionaries(st.sampled_from(["optimizer.lr", "run.dir", "loader.num_workers", "model.path"]), st.integers(0, 2)))
+def test_configs_have_one_identity_if_and_only_if_nothing_of_them_differs(changes):
+    config = {"optimizer": {"lr": 0}, "run": {"dir": 0}, "loader": {"num_workers": 0}, "model": {"path": 0}}
+    other = {group: dict(keys) for group, keys in config.items()}
+    for key, value in changes.items():
+        group, name = key.split(".")
+        other[group][name] = value
+    assert (identity(config) == identity(other)) == (not differences(config, other))

@@ -22,6 +22,8 @@ from fxtune.__main__ import main
 from fxtune.axes import Ground
 from fxtune.commands import tune
 from fxtune.errors import ConfigError, StorageError
+from fxtune.point import Row
+from fxtune.techniques.lora import Fused
 from fxtune.trials import Answer, Cache, Outcome
 from fxtune.world import Facts
 
@@ -405,7 +407,7 @@ def h200(words: list[str], gib: float = 139.0, free: float | None = None) -> tup
     return made, Ground(facts, "bfloat16", "data")
 
 
-def planned(made: config.Config, ground: Ground) -> list[search.Row]:
+def planned(made: config.Config, ground: Ground) -> list[Row]:
     found = search.Search(made, [], ground, list(axes.AXES), 60.0, 5, Cache(Path("none")), lambda _: None)
     return [row for _, row in found.planned()]
 
@@ -415,7 +417,8 @@ def _with_compiler(monkeypatch):
     from fxtune.techniques import compile as compiling
 
     monkeypatch.setattr(compiling, "_without_compiler", lambda facts: iter(()))
-    monkeypatch.setattr("fxtune.techniques.checkpointing._layer", lambda config: None)
+    for module in ("recomputation", "techniques.checkpointing"):
+        monkeypatch.setattr(f"fxtune.{module}.layer_of", lambda config: None)
     monkeypatch.setattr(axes, "skeleton", lambda config: None)
 
 
@@ -432,6 +435,23 @@ def test_on_a_card_all_axes_have_values_and_none_is_asked_of_the_card(monkeypatc
                  "num_workers=0", "num_workers=8"):
         assert any(part in title for title in titles), (part, titles)
     assert len({json.dumps(row.outlook.identity, sort_keys=True, default=str) for row in planned(*h200(LLAMA))}) > 10
+
+
+@pytest.mark.usefixtures("_with_compiler")
+@pytest.mark.parametrize("matmul", ["auto", "cublas"])
+def test_whose_matmul_is_an_axis_where_there_are_two(matmul):
+    def tried(words, ground):
+        return [row.title for row in planned(made, ground) if row.title.startswith("lora.matmul")]
+
+    made, ground = h200([*LLAMA, "techniques=[lora,fast]", f"techniques.lora.matmul={matmul}"])
+    assert not tried(made, ground), "quack-kernels is not there"
+    here = replace(ground, facts=replace(ground.facts, packages={**ground.facts.packages, "quack-kernels": "0.6.5"}))
+    assert tried(made, here) == [f"lora.matmul={'cublas' if matmul == 'auto' else 'cute'}"], "the other one, once"
+    older = replace(here, facts=replace(here.facts, capability=(8, 0)))
+    made.techniques.lora.fused = Fused.off
+    assert not tried(made, here)
+    made.techniques.lora.fused = Fused.on
+    assert not tried(made, older)
 
 
 @pytest.mark.usefixtures("_with_compiler")
@@ -486,7 +506,7 @@ def test_the_cache_knows_the_card_the_model_the_rows_and_the_packages(cwd, groun
     def key(**facts: Any) -> str:
         at = replace(ground, facts=replace(ground.facts, **facts))
         found = search.Search(made, [], at, [], 1.0, 5, Cache(Path("none")), print)
-        return json.dumps(found._key(search.Row({}, point)), default=str)
+        return json.dumps(found._key(Row({}, point)), default=str)
 
     assert key() == key(free_memory=1)
     for other in (dict(device_name="H200"), dict(memory=8 << 30), dict(model={"hidden_size": 8}), dict(sequence_length=9),

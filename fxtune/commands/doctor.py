@@ -63,6 +63,7 @@ PACKAGES = (
     Package("triton", ("triton",), "pip install triton", "torch.compile and Liger on a GPU"),
     Package("liger-kernel", ("liger-kernel",), FLASH, "techniques.liger"),
     Package("flash-attn-4", ("flash-attn-4",), FLASH, "attention on Hopper and Blackwell"),
+    Package("quack-kernels", ("quack-kernels",), "pip install 'quack-kernels[cu13]==0.6.5'", "techniques.lora.matmul on Hopper"),
     Package("flash-attn-3", ("flash-attn-3", "flash_attn_3"), "pip install git+https://github.com/Dao-AILab/flash-attention"
             "#subdirectory=hopper --no-build-isolation", "built from source; flash-attn-4 takes its place"),
     Package("flash-attn", ("flash-attn",), "pip install flash-attn --no-build-isolation",

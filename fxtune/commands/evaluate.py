@@ -18,10 +18,12 @@ from fxtune import model as models
 from fxtune.data.loader import Loader
 from fxtune.data.plan import Plan, check, plan_evaluation
 from fxtune.data.tokens import tokenize
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, HardwareError
 from fxtune.generation import Question, answer, exact_match, load_questions
+from fxtune.halving import Halving, too_many
 from fxtune.loss import mean_loss
 from fxtune.pipeline import Pipeline
+from fxtune.remedies import Stage
 from fxtune.setting import Setting
 
 if TYPE_CHECKING:
@@ -45,15 +47,25 @@ def run(config: Config) -> dict[str, Any]:
     loss = setting.loss(built)
     setting.prove(loss)
 
-    figures: dict[str, Any] = {}
-    if plan is not None:
-        loader = Loader(plan, config.loader, setting.world.device)
+    def does_not_fit(part: str, rows: int, why: str) -> HardwareError:
+        return setting.out_of_memory(too_many(part, rows, why), Stage.forward, rows)
+
+    def held_out_loss(rows: int) -> float:
+        assert plan is not None
+        loader = Loader(plan.cut(rows), config.loader, setting.world.device)
         try:
-            mean = mean_loss(loss, loader, setting.techniques.precision)
+            return mean_loss(loss, loader, setting.techniques.precision)
         finally:
             loader.close()
+
+    console = screen.console()
+    halving = Halving(setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True),
+                      explain=does_not_fit)
+    figures: dict[str, Any] = {}
+    if plan is not None:
+        mean = halving.within("evaluation", config.train.micro_batch_size, held_out_loss)
         figures.update({"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))})
-    answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens)
+    answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, halving)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)
     _show(config, setting.decided, figures, plan, questions, answers)

@@ -8,6 +8,7 @@ a layer at a time, so a bfloat16 model costs no more memory than itself.
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 
 from fxtune import model as models
+from fxtune.adapter_files import FILES, load_weights
 from fxtune.config import Config
 from fxtune.errors import ConfigError, StorageError
+from fxtune.fence import Exceeded, fence
 from fxtune.hub import Origin, fetch, locate_adapter
+from fxtune.inspection import inspect_folder
 from fxtune.model import DType, ModelConfig
-from fxtune.techniques.lora import ADAPTER_FILES, load_weights
 from fxtune.world import World
 
 
@@ -44,7 +47,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
         raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
     models.quiet()
     origin = locate_adapter(str(adapter), key="adapter")
-    fetch(origin, ADAPTER_FILES, key="adapter")
+    fetch(origin, FILES, key="adapter")
     description = _describe(origin)
     if not description.base_model_name_or_path:
         raise ConfigError(f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge it "
@@ -66,6 +69,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
 def _describe(origin: Origin) -> Any:
     from peft import LoraConfig, PeftConfig
 
+    inspect_folder(origin.folder, f"adapter {origin.name}")
     try:
         description = PeftConfig.from_pretrained(str(origin.folder))
     except (ValueError, KeyError, TypeError) as error:
@@ -80,6 +84,7 @@ def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
     import peft
     from peft.tuners.lora import LoraLayer
 
+    _try_patterns(base, description, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted: Any = peft.get_peft_model(base, description)
@@ -93,6 +98,23 @@ def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
         for name, weight in base_layer.named_parameters(recurse=False):
             weight.data = weight.data.to(dtypes[name])
     return adapted.unload()
+
+
+def _try_patterns(base: Any, description: Any, name: str) -> None:
+    """Match an adapter's regular expressions with the names that peft will match them with: some would never come to an end."""
+    found = {option: getattr(description, option, None) for option in ("target_modules", "exclude_modules", "layers_pattern")}
+    patterns = {option: [value] if isinstance(value, str) else [] for option, value in found.items()}
+    for option in ("rank_pattern", "alpha_pattern"):
+        patterns[option] = [rf"(?:.*\.)?({key})$" for key in getattr(description, option, None) or {}]
+    for option, given in patterns.items():
+        try:
+            with fence():
+                for pattern in given:
+                    for module, _ in base.named_modules():
+                        re.fullmatch(pattern, module)
+        except (re.error, Exceeded) as error:
+            raise ConfigError(f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of "
+                              "the adapter.") from error
 
 
 def _is_run(name: str, root: str) -> bool:

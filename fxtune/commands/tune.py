@@ -33,7 +33,8 @@ from fxtune import __version__, library, trials, tuned
 from fxtune.axes import AXES, Ground
 from fxtune.console import say, table
 from fxtune.errors import ConfigError, HardwareError, StorageError
-from fxtune.search import TOLERANCE, Row, Search
+from fxtune.point import Row
+from fxtune.search import TOLERANCE, Search
 from fxtune.trials import Cache
 from fxtune.world import cache_home
 

@@ -33,7 +33,8 @@ from fxtune.display import evidence_table
 from fxtune.errors import CheckError, StorageError
 from fxtune.loss import Loss, backward
 from fxtune.optimizer import Optimizer
-from fxtune.setting import Setting, out_of_memory
+from fxtune.remedies import Stage
+from fxtune.setting import Setting
 from fxtune.technique import Evidence, observed
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[s
 
     `loss`: also compare with plain transformers; `each`: and with each technique off in turn; `json`: a file for all of it.
     """
-    try:
-        _run(config, loss or each, each, json)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(error) from error
-
-
-def _run(config: Config, loss: bool, each: bool, file: Optional[str]) -> None:
     setting = Setting(config)
+    with setting.explaining("Checking", Stage.training):
+        _run(setting, loss or each, each, json)
+
+
+def _run(setting: Setting, loss: bool, each: bool, file: Optional[str]) -> None:
     _, data = setting.read()
     for note in [*setting.config.techniques.idle(), *setting.decided]:
         say(note)

@@ -1,7 +1,8 @@
 """From rows to token ids and the mask that says which of them the model learns to write.
 
 Chat rows are rendered by the chat template, tokenised as one text, and the supervised character spans (`template.py`)
-are carried over to tokens by the tokenizer's offsets. A token is supervised when it overlaps a supervised span: one that
+are carried over to tokens by the tokenizer's offsets. Special tokens that somebody wrote into a message are text
+(`literal.py`). A token is supervised when it overlaps a supervised span: one that
 straddles the start, such as a leading space that belongs to the token of the first word, is supervised, since without it
 the first word could never be learned. A token of no width that a tokenizer inserts counts where a span holds its place.
 
@@ -22,10 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.conversation import SURROGATE, BadRow, Conversation, conversation, kind, require_text
+from fxtune.data.conversation import SURROGATE, BadRow, Conversation, conversation, kind, require_text, short
+from fxtune.data.files import require_file
+from fxtune.data.literal import Literal
 from fxtune.data.sources import RowFormat
 from fxtune.data.template import ChatTemplate, Span
 from fxtune.errors import DataError
+from fxtune.fence import Exceeded, fence
 
 IGNORED = -100
 """The label that pre-tokenised data gives to tokens which are not targets, as everywhere in PyTorch."""
@@ -37,6 +41,8 @@ class Document:
     supervised: list[bool]
     """As long as ids: whether the model is trained to write this token. The first token of a document has nothing before
     it, so nobody can be trained to write it whatever stands here."""
+    literal: bool = False
+    """Whether special tokens in a message were tokenised as text."""
 
 
 @dataclass
@@ -73,7 +79,7 @@ class Encoder:
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1 if format is RowFormat.tokens else 0
-        self._templates: dict[bool, ChatTemplate] = {}
+        self._templates: dict[bool, tuple[ChatTemplate, Literal]] = {}
         if format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
             self._template(with_tools=False)
 
@@ -86,43 +92,53 @@ class Encoder:
         }
         read = readers.get(self.format, self._chat)
         results: list[_Draft | Document | str] = []
-        for row in rows:
-            try:
-                if not isinstance(row, Mapping):
-                    raise BadRow(f"the row is {kind(row)}, not an object")
-                results.append(read(row))
-            except BadRow as reason:
-                results.append(str(reason))
+        try:
+            with fence():  # around all of them, it costs nothing; draw() has one of its own for who calls it alone
+                for row in rows:
+                    try:
+                        if not isinstance(row, Mapping):
+                            raise BadRow(f"the row is {kind(row)}, not an object")
+                        results.append(read(row))
+                    except BadRow as reason:
+                        results.append(str(reason))
+        except Exceeded as limit:
+            raise DataError(f"the chat template asks for {limit}, which no conversation needs, and is stopped. Mend it, or name "
+                            "another in data.chat_template") from None
         drafts = [result for result in results if isinstance(result, _Draft)]
         documents = iter(self._tokenize(drafts) if drafts else [])
         return [next(documents) if isinstance(result, _Draft) else result for result in results]
 
     def remarks(self) -> list[str]:
         """What a user should know about the chat template before training with it."""
-        template = self._templates.get(False)
-        if template is None:
+        if False not in self._templates:
             return []
         found = []
-        if not template.frame.endings:
+        if not self._template(with_tools=False)[0].frame.endings:
             found.append(
                 "the chat template writes no end-of-turn token behind the assistant's answer, so the model is not taught "
                 "where to stop; add one in a template of your own (data.chat_template=FILE)"
             )
         return found
 
-    def _template(self, with_tools: bool) -> ChatTemplate:
+    def _template(self, with_tools: bool) -> tuple[ChatTemplate, Literal]:
         if with_tools not in self._templates:
-            self._templates[with_tools] = _chat_template(self._tokenizer, self._source, with_tools)
+            template = _chat_template(self._tokenizer, self._source, with_tools)
+            self._templates[with_tools] = template, Literal(self._tokenizer, template.frame.prompt)
         return self._templates[with_tools]
 
-    def _chat(self, row: Mapping[str, Any]) -> _Draft:
+    def _chat(self, row: Mapping[str, Any]) -> _Draft | Document:
         chat = conversation(row, self.format)
-        text, spans = self._template(chat.tools is not None).spans(chat.messages, chat.learn, chat.tools)
+        template, literal = self._template(chat.tools is not None)
+        text, spans = template.spans(chat.messages, chat.learn, chat.tools)
         if not text.isascii() and SURROGATE.search(text):
             raise BadRow("a lone surrogate in tools or tool_calls: not valid Unicode")
-        return _Draft(text, spans, whole=False)
+        if not literal.within(chat.messages, chat.tools):
+            return _Draft(text, spans, whole=False)
+        aliased = literal.aliased(text, lambda mark: template.draw(mark(chat.messages), mark(chat.tools))[0])
+        ids, offsets = literal.encode(aliased)
+        return Document(ids, _overlaps(offsets, spans), literal=True)
 
-    def _prompt_completion(self, row: Mapping[str, Any]) -> _Draft:
+    def _prompt_completion(self, row: Mapping[str, Any]) -> _Draft | Document:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
             return self._chat(row)
@@ -173,10 +189,12 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str,
 def read_template(path: str) -> str:
     """The Jinja text of `data.chat_template`. Raises DataError where there is none."""
     try:
-        source = Path(path).expanduser().read_text(encoding="utf-8")
+        file = Path(path).expanduser()
+        require_file(file)
+        source = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"data.chat_template={path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template={path} cannot be read as a text file: {error}") from None
     if not source.strip():
         raise DataError(f"data.chat_template={path}: the file is empty")
@@ -212,18 +230,18 @@ def _tokens(row: Mapping[str, Any], vocabulary: int) -> Document:
         raise BadRow("input_ids is empty")
     for index, token in enumerate(ids):
         if not 0 <= token < vocabulary:
-            raise BadRow(f"input_ids[{index}] is {token}, outside the tokenizer's vocabulary of {vocabulary}")
+            raise BadRow(f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {vocabulary}")
     supervised = [True] * len(ids)
     if row.get("labels") is not None:
         labels = _integers(row["labels"], "labels", len(ids))
         for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
             if label not in (IGNORED, token):
-                raise BadRow(f"labels[{index}] is {label}; it must be {IGNORED} or input_ids[{index}], which is {token}")
+                raise BadRow(f"labels[{index}] is {short(label)}; it must be {IGNORED} or input_ids[{index}], which is {token}")
         supervised = [label != IGNORED for label in labels]
     elif row.get("assistant_masks") is not None:
         masks = _integers(row["assistant_masks"], "assistant_masks", len(ids))
         if (odd := next((index for index, mask in enumerate(masks) if mask not in (0, 1)), None)) is not None:
-            raise BadRow(f"assistant_masks[{odd}] is {masks[odd]}; use 0 or 1")
+            raise BadRow(f"assistant_masks[{odd}] is {short(masks[odd])}; use 0 or 1")
         supervised = [mask == 1 for mask in masks]
     return Document(ids, supervised)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxtune.data.rows import NESTED, too_deep
 from fxtune.data.sources import RowFormat
 from fxtune.errors import DataError
 
@@ -100,6 +102,11 @@ def kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return "an object"
     return "a list" if isinstance(value, (list, tuple)) else f"of type {type(value).__name__}"
+
+
+def short(value: Any) -> str:
+    """A value of a row for a message, which a row cannot make long."""
+    return reprlib.repr(value)
 
 
 def require_text(value: Any, where: str) -> str:
@@ -194,11 +201,11 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
         if not isinstance(role, str):
             raise BadRow(f"{where}.role is {'missing' if 'role' not in turn else kind(role)}")
         if role not in ROLES:
-            raise BadRow(f"{where}: role {role!r} is unknown; use system, user, assistant or tool")
+            raise BadRow(f"{where}: role {short(role)} is unknown; use system, user, assistant or tool")
         return role, "content" if "content" in turn or "value" not in turn else "value"
     role = turn["from"]
     if not isinstance(role, str) or role not in SHAREGPT_ROLES:
-        named = repr(role) if isinstance(role, str) else kind(role)
+        named = short(role) if isinstance(role, str) else kind(role)
         raise BadRow(f"{where}: from {named} is unknown; use one of {', '.join(SHAREGPT_ROLES)}")
     return SHAREGPT_ROLES[role], "value" if "value" in turn or "content" not in turn else "content"
 
@@ -206,7 +213,7 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
 def _switched_on(turn: Mapping[str, Any], where: str) -> bool:
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and weight not in (0, 1):
-        raise BadRow(f"{where}.weight is {weight!r}; use 0 (context only) or 1 (learn this turn)")
+        raise BadRow(f"{where}.weight is {short(weight)}; use 0 (context only) or 1 (learn this turn)")
     if train is not None and not isinstance(train, bool):
         raise BadRow(f"{where}.train is {kind(train)}; use true or false")
     return weight != 0 and train is not False
@@ -222,7 +229,7 @@ def _content(content: Any, where: str) -> str:
             texts.append(require_text(part, f"{where}[{index}]"))
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            named = f"of type {part.get('type')!r}" if isinstance(part, Mapping) else kind(part)
+            named = f"of type {short(part.get('type'))}" if isinstance(part, Mapping) else kind(part)
             raise BadRow(f"{where}[{index}] is {named}; only text parts can be used")
         texts.append(require_text(part.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
@@ -272,9 +279,12 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{where} is not valid JSON: {error}") from None
+    if too_deep(text, value):
+        raise BadRow(f"{where}: {NESTED}")
+    return value
 
 
 def _parsed(text: Any) -> dict[str, Any] | None:
@@ -285,4 +295,4 @@ def _parsed(text: Any) -> dict[str, Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not too_deep(text, value) else None

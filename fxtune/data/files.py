@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fxtune.data.formats import recognise
+from fxtune.data.rows import lines
 from fxtune.errors import DataError
 
 BUILTIN = "builtin:"
@@ -76,15 +77,15 @@ def at(path: Path, kind: str, name: str | None = None) -> DataFile:
 
 def find(written: str) -> list[Path] | None:
     """The files that `written` means, sorted; None where it may be a hub id. Raises DataError where there are none."""
-    path = Path(written).expanduser()
+    path = expanded(written)
     if written.startswith(BUILTIN):
         return [_builtin(written)]
-    if path.is_dir():
+    if os.path.isdir(path):  # os.path and not Path: a name that is too long, or of odd characters, is just not there
         return _walk(path)
-    if path.exists():
+    if os.path.exists(path):
         return [path]
     if glob.has_magic(written):
-        found = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if match.is_file())
+        found = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if os.path.isfile(match))
         if not found:
             raise DataError(f"{written}: the glob matches no file (looked from {Path.cwd()}).{_nearest_path(path)}")
         return found
@@ -97,6 +98,8 @@ def sort_out(written: str, found: list[Path], limit: int | None) -> list[DataFil
     """The data files among `found`, all of one kind; no more of them, and of JSONL no more bytes, than `limit` rows need."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
+        if path.name.lower().endswith(tuple(KINDS)):
+            require_file(path)
         if kind := _kind(path):
             kinds.setdefault(kind, []).append(path)
     if not kinds:
@@ -128,6 +131,13 @@ def sort_out(written: str, found: list[Path], limit: int | None) -> list[DataFil
     return files
 
 
+def require_file(path: Path) -> None:
+    """Raise DataError where `path` is there and is no file: to open a pipe would be to wait for somebody who writes to it."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DataError(f"{path} is {'a folder' if os.path.isdir(path) else 'a pipe, a socket or a device'}, not a file. "
+                        "Write what it holds to a file and name that.")
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -140,6 +150,14 @@ def _builtin(name: str) -> Path:
         there = [BUILTIN + other.stem for other in sorted(folder.glob("*.jsonl"))]
         raise DataError(f"{name} does not ship with fxtune. What does: {', '.join(there) or 'nothing'}.")
     return path
+
+
+def expanded(written: str) -> Path:
+    """The path that `written` means, with the home folder for `~`."""
+    try:
+        return Path(written).expanduser()
+    except RuntimeError:  # ~somebody who has no home here
+        return Path(written)
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -178,9 +196,11 @@ def _end_of_rows(path: Path, count: int) -> tuple[int, int]:
     """(bytes that the first `count` rows of a JSONL file take, rows there are in them)."""
     end = seen = 0
     with _opened(path) as file:
-        while seen < count and (line := file.readline()):
-            end += len(line)
+        for line, length in lines(file, b"\n"):
+            end += length
             seen += bool(line.strip())
+            if seen == count:
+                break
     return end, seen
 
 
@@ -203,13 +223,13 @@ def _looks_local(written: str, path: Path) -> bool:
     """Whether somebody who writes this means a file or folder, so that the hub must not be asked for it."""
     name = path.name.lower()
     return (_HUB_ID.fullmatch(written) is None or name.endswith(tuple(KINDS))
-            or name.endswith((".gz", ".zst", ".zip", ".arrow")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()))
+            or name.endswith((".gz", ".zst", ".zip", ".arrow")) or (len(path.parts) > 1 and os.path.isdir(path.parts[0])))
 
 
 def _nearest_path(path: Path) -> str:
     """The nearest name beside the first part of a path that does not exist."""
     path = path.absolute()
-    while not path.parent.is_dir():
+    while not os.path.isdir(path.parent):
         path = path.parent
     names = sorted(os.listdir(path.parent))
     close = difflib.get_close_matches(path.name, names, n=1)

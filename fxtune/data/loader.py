@@ -9,13 +9,16 @@ Workers are started by a fork server: a process that never had threads, imports 
 Measured here on 2 cores: fork 0.1 s to the first batch, but a fork of a process in which torch or the tokenizer
 has started threads can hang; spawn 4.7 s, each time; fork server 2.8 s the first time and 0.1 s from then on. A batch of
 4 x 4096 tokens is 0.2 ms of work, so that workers are for tables on slow disks: without a GPU none is started.
+
+A worker that dies (killed for want of memory, a full /dev/shm) costs a run the seconds until that is noticed, not the run: a
+batch is a function of the plan, so others begin where it stopped, and after MOST_DEATHS of them the main process builds the
+batches itself. Each time that is said.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -27,12 +30,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fxtune.data.batch import Batch, Pieces, assemble
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import ConfigError
 from fxtune.host import cores
+from fxtune.signals import left_to_main
 
 if TYPE_CHECKING:
     from fxtune.data.plan import Plan
     from fxtune.data.table import TokenTable
+
+MOST_DEATHS = 3
+"""Times that workers are started again in a run."""
 
 
 @dataclass
@@ -87,21 +94,13 @@ class Loader:
         self.config = config.resolved(device)
         self.device = device
         self._order = _Order(plan)
-        workers = self.config.num_workers or 0
-        parallel: dict[str, Any] = dict(
-            num_workers=workers, multiprocessing_context=_context(), worker_init_fn=_start_worker,
-            persistent_workers=self.config.persistent_workers, prefetch_factor=self.config.prefetch_factor)
-        # A generator of its own: DataLoader draws a seed for its workers when it starts, and from torch's global one that
-        # would shift the dropout of the first step after a resume.
-        self._loader: Optional[DataLoader[Batch]] = DataLoader(
-            _Assembler(plan.tables, fill=device.type == "cuda"), batch_size=None, sampler=self._order,
-            pin_memory=bool(self.config.pin_memory), generator=torch.Generator(), **(parallel if workers else {}))
+        self._deaths = 0
+        self._loader: Optional[DataLoader[Batch]] = self._started(self.config.num_workers or 0)
 
     def steps(self, start_step: int = 0) -> Iterator[Step]:
-        """From `start_step` to the end of the plan. Raises DataError if a worker dies."""
+        """From `start_step` to the end of the plan."""
         assert self._loader is not None, "the loader was closed"
-        self._order.start = start_step
-        feed = self._on_device(self._on_host())
+        feed = self._on_device(self._on_host(start_step))
         try:
             for index in range(start_step, self.plan.steps):
                 step = Step(index, iter(()))
@@ -116,6 +115,16 @@ class Loader:
         """End the workers."""
         self._loader = None  # torch ends them when the last reference goes
 
+    def _started(self, workers: int) -> DataLoader[Batch]:
+        parallel: dict[str, Any] = dict(
+            num_workers=workers, multiprocessing_context=_context(), worker_init_fn=_start_worker,
+            persistent_workers=self.config.persistent_workers, prefetch_factor=self.config.prefetch_factor)
+        # A generator of its own: DataLoader draws a seed for its workers when it starts, and from torch's global one that
+        # would shift the dropout of the first step after a resume.
+        return DataLoader(
+            _Assembler(self.plan.tables, fill=self.device.type == "cuda"), batch_size=None, sampler=self._order,
+            pin_memory=bool(self.config.pin_memory), generator=torch.Generator(), **(parallel if workers else {}))
+
     def _timed(self, step: Step, feed: Iterator[Batch]) -> Iterator[Batch]:
         for _ in range(self.plan.micro_batches(step.index)):
             asked = time.perf_counter()
@@ -123,17 +132,37 @@ class Loader:
             step.waited += time.perf_counter() - asked
             yield batch
 
-    def _on_host(self) -> Iterator[Batch]:
+    def _on_host(self, step: int) -> Iterator[Batch]:
+        micro = 0
+        while True:
+            assert self._loader is not None
+            self._order.step, self._order.micro = step, micro
+            try:
+                for batch in self._loader:
+                    micro += 1
+                    if micro == self.plan.micro_batches(step):
+                        step, micro = step + 1, 0
+                    yield batch
+                return
+            except (RuntimeError, OSError, EOFError) as problem:
+                self._go_on_without(problem, step)
+
+    def _go_on_without(self, problem: Exception, step: int) -> None:
+        """Start again after the death of a worker; raise what else `problem` is."""
+        said = str(problem).strip()
         assert self._loader is not None
-        try:
-            yield from self._loader
-        except RuntimeError as problem:
-            if not str(problem).startswith("DataLoader worker"):
-                raise
-            raise DataError(
-                f"A process that builds batches died ({str(problem).splitlines()[0]}). Most often the machine ran out of "
-                "memory, or of shared memory (`df -h /dev/shm`; in a container, --shm-size). Set loader.num_workers=0 to "
-                "build batches in this process, or lower loader.num_workers and loader.prefetch_factor.") from problem
+        # What a worker raised and lived to tell begins with "Caught"; an OSError of our own is a pipe to one that is no more.
+        told = said.startswith("Caught ") if not isinstance(problem, RuntimeError) else not said.startswith(
+            ("DataLoader worker", "Pin memory thread"))
+        if told or not self._loader.num_workers:
+            raise problem
+        self._deaths += 1
+        mend = self._deaths < MOST_DEATHS
+        print(f"A process that builds batches died before step {step} ({said.splitlines()[0] if said else 'its pipe broke'}). "
+              + ("It is started again, and the run goes on. " if mend else "From here on this process builds them itself. ")
+              + "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, --shm-size): "
+              "loader.num_workers=0 needs neither.", flush=True)
+        self._loader = self._started((self.config.num_workers or 0) if mend else 0)
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
         """Each batch on the device; on a GPU the next one's copy is under way by then."""
@@ -164,12 +193,15 @@ class _Order:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.start = 0
+        self.step = self.micro = 0
+        """Where to begin."""
 
     def __iter__(self) -> Iterator[Pieces]:
-        for step in range(self.start, self.plan.steps):
-            for micro in range(self.plan.micro_batches(step)):
+        first = self.micro
+        for step in range(self.step, self.plan.steps):
+            for micro in range(first, self.plan.micro_batches(step)):
                 yield self.plan.pieces(step, micro)
+            first = 0
 
 
 class _Assembler(Dataset[Batch]):
@@ -193,8 +225,8 @@ def _context() -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """torch gives each worker one thread; Ctrl-C, which reaches all processes, is the main process's to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """torch gives each worker one thread; Ctrl-C, which reaches all processes, and its like are the main process's to answer."""
+    left_to_main()
     main = multiprocessing.parent_process()
     assert main is not None
     # torch's own watch looks for another parent, but a worker's is the fork server, which lives as long as its workers do:

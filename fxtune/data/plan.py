@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -75,6 +75,14 @@ class Plan:
         Not part of it: the length of the run, how a step is cut into micro-batches, and how rows are padded.
         """
         return hashlib.sha256(f"{self.stream.fingerprint} {self.sizes.global_batch_size}".encode()).hexdigest()[:32]
+
+    def cut(self, rows: int) -> Plan:
+        """The same steps, in micro-batches of `rows` rows."""
+        return Plan(self.stream, replace(self.sizes, micro_batch_size=rows))
+
+    def widest(self, step: int) -> int:
+        """Tokens of the longest row of a step, padding included."""
+        return int(max(self.pieces(step, micro).width for micro in range(self.micro_batches(step))))
 
     def micro_batches(self, step: int) -> int:
         """How many micro-batches `step` has; only the last step of a run may have fewer than the others."""

@@ -6,12 +6,13 @@ Each reader holds one row (or one small batch) at a time, whatever the size of t
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fxtune.data.rows import Row, bad, checked
+from fxtune.data.rows import NESTED, ROW_BYTES, Row, bad, checked, lines, reading, too_deep, too_long
 from fxtune.errors import DataError
 
 
@@ -21,7 +22,7 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
     Values are decoded one by one from a window over the text, so that a file of any size needs the memory of one row.
     """
     # surrogateescape: bytes that are not UTF-8 become half surrogates, which `checked` reports with their line.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         scan = _Scanner(file)
         try:
             start = scan.peek()
@@ -64,7 +65,7 @@ def _elements(scan: _Scanner, name: str) -> Iterator[Row]:
     while scan.peek() != "]":
         where = f"{name}:{scan.line}"
         value = scan.value()
-        yield checked(where, value, scan.used, suspicious=scan.suspicious)
+        yield bad(where, NESTED, None) if scan.deep else checked(where, value, scan.used, suspicious=scan.suspicious)
         if scan.peek() != "]":
             scan.take(",")
     scan.take("]")
@@ -75,7 +76,7 @@ class _Scanner:
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.buffer, self.at, self.line, self.used, self.ended = file, "", 0, 1, 0, False
-        self.suspicious = False
+        self.suspicious = self.deep = False
         self.decoder = json.JSONDecoder()
 
     def peek(self) -> str:
@@ -116,7 +117,7 @@ class _Scanner:
             except json.JSONDecodeError as problem:
                 # Far from the window's end it is a mistake in the file; near it, the value may just go on outside.
                 cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.buffer) - 16
-                if not cut or not self.more():
+                if not cut or self.too_long() or not self.more():
                     raise
                 continue
             except RecursionError as problem:
@@ -125,9 +126,16 @@ class _Scanner:
                 continue
             text = self.buffer[self.at : end]
             self.suspicious = "\\u" in text or not text.isascii()
+            self.deep = too_deep(text, value)
             self.line += text.count("\n")
             self.used, self.at = end - self.at, end
             return value
+
+    def too_long(self) -> bool:
+        """Whether what the window holds has no end within twice a row's length: a quote that is never closed, most often."""
+        if len(self.buffer) - self.at > 2 * ROW_BYTES:
+            raise json.JSONDecodeError(f"a value of more than {2 * ROW_BYTES >> 20} MiB, or without an end", self.buffer, self.at)
+        return False
 
     def more(self) -> bool:
         """Move the window on: what is decoded goes, at least as much as is left comes in."""
@@ -140,15 +148,18 @@ class _Scanner:
 
 
 def csv_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a CSV or TSV file with a header. All cells are strings: an answer "42" stays text."""
-    csv.field_size_limit(1 << 30)  # process-wide; the default of 128 KB is less than a long document
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        header = file.readline()
+    """Rows of a CSV or TSV file with a header. All cells are strings: an answer "42" stays text.
+
+    Quotes are taken strictly: one that is never closed would make the rest of the file a cell of its row.
+    """
+    csv.field_size_limit(ROW_BYTES)  # process-wide; the default of 128 KB is less than a long document
+    with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        header = file.readline(ROW_BYTES)
         delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
         names = next(csv.reader([header], delimiter=delimiter), [])
         if twice := {column for column in names if names.count(column) > 1}:
             raise DataError(f"{name}:1: the header names a column twice: {', '.join(sorted(twice))}. Give each its own name.")
-        reader = csv.reader(file, delimiter=delimiter)
+        reader = csv.reader(_bounded(file, name), delimiter=delimiter, strict=True)
         while True:
             where = f"{name}:{reader.line_num + 2}"
             try:
@@ -156,6 +167,9 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as problem:
+                if "limit" in str(problem):
+                    raise DataError(f"{where}: a cell of more than {ROW_BYTES >> 20} MiB. Is a quote closed there? The file "
+                                    "cannot be read past it.") from problem
                 yield bad(where, f"not CSV ({problem})", None)
                 continue
             if not cells:
@@ -167,6 +181,13 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
             yield checked(where, dict(zip(names, cells, strict=True)), size, suspicious=not all(map(str.isascii, cells)))
 
 
+def _bounded(file: IO[str], name: str) -> Iterator[str]:
+    for number, (line, length) in enumerate(lines(file, "\n"), 2):
+        if length > ROW_BYTES:
+            raise DataError(f"{name}:{number}: {too_long(length)}. The file cannot be read past it.")
+        yield line
+
+
 def parquet_rows(path: Path, name: str) -> Iterator[Row]:
     """Rows of a Parquet file, a few hundred at a time. Columns that `datasets` wrote in an encoding of its own are decoded."""
     import pyarrow as pa
@@ -174,7 +195,8 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
 
     number = 0
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
+        # Not through a memory map: a file that shrinks meanwhile would end the process (SIGBUS), not raise an error.
+        with pq.ParquetFile(path, buffer_size=1 << 20) as file:
             decode = _datasets_decoder(file.schema_arrow)
             for batch in file.iter_batches(batch_size=256):
                 size = max(1, batch.nbytes // max(1, len(batch)))
@@ -190,12 +212,36 @@ def _datasets_decoder(schema: Any) -> Callable[[Any], Iterable[dict[str, Any]]]:
     if b"huggingface" not in (schema.metadata or {}):
         return lambda batch: batch.to_pylist()
     import pyarrow as pa
-    from datasets import Dataset
+    from datasets import Dataset, DatasetInfo, Features
+
+    info = DatasetInfo(features=Features(undecoded(Features.from_arrow_schema(schema))))
 
     def decode(batch: Any) -> Iterator[dict[str, Any]]:
-        return iter(Dataset(pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)])))
+        whole = Dataset(pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)]), info=info)
+        return iter(whole.remove_columns(media(whole.features)))
 
     return decode
+
+
+def media(features: Any) -> list[str]:
+    """The columns that hold an image, a sound or the like."""
+    return [name for name, feature in features.items() if hasattr(feature, "decode")]
+
+
+def undecoded(feature: Any) -> Any:
+    """A feature of `datasets`, or a dict of them, in which no image or sound is decoded, however deep it stands.
+
+    To decode one, `datasets` opens whatever file or URL the row names: a dataset could have any of ours read.
+    """
+    if isinstance(feature, dict):
+        return {name: undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, (list, tuple)):
+        return [undecoded(inner) for inner in feature]
+    if hasattr(feature, "decode"):
+        return dataclasses.replace(feature, decode=False)
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=undecoded(feature.feature))
+    return feature
 
 
 def arrow_row(where: str, value: dict[str, Any], size: int) -> Row:
@@ -214,17 +260,19 @@ def _without_nulls(value: Any) -> Any:
 
 def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
     """Rows of a text file: the whole of it (`document`), what stands between blank lines (`paragraph`), or each `line`."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         if unit == "document":
-            text = file.read()
-            yield _text_row(name, text)
+            size = path.stat().st_size
+            yield _too_long_text(name, size, "") if size > ROW_BYTES else _text_row(name, file.read())
             return
         held: list[str] = []
-        first = 1
-        for number, line in enumerate(file, 1):
-            if line.strip() and unit == "paragraph":
-                first = first if held else number
-                held.append(line)
+        first = total = 1
+        for number, (line, length) in enumerate(lines(file, "\n"), 1):
+            if length > ROW_BYTES:
+                yield _too_long_text(f"{name}:{number}", length, line)
+            elif line.strip() and unit == "paragraph":
+                first, total = (first, total + length) if held else (number, length)
+                held += [line] if total <= 2 * ROW_BYTES else []  # a row that is too long already need not be whole
             elif line.strip():
                 yield _text_row(f"{name}:{number}", line.rstrip("\n"))
             elif held:
@@ -239,4 +287,10 @@ def _text_row(where: str, text: str) -> Row:
         size = len(text.encode())
     except UnicodeEncodeError as problem:
         return bad(where, f"not UTF-8 (character {problem.start + 1})", text)
+    if size > ROW_BYTES:
+        return _too_long_text(where, size, text)
     return Row(where, {"text": text}, size=size)
+
+
+def _too_long_text(where: str, size: int, text: str) -> Row:
+    return bad(where, f"{too_long(size)}: set the source's text_unit to paragraph or line", text)

@@ -1,22 +1,23 @@
 """A dataset of the Hugging Face hub, as a memory-mapped Arrow table.
 
-`datasets` retries an unreachable hub for half a minute, once a file. So the hub is asked one short question first; where
-no answer comes, what an earlier run left in the cache of `datasets` is used, or one error says what to do.
+`datasets` retries an unreachable hub for half a minute, once a file. So the hub is asked one short question first, as hub.py
+says; where no answer comes, what an earlier run left in the cache of `datasets` is used, or one error says what to do.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.readers import arrow_row
+from fxtune import hub
+from fxtune.console import say
+from fxtune.data.readers import arrow_row, media, undecoded
 from fxtune.data.rows import Row
 from fxtune.errors import DataError
 
-PATIENCE = 4.0
-"""Seconds to wait for the hub's first answer."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -26,10 +27,7 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     from datasets import exceptions
 
     offline = datasets.config.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if offline else None
-    commit = revision
-    if not offline:
-        commit, reason = _ask(path, revision)
+    commit, reason = _ask(path, revision)
     datasets.config.HF_HUB_OFFLINE = reason is not None  # with it, datasets looks into its cache without any retry
     place = str(cache_dir) if cache_dir else None
     try:
@@ -46,15 +44,15 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
         datasets.config.HF_HUB_OFFLINE = offline
     if reason is not None and revision not in (None, "main") and not _is_of(found, str(revision)):
         raise DataError(_unreachable(path, f"{reason}; what the cache holds cannot be told to be revision {revision}"))
+    if reason is not None:
+        say(f"{path}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used.")
     return found
 
 
 def absent(path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None) -> str | None:
     """Why a dataset cannot be had without a network; None: there is one, or an earlier run left a copy. Fetches nothing."""
-    import datasets
-
     try:
-        if not datasets.config.HF_HUB_OFFLINE and _ask(path, revision)[1] is None:
+        if _ask(path, revision)[1] is None:
             return None
         load(path, subset, split, revision, cache_dir)
     except DataError as error:
@@ -67,19 +65,24 @@ def load_saved(folder: Path) -> Any:
     import datasets
 
     try:
+        named = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+        if strange := [name for name in named if Path(name).name != name]:
+            raise ValueError(f"state.json names {strange[0]!r}, which is not a file of this folder")
         return datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DataError(f"{folder} looks like a folder of Dataset.save_to_disk but cannot be loaded ({problem}).") from problem
 
 
 def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
     """Rows in order, read from the memory map some hundred at a time. Images and audio are left out, not decoded."""
-    media = [key for key, feature in dataset.features.items() if type(feature).__name__ in ("Image", "Audio", "Video", "Pdf")]
-    dataset = dataset.remove_columns(media).with_format(None)
+    from datasets import Dataset, DatasetInfo, Features
+
+    dataset = dataset.remove_columns(media(dataset.features)).with_format("arrow")
+    info = DatasetInfo(features=Features(undecoded(dataset.features)))
     count = len(dataset) if limit is None else min(limit, len(dataset))
     size = max(1, (dataset.data.nbytes if count else 0) // max(1, len(dataset)))
     for start in range(0, count, 256):
-        columns = dataset[start : min(start + 256, count)]
+        columns = Dataset(dataset[start : min(start + 256, count)], info=info)[:]
         for index, values in enumerate(zip(*columns.values(), strict=True), start + 1):
             yield arrow_row(f"{name} row {index}", dict(zip(columns, values, strict=True)), size)
 
@@ -91,17 +94,16 @@ def files(dataset: Any) -> list[Path]:
 
 def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
     """(the commit that `revision` is now, None), or (revision, why the hub cannot be asked)."""
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import errors
 
     try:
-        return HfApi().dataset_info(path, revision=revision, timeout=PATIENCE).sha, None
+        commit, reason = hub.ask(path, revision, "dataset")
+        return commit or revision, reason
     except errors.RevisionNotFoundError as problem:
         raise DataError(f"{path} has no revision {revision!r}. See https://huggingface.co/datasets/{path}/commits") from problem
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as problem:
         raise DataError(f"{path}: there is no file or folder of that name in {Path.cwd()}, and no such dataset on the hub. "
                         "Check the spelling; a private dataset needs `hf auth login` or HF_TOKEN.") from problem
-    except Exception as problem:  # noqa: BLE001 - huggingface_hub's HTTP library, and so its errors' classes, differ by version
-        return revision, (str(problem).splitlines() or [type(problem).__name__])[0]
 
 
 def _unreachable(path: str, reason: str) -> str:

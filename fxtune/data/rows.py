@@ -2,6 +2,9 @@
 
 Nothing here knows what a row means (formats.py) or where files come from (sources.py). Every reader holds one row at a time
 and knows the line it stands on, because "line 81723 is not JSON" is mended in a minute and "cannot read the dataset" is not.
+
+A row has bounds, because a tokenizer needs 300 bytes for each byte of a text (16 MiB: 5 GB and 25 s), and because what is
+nested as deep as Python goes cannot be written into a quarantine. What is longer is never held: it is skipped as it is read.
 """
 
 from __future__ import annotations
@@ -10,15 +13,21 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fxtune.errors import DataError
 
+_Text = TypeVar("_Text", str, bytes, covariant=True)
+
 RAW_CHARACTERS = 100_000
 """A bad row is kept for the quarantine up to this length."""
+ROW_BYTES = 16 << 20
+"""A longer row is a bad row."""
+DEPTH = 100
+"""So is one in which lists and objects are nested deeper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class LineShard:
         return self.end - self.start
 
     def rows(self) -> Iterator[Row]:
-        with open(self.path, "rb") as file:
+        with reading(self.name), open(self.path, "rb") as file:
             file.seek(self.start)
             yield from renamed(line_rows(file, self.name, self.first_line, self.size), self.columns)
 
@@ -74,7 +83,7 @@ def line_shards(path: Path, name: str, end: int, shard_bytes: int, columns: dict
     """Cut the first `end` bytes of a file at the first end of a line in each `shard_bytes`. The parts know their first line's
     number, which costs one fast pass over the file (newlines are counted, nothing is parsed)."""
     start, first_line, newlines, position = 0, 1, 0, 0
-    with open(path, "rb") as file:
+    with reading(name), open(path, "rb") as file:
         while position < end:
             block = file.read(min(shard_bytes, end - position))
             if not block:
@@ -117,29 +126,58 @@ def renamed(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:
         yield Row(row.where, value, size=row.size)
 
 
-def line_rows(file: BufferedIOBase, name: str, first_line: int = 1, size: int | None = None) -> Iterator[Row]:
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """A file that cannot be opened or read on is the data's fault, not the cache's."""
+    try:
+        yield
+    except OSError as problem:
+        raise DataError(f"{name} cannot be read: {problem.strerror or problem}. Is it still there, and whole?") from problem
+
+
+class _Lines(Protocol[_Text]):
+    def readline(self, size: int, /) -> _Text: ...
+
+
+def lines(file: _Lines[_Text], newline: _Text) -> Iterator[tuple[_Text, int]]:
+    """(line with its end, its length). Of one that is longer than ROW_BYTES only as much as a quarantine keeps."""
+    while line := file.readline(ROW_BYTES + 1):
+        length = len(line)
+        if length > ROW_BYTES and not line.endswith(newline):
+            line = line[:RAW_CHARACTERS]
+            while rest := file.readline(1 << 20):
+                length += len(rest)
+                if rest.endswith(newline):
+                    break
+        yield line, length
+
+
+def line_rows(file: _Lines[bytes], name: str, first_line: int = 1, size: int | None = None) -> Iterator[Row]:
     """Rows of the next `size` bytes (None: all) of a JSONL file. Blank lines are no rows, but they count as lines."""
     left, number = size if size is not None else float("inf"), first_line
+    several = lines(file, b"\n")
     while left > 0:
         try:
-            line = file.readline()
+            line, length = next(several, (b"", 0))
         except (OSError, EOFError, zlib.error) as problem:
             raise DataError(f"{name}:{number}: the file cannot be read past here ({problem}). Is it whole?") from problem
-        if not line:
+        if not length:
             if size is not None:
                 raise DataError(f"{name} became shorter while it was read. Start again once nothing writes to it.")
             return
-        left -= len(line)
+        left -= length
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.strip():
+        if length > ROW_BYTES:
+            yield bad(f"{name}:{number}", too_long(length), line.decode(errors="backslashreplace"))
+        elif line.strip():
             yield _line(line, f"{name}:{number}")
         number += 1
 
 
 def line_file_rows(path: Path, name: str) -> Iterator[Row]:
     """All rows of a JSONL file, from front to back; .gz is unpacked on the way."""
-    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+    with reading(name), (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
         yield from line_rows(file, name)
 
 
@@ -154,11 +192,35 @@ def _line(line: bytes, where: str) -> Row:
         return bad(where, f"not JSON ({problem.msg}, column {problem.colno})", text)
     except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or brackets nested as deep
         return bad(where, f"cannot be read as JSON ({problem})", text)
+    if too_deep(text, value):
+        return bad(where, NESTED, text)
     return checked(where, value, len(line), suspicious=b"\\u" in line)
 
 
+def too_long(size: int) -> str:
+    return f"a row of {size / 2**20:,.1f} MiB; one may have {ROW_BYTES >> 20} MiB. Make several rows of it"
+
+
+NESTED = f"lists and objects are nested more than {DEPTH} deep"
+
+
+def too_deep(text: str, value: Any) -> bool:
+    """Whether a value that was read from `text` is nested deeper than DEPTH."""
+    if text.count("[") + text.count("{") <= DEPTH:
+        return False
+    level = [value]
+    for _ in range(DEPTH):
+        level = [item for outer in level if isinstance(outer, (list, dict))
+                 for item in (outer.values() if isinstance(outer, dict) else outer)]
+        if not level:
+            return False
+    return any(isinstance(item, (list, dict)) for item in level)
+
+
 def checked(where: str, value: Any, size: int, suspicious: bool) -> Row:
-    """A row of `value`, unless that is no object or holds text that is no Unicode. `suspicious`: whether the latter can be."""
+    """A row of `value`, unless that is no object, too long, or holds text that is no Unicode. `suspicious`: whether it can."""
+    if size > ROW_BYTES:
+        return bad(where, too_long(size), None)
     if not isinstance(value, dict):
         return bad(where, f"the row is {_kind(value)}, not an object with named columns", value)
     if suspicious:

@@ -14,6 +14,7 @@ A row that cannot be read comes out as a `Row` with the reason, never as nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -128,6 +129,8 @@ class DataConfig:
     """Processes that tokenise; 0: one a core."""
     cache_dir: Optional[str] = None
     """Where tokenised sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
+    cache_days: Optional[int] = 30
+    """When new tokens are kept, those that no run used for so many days are removed, which is said; null: never."""
 
 
 @dataclass
@@ -237,14 +240,14 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
         raise ConfigError(f"data source {config.path}: weight={config.weight} must be above 0. To leave a source out, remove it.")
     if config.limit is not None and config.limit < 1:
         raise ConfigError(f"data source {config.path}: limit={config.limit} must be at least 1; null uses every row.")
-    path = Path(config.path).expanduser()
-    if (path / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk: a folder for each split
+    path = files.expanded(config.path)
+    if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         if config.split not in splits:
             raise DataError(f"{config.path} has no split {config.split!r}. Set the source's split to one that it has: "
                             f"{', '.join(splits) or 'none'}.")
         path /= config.split
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+    if os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
         return _of_dataset(config, remote.load_saved(path))
     found = files.find(config.path)
     if found is None:

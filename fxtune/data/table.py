@@ -6,9 +6,12 @@ processes through the page cache, and pickles as the name of its folder.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +41,7 @@ class TokenTable:
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: rows that could not be used.
+        literal: documents in which special tokens that somebody wrote were tokenised as text.
     """
 
     ids: np.ndarray
@@ -47,11 +51,13 @@ class TokenTable:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
+        self._lease = lease(folder)
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no whole token table"
         self.fingerprint: str = meta["fingerprint"]
         self.format = RowFormat(meta["format"])
         self.bad_rows: int = meta["bad_rows"]
+        self.literal: int = meta["literal"]
         self.supervised_tokens: int = meta["supervised"]
         self._files: list[str] = meta["files"]
         for key in ARRAYS:
@@ -71,6 +77,41 @@ class TokenTable:
             for line in lines:
                 entry = json.loads(line)
                 yield {"where": names[entry["file"]] + entry["place"], "error": entry["error"], "row": entry["row"]}
+
+
+def lease(folder: Path) -> IO[bytes] | None:
+    """An open file that keeps other processes from removing a table (tidy) until it is closed, if only by the process's end.
+    The table is used now, and that is noted. None: a file system without locks, or one that is read-only."""
+    try:
+        held = open(folder / META, "rb")  # noqa: SIM115 - held as long as the table
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(folder / META)
+    except OSError:
+        return None
+    return held
+
+
+def tidy(root: Path, days: float) -> tuple[int, int]:
+    """Remove the tables below `root` that no process has open and none used for `days`, and what killed processes left half
+    done so long ago. Returns how many, and their bytes."""
+    removed = freed = 0
+    for folder in sorted(root.glob("*/")):
+        try:
+            if time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < days * 86400:
+                continue
+            with open(folder / META, "ab") as held:  # one that never was whole gets it, and goes with it
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                freed += _remove(folder)
+        except OSError:  # somebody has it open, or removed it
+            continue
+        removed += 1
+    return removed, freed
+
+
+def _remove(folder: Path) -> int:
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    shutil.rmtree(folder, ignore_errors=True)
+    return size
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
@@ -99,6 +140,8 @@ class Encoded:
     lengths: np.ndarray
     digests: np.ndarray
     bad: list[BadRow] = field(default_factory=list)
+    literal: int = 0
+    """Documents in which special tokens were tokenised as text."""
 
 
 class TableWriter:
@@ -106,7 +149,7 @@ class TableWriter:
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         self.folder, self.files = folder, dict.fromkeys(files)
-        self.documents = self.tokens = self.supervised = self.bad_rows = 0
+        self.documents = self.tokens = self.supervised = self.bad_rows = self.literal = 0
         self.first_bad: BadRow | None = None
         folder.mkdir(parents=True)
         self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
@@ -122,6 +165,7 @@ class TableWriter:
         self.tokens += len(part.ids)
         self.supervised += int(part.supervised.sum())
         self.bad_rows += len(part.bad)
+        self.literal += part.literal
         self.first_bad = self.first_bad or next(iter(part.bad), None)
         for bad in part.bad:
             file, place = self._parts(bad.where)
@@ -143,7 +187,8 @@ class TableWriter:
         os.fsync(self._bad.fileno())
         names = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
         meta |= dict(documents=self.documents, tokens=self.tokens, supervised=self.supervised, bad_rows=self.bad_rows,
-                     files=list(self.files), sizes={name: (self.folder / name).stat().st_size for name in names})
+                     literal=self.literal, files=list(self.files),
+                     sizes={name: (self.folder / name).stat().st_size for name in names})
         with open(self.folder / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             file.flush()

@@ -22,7 +22,8 @@ the newline behind that. What the generation prompt, the text between it and the
 measured once a template by a probe of two messages (`Frame`). A template that cannot be read in these ways makes a row's
 reason, never a guess.
 
-Cost: (a) one render a conversation, (b) two. Templates run in transformers' immutable Jinja sandbox only.
+Cost: (a) one render a conversation, (b) two. Templates run in transformers' immutable Jinja sandbox only, within
+limits of time and memory (fence.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 from fxtune.data.conversation import BadRow
 from fxtune.errors import DataError
+from fxtune.fence import Exceeded, fence
 
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
@@ -88,20 +90,27 @@ class ChatTemplate:
 
         Raises:
             BadRow: the template refuses these messages (its own words are in the message) or fails on them.
-            DataError: no row can be rendered: the template's syntax is wrong, or it tries to leave the sandbox.
+            DataError: no row can be rendered: the template's syntax is wrong, it tries to leave the sandbox, or it takes
+                more time or memory than rendering can need.
         """
         from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools is not None else None,
-                chat_template=self.source,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self.variables,
-            )
+            with fence():
+                rendered: Any = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=list(tools) if tools is not None else None,
+                    chat_template=self.source,
+                    add_generation_prompt=prompt,
+                    return_assistant_tokens_mask=marks,
+                    **self.variables,
+                )
+        except Exceeded as limit:
+            raise DataError(f"the chat template asks for {limit} to write a conversation of {len(messages)} messages, and is "
+                            "stopped. Mend it, or name another in data.chat_template") from None
+        except MemoryError:
+            raise  # to the fence around all rows
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}. Mend it, or name another "
                             "in data.chat_template") from None
@@ -172,7 +181,7 @@ class ChatTemplate:
         """All turns by one more render, or None where that proves nothing."""
         if any("reasoning_content" in messages[index] for index in turns):
             return None
-        opening, closing = _unused_characters(text)
+        opening, closing = unused_characters(text)
         variant = list(messages)
         for number, index in enumerate(turns):
             variant[index] = {**messages[index], "content": f"{opening}{number}{closing}"}
@@ -203,7 +212,7 @@ class ChatTemplate:
     def _alone(self, text: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None) -> Span:
         """One turn by a render of its own."""
         message = messages[index]
-        opening, closing = _unused_characters(text)
+        opening, closing = unused_characters(text)
         content, reasoning = f"{opening}0{closing}", f"{opening}1{closing}"
         changed = {**message, "content": content}
         if "reasoning_content" in message:
@@ -233,7 +242,7 @@ class ChatTemplate:
             return len(before) - lead
         # A prompt that depends on the conversation: render it. It counts only if it holds the message before, since a
         # template that writes nothing until the assistant has spoken would otherwise make everything supervised.
-        opening, closing = _unused_characters(text)
+        opening, closing = unused_characters(text)
         earlier = list(messages[:index])
         try:
             prompt, _ = self.draw(earlier, tools, prompt=True)
@@ -244,11 +253,24 @@ class ChatTemplate:
             prompt = witness = ""
         if prompt and text.startswith(prompt) and (not earlier or opening + closing in witness):
             return len(prompt)
+        if self.frame.prompt and self._anybodys(text, before, messages, index, tools):
+            return None
         return len(constant) if text.startswith(constant) else None
+
+    def _anybodys(self, text: str, before: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether the text before a turn would be the same if a user spoke: then nobody wrote that the assistant does.
+        (Llama-3.1 puts its tools and the first message, whoever's it is, into one turn of the user's.)"""
+        opening, closing = unused_characters(text)
+        content = f"{opening}0{closing}"
+        try:
+            drawn, _ = self.draw([*messages[:index], {"role": "user", "content": content}, *messages[index + 1 :]], tools)
+        except BadRow:
+            return False
+        return drawn.partition(content)[0] == before
 
     def _probe(self) -> Frame | None:
         """Measure the frame on a conversation of sentinels. None where the template takes no plain conversation."""
-        opening, closing = _unused_characters(self.source)
+        opening, closing = unused_characters(self.source)
         question, answer, system = (f"{opening}{number}{closing}" for number in range(3))
         asked = [{"role": "user", "content": question}]
         for earlier in (asked, [{"role": "system", "content": system}, *asked]):
@@ -289,7 +311,7 @@ class ChatTemplate:
         return match.group() if match else tail.rstrip()
 
 
-def _unused_characters(text: str) -> tuple[str, str]:
+def unused_characters(text: str) -> tuple[str, str]:
     """Two private-use characters that do not occur in `text`. No template trims, cases or splits at these."""
     free = (chr(code) for code in range(0xF8000, 0x10FFFE) if chr(code) not in text and code & 0xFFFE != 0xFFFE)
     return next(free), next(free)

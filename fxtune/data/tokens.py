@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import threading
 import time
 from collections import deque
@@ -33,13 +32,14 @@ from fxtune.data.chat import Encoder, read_template
 from fxtune.data.formats import RowFormat
 from fxtune.data.rows import Row, Shard
 from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open_source
-from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, read_meta
+from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, read_meta, tidy
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
 from fxtune.host import cores
+from fxtune.signals import left_to_main
 
 __all__ = ["TokenTable", "tokenize"]
 
-ENCODING_VERSION = 1
+ENCODING_VERSION = 3
 """Part of every table's key: raise it when chat.py, template.py or this file would make other tokens of the same row."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources below this size are tokenised in this process: starting workers would take longer."""
@@ -77,6 +77,8 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
                 cached = False
                 _build(folder, fingerprint, opened, encoder, data, progress)
             table = TokenTable(folder, opened.name)
+        if not cached and data.cache_days is not None:
+            _tidy(folder.parent, data.cache_days)
     except OSError as problem:
         raise StorageError(f"Tokens of {opened.name} cannot be kept in {folder.parent}: {problem.strerror or problem}. Make room "
                            "there, or set data.cache_dir to a folder that can be written.") from problem
@@ -85,6 +87,13 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
     if progress:
         _say(table, encoder, cached, time.perf_counter() - started, quarantine)
     return table
+
+
+def _tidy(root: Path, days: int) -> None:
+    removed, freed = tidy(root, days)
+    if removed:
+        print(f"Removed from {root}: the tokens of {removed:,} sources that no run used for {days} days, {freed / 1e6:,.1f} MB "
+              "(data.cache_days).", flush=True)
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -148,8 +157,12 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
     """Each shard's tokens, in order, with the shard's size in bytes."""
     workers = data.workers or cores()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
-        for shard in source.shards():
-            yield encode_shard(shard, encoder), shard.size
+        try:
+            for shard in source.shards():
+                yield encode_shard(shard, encoder), shard.size
+        except MemoryError as problem:
+            raise HardwareError(f"There is not enough memory to tokenise {source.name}. A row takes 300 times its size: make "
+                                "several of the longest.") from problem
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (pickle.dumps(encoder),))
     waiting: deque[tuple[Future[Encoded], int]] = deque()
@@ -160,7 +173,7 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
                 yield _next(waiting)
         while waiting:
             yield _next(waiting)
-    except BrokenProcessPool as problem:
+    except (BrokenProcessPool, MemoryError) as problem:
         raise HardwareError(f"A process that tokenised {source.name} was killed, most likely for want of memory. Use fewer: "
                             f"data.workers={max(1, workers // 2)} (now {workers}).") from problem
     finally:
@@ -178,7 +191,7 @@ _worker_encoder: Encoder | None = None
 def _start_worker(encoder: bytes) -> None:
     """Set up one worker. torch is never imported here: a worker starts in about a second and stays small."""
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    left_to_main()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -217,12 +230,12 @@ def encode_shard(shard: Shard, encoder: Encoder) -> Encoded:
         parts.append(Encoded(
             ids=_joined(ids, np.int32), supervised=_joined([np.asarray(one.supervised, np.bool_) for one in documents], np.bool_),
             lengths=np.array([len(one) for one in ids], np.int64), digests=np.array([_digest(one) for one in ids], np.uint64),
-            bad=bad))
+            bad=bad, literal=sum(one.literal for one in documents)))
         assert len(parts[-1].ids) == len(parts[-1].supervised), "a document needs one mask entry a token"
     return Encoded(
         ids=_joined([part.ids for part in parts], np.int32), supervised=_joined([part.supervised for part in parts], np.bool_),
         lengths=_joined([part.lengths for part in parts], np.int64), digests=_joined([part.digests for part in parts], np.uint64),
-        bad=[bad for part in parts for bad in part.bad])
+        bad=[bad for part in parts for bad in part.bad], literal=sum(part.literal for part in parts))
 
 
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
@@ -258,17 +271,21 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
         raise _bad_row_error(source.name, first["where"], first["error"])
     if quarantine is None:
         return
-    quarantine.parent.mkdir(parents=True, exist_ok=True)
-    # A resumed run quarantines the same rows again: each stands in the file once.
-    text = quarantine.read_text() if quarantine.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
-    there = set(whole.splitlines())
-    with open(quarantine, "w", encoding="utf-8") as file:
-        file.write(whole)
-        for entry in entries:
-            line = json.dumps(entry)
-            if line not in there:
-                file.write(line + "\n")
+    try:
+        quarantine.parent.mkdir(parents=True, exist_ok=True)
+        # A resumed run quarantines the same rows again: each stands in the file once.
+        text = quarantine.read_text() if quarantine.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
+        there = set(whole.splitlines())
+        with open(quarantine, "w", encoding="utf-8") as file:
+            file.write(whole)
+            for entry in entries:
+                line = json.dumps(entry)
+                if line not in there:
+                    file.write(line + "\n")
+    except OSError as problem:
+        raise StorageError(f"Rows that cannot be used cannot be written to {quarantine}: {problem.strerror or problem}. Free "
+                           "space there, or set run.dir to another disk.") from problem
 
 
 def _bad_row_error(name: str, where: str, reason: str) -> DataError:
@@ -323,5 +340,8 @@ def _say(table: TokenTable, encoder: Encoder, cached: bool, seconds: float, quar
     how = "from the cache" if cached else f"tokenised in {seconds:,.1f} s"
     print(f"{table.name}: {table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
           f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})", flush=True)
+    if table.literal:
+        documents = "1 document has" if table.literal == 1 else f"{table.literal:,} documents have"
+        print(f"{table.name}: {documents} special tokens in a message, tokenised as the letters that they are.", flush=True)
     for remark in encoder.remarks():
         print(f"{table.name}: {remark}", flush=True)

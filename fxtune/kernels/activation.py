@@ -1,5 +1,6 @@
-"""The activation of a gated MLP inside Triton kernels: one formula for those of gated_triton.py, gated_lora_triton.py and
-gated_sums_triton.py. Imported only where there is a GPU: triton is no part of torch's CPU builds.
+"""The activation of a gated MLP inside Triton kernels: one formula for those of gated_lora_triton.py and gated_sums_triton.py.
+
+Imported only where there is a GPU: triton is no part of torch's CPU builds.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ import triton.language as tl
 
 WARPS = 32
 """Of a program, for vocabularies that keep so many busy."""
+BLOCK = 4096
+"""Numbers that a program of scaled() multiplies."""
 LOADS = 2
 """Of 16 bytes that a thread has under way at once."""
 
@@ -40,6 +42,23 @@ def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.T
     _softmax_gradient[(rows,)](logits, logits.stride(0), labels, losses, vocabulary, float(scale), float(cap), CAP=bool(cap),
                                SCALED=scale != 1.0, GRADIENT=gradient, IGNORED=ignored, LANES=lanes, EACH=each,
                                num_warps=min(WARPS, max(lanes // 32, 1)))
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """x * factor in x's dtype, multiplied in float32; `x` contiguous, `factor` one number on the device."""
+    assert x.is_contiguous()
+    assert factor.numel() == 1
+    out = torch.empty_like(x)
+    if x.numel():
+        _scaled[(triton.cdiv(x.numel(), BLOCK),)](x, factor, out, x.numel(), BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+@triton.jit
+def _scaled(x_ptr, factor_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < numbers, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * tl.load(factor_ptr).to(tl.float32)).to(out_ptr.dtype.element_ty), mask=at < numbers)
 
 
 @triton.jit

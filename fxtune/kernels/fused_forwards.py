@@ -8,16 +8,20 @@ computed. State that one projection leaves for the next would do as well, but to
 
 Where techniques.liger.rope has given the attention our own RoPE, and its code does nothing between the projections and that, what
 is handed out is turned already (rotary.py, `qkv`), and its code turns nothing.
+
+An operator calls none of the linears that it stands for. So where somebody listens to one of them (a hook; peft's own for the
+argument `adapter_names` is one), or its adapter is off or merged, the module's own forward runs, and calls them one by one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from fxtune.errors import ConfigError
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
 from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment, weight_views
 from fxtune.kernels.quantized import grouped
@@ -40,8 +44,7 @@ def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
     biases = [base.bias for base in bases if base.bias is not None]
     if kind == DENSE:
         made = augment([base.weight.data for base in bases], [linear.r[ADAPTER] for linear in linears], bool(biases))
-        views = weight_views(made, [linear.out_features for linear in linears], linears[0].in_features)
-        for base, view in zip(bases, views, strict=True):
+        for base, view in zip(bases, _views(made, linears), strict=True):
             base.weight.data = view
         tensors = [made]
     else:
@@ -55,6 +58,62 @@ def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
 def _held(module: Any, name: str) -> tuple[list[torch.Tensor], str]:
     """What _hold() laid out, and its kind."""
     return ([module._buffers[each] for each in getattr(module, f"fused_{name}_names")], getattr(module, f"fused_{name}_kind"))
+
+
+def _whole(module: Any, name: str, linears: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
+    """_held(), with the weights that `linears` have now.
+
+    A weight may have been given other memory since (a safe merge of peft's, load_state_dict(assign=True)): its numbers are taken
+    into the group's buffer. Raises ConfigError where its dtype or device is another one now. Compiled code does not look.
+    """
+    tensors, kind = _held(module, name)
+    if kind not in (DENSE, DENSE_CUTE) or torch.compiler.is_compiling():
+        return tensors, kind
+    weights = [linear.base_layer.weight for linear in linears]
+    memory = tensors[0].untyped_storage()._cdata
+    if all(weight.untyped_storage()._cdata == memory for weight in weights):
+        return tensors, kind
+    if unlike := [weight for weight in weights if (weight.dtype, weight.device) != (tensors[0].dtype, tensors[0].device)]:
+        raise ConfigError(f"techniques.lora.fused: one linear of a group was cast or moved alone, to {unlike[0].dtype} on "
+                          f"{unlike[0].device}, and the group is {tensors[0].dtype} on {tensors[0].device}. Cast or move the "
+                          "whole model, or set techniques.lora.fused=off.")
+    for view, weight in zip(_views(tensors[0], linears), weights, strict=True):
+        view.copy_(weight.data)
+        weight.data = view
+    return tensors, kind
+
+
+def _views(made: torch.Tensor, linears: Sequence[Any]) -> list[torch.Tensor]:
+    return weight_views(made.data, [linear.out_features for linear in linears], linears[0].in_features)
+
+
+def uncalled(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules inside of a fused one that its operator does the work of, without calling them."""
+    for _, linears in _inside(module):
+        for linear in linears:
+            yield from (part for part in linear.modules() if part is not module)
+
+
+def _inside(module: Any) -> list[tuple[str, list[Any]]]:
+    """Name and linears of each group that a module runs as one; nothing where it is not fused."""
+    fused = getattr(module, "fused", None)
+    if fused == "mlp":
+        return [("up", [module.gate_proj, module.up_proj]), ("down", [module.down_proj])]
+    names = {"attention": getattr(module, "fused_names", ()), "linear": None}.get(str(fused), ())
+    linears = [module] if names is None else [getattr(module, name) for name in names]
+    return [("base", linears)] if linears else []
+
+
+def _lay_again(module: Any) -> None:
+    """After its tensors were moved or cast, each by itself: the frozen weights are views of their group's buffer again."""
+    for name, linears in _inside(module):
+        (tensors, kind), bases = _held(module, name), [linear.get_base_layer() for linear in linears]
+        if kind in (DENSE, DENSE_CUTE):
+            for base, view in zip(bases, _views(tensors[0], linears), strict=True):
+                base.weight.data = view
+            continue
+        for buffer, tensor in zip(getattr(module, f"fused_{name}_names"), grouped(bases), strict=True):
+            module._buffers[buffer] = tensor
 
 
 def products_by_cute(model: torch.nn.Module) -> None:
@@ -81,14 +140,21 @@ def _halves(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tens
             [linear.scaling[ADAPTER] for linear in linears])
 
 
-def _as_peft(linears: Sequence[Any]) -> bool:
-    """Whether adapters are switched off or merged into the weights, or others than ADAPTER act."""
-    return any(linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears)
+def _as_peft(linears: Sequence[Any], called: bool = False) -> bool:
+    """Whether adapters are switched off or merged into the weights, or others than ADAPTER act, or a part of them is listened to.
+
+    `called`: the linears themselves are called, so that their own hooks run.
+    """
+    if any(linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears):
+        return True
+    parts = [part for linear in linears for part in (linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER])]
+    return any(part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
+               for part in (parts if called else [*linears, *parts]))
 
 
 def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:
     a, b, scaling = _halves(linears)
-    base, kind = _held(module, "base")
+    base, kind = _whole(module, "base", linears)
     bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
     return lora_linear(x, a, b, base, scaling, kind, bias, room)
 
@@ -105,7 +171,7 @@ def _linear_kind(kind: Any) -> Any:
     own = kind.forward
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or kwargs or _as_peft([self]):
+        if args or kwargs or _as_peft([self], called=True):
             whole: torch.Tensor = own(self, x, *args, **kwargs)
             return whole
         return _product(self, [self], x)
@@ -198,7 +264,7 @@ def _mlp_kind(kind: Any) -> Any:
         if _as_peft(linears):
             plain: torch.Tensor = own(self, x)
             return plain
-        (up, up_kind), (down, down_kind) = _held(self, "up"), _held(self, "down")
+        (up, up_kind), (down, down_kind) = _whole(self, "up", linears[:2]), _whole(self, "down", linears[2:])
         a, b, scaling = _halves(linears)
         # A checkpoint that runs operator by operator computes this operator again as a whole, so that is where gate and up come
         # from; the compiler's leaves it out, and the backward pass makes them.
@@ -224,4 +290,16 @@ def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: 
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward, "fused": fused, "__module__": kind.__module__, **options})
+    def apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What .to(), .half() and the like call with each tensor."""
+        for name, _ in _inside(self):
+            tensors, stored = _held(self, name)
+            if stored not in (DENSE, DENSE_CUTE) and any(fn(one.new_empty(0)).dtype is not one.dtype for one in tensors):
+                raise ConfigError(f"techniques.quantize: a base in {stored} cannot be cast, since its scales have the dtype that "
+                                  "its kernels read. Set model.dtype before it is built.")
+        kind._apply(self, fn, recurse)
+        _lay_again(self)
+        return self
+
+    return type(f"Fused{kind.__name__}", (kind,), {
+        "forward": forward, "fused": fused, "_apply": apply, "__module__": kind.__module__, **options})

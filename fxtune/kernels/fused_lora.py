@@ -3,8 +3,10 @@
 `fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x, and `fxtune::lora_mlp` is
 down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an adapter costs several passes
 over activations: dropout's and dtype's copies, a product that is added to the output, a scaled copy of it, and the same again
-backward. Here it costs what it must: x is read once more for x A^T, dy once more for dy B, and both for the gradients of A
-and B. The frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses it.
+backward. Here it costs what it must. Of a group x is read once more for x A^T
+and dy once more for dy B. Of an MLP over a dense base neither is: there both ride in the frozen products as columns, and what
+adapters add is added by the activation's kernels, or in one pass over something hidden_size wide. Gradients of A and B read x
+and dy once more. The frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses it.
 
 What is kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide. Of an MLP also gate_up, gate and
 up side by side, the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it in passing, and what
@@ -22,15 +24,16 @@ which is autocast's, else x's. What is frozen costs nothing. Any number of rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import ACTS, Passing, sums_in_passing
+from fxtune.kernels.gated import ACTS, Passing, gated, gated_backward, sums_in_passing
 from fxtune.kernels.lora_adapters import Adapters, Sums, padded_rank
-from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized, is_dense
+from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized, added, is_dense, spaced
+from fxtune.kernels.lora_flops import FORMULAS
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
 _MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
@@ -104,8 +107,7 @@ def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], bas
     """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs."""
     with torch.autocast(x.device.type, enabled=False):
         group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
-        operand, xa = group.operand(_rows(x), group.a.t())
-        return group.forward(operand, xa), xa
+        return group.whole(_rows(x))
 
 
 @_linear.register_fake
@@ -128,13 +130,12 @@ def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list
         adapters = Adapters(a, b, bias, scaling, x.dtype)
         group = base_of(kind, base, adapters)
         sums = Sums(adapters, wanted[1:])
-        dx = x.new_empty(0)
-        if any(wanted[:2]):
-            operand, dyb = (group.beside if room else group.operand)(_rows(dy), group.b)
-            dx = group.backward(operand, dyb) if wanted[0] else dx
-            sums.add(dyb, _rows(x), xa, operand.x)
-        else:
-            sums.add(xa, x, xa, _rows(dy))
+        dx, dyb, dy = x.new_empty(0), xa, _rows(dy)
+        if wanted[0]:
+            dx, dyb = group.whole_backward(dy, room)
+        elif wanted[1]:
+            dyb = group.projected(dy, group.b)
+        sums.add(dyb, _rows(x), xa, dy)
         return dx, *sums.gradients()
 
 
@@ -156,14 +157,15 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
         y = x.new_empty(x.shape)
         kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
         for rows in _tiles(len(x), tiles):
-            operand, xa = first.operand(_rows(x[rows]), first.a.t())
-            gate_up = first.forward(operand, None if first.late else xa)
-            del operand
-            operand, pa = second.gated(act, gate_up, second.a.t(), (xa, first.b) if first.late else None)
+            gate_up, xa = first.apart(_rows(x[rows]))
+            p = gated(act, gate_up, (xa, first.b), spaced(x, len(xa), gate_up.shape[1] // 2))
+            if not keep:
+                del gate_up
+            product, pa = second.apart(p, y[rows])
+            added(product, pa, second.b.t(), y[rows])
             if keep:
                 kept = gate_up, xa, pa
-            del gate_up  # or it would still be there when the next tile's is made
-            second.forward(operand, pa, y[rows])
+            del p, product  # or they would still be there when the next tile's are made
         return y, *kept
 
 
@@ -172,8 +174,10 @@ def _(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[
       down_kind: str, act: str, keep: bool, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    rows, ranks = x.shape[0], [one.shape[0] for one in a]
-    return (x.new_empty(x.shape), x.new_empty(rows, 2 * b[0].shape[0]), x.new_empty(rows, padded_rank(ranks[:2])),
+    rows, ranks, wide = x.shape[0], [one.shape[0] for one in a], 2 * b[0].shape[0]
+    narrow = padded_rank(ranks[:2])
+    between = narrow if is_dense(up_kind) else 0  # where x A^T was, see Dense.apart()
+    return (x.new_empty(x.shape), x.new_empty_strided((rows, wide), (wide + between, 1)), x.new_empty(rows, narrow),
             x.new_empty(rows, padded_rank(ranks[2:])))
 
 
@@ -192,15 +196,10 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
         for rows in _tiles(len(x), tiles):
             inputs, above = _rows(x[rows]), _rows(dy[rows])
             if not keep:
-                operand, xa = first.operand(inputs, first.a.t())
-                gate_up = first.forward(operand, None if first.late else xa)
-                del operand
-            operand, dyb = second.operand(above, second.b)
-            p = second.backward(operand, None if second.late else dyb)  # dp, until the gated kernel has been there
-            above = operand.x
+                gate_up, xa = first.apart(inputs)
+            p, dyb = second.apart_backward(above)  # dp, until the gated kernel has been there
             passing = _passing(first, second, sums, xa, dyb, not keep)
-            operand, gb = first.gated_backward(act, gate_up, p, first.b, (xa, first.b) if first.late else None,
-                                               (dyb, second.a) if second.late else None, passing)
+            g = gated_backward(act, gate_up, p, (xa, first.b), (dyb, second.a), spaced(x, len(p), 2 * p.shape[1]), passing)
             if passing:
                 sums[0].totals[1], sums[1].totals[0] = passing.totals
             if not keep:
@@ -209,8 +208,13 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
             sums[1].add(dyb, None if passing else p, pa, above)
             del p
             if wanted[0]:
-                first.backward(operand, gb, dx[rows])
-            sums[0].add(gb, inputs, xa, None if passing else operand.x)
+                product, gb = first.apart_backward(g, dx[rows])
+                added(product, gb, first.a, dx[rows])
+                del product
+            else:
+                gb = first.projected(g, first.b)
+            sums[0].add(gb, inputs, xa, None if passing else g)
+            del g
         (da, db), (da_down, db_down) = (one.gradients() for one in sums)
         return dx, da + da_down, db + db_down
 
@@ -232,7 +236,7 @@ def _halves(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down:
 def _passing(first: Base, second: Base, sums: Sequence[Sums], xa: Tensor, dyb: Tensor, keep_p: bool) -> Optional[Passing]:
     """The sums over the rows of [dgate | dup] and p, for the kernel that makes these to take: else each is a pass over them."""
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
-    if all(sums[0].wanted) and first.late == second.late and sums_in_passing(xa, (gate, up, down)):
+    if all(sums[0].wanted) and sums_in_passing(xa, (gate, up, down)):
         return Passing(xa, dyb, (gate, up, down), keep_p, (sums[0].totals[1], sums[1].totals[0]))
     return None
 
@@ -320,41 +324,11 @@ _linear.register_autograd(_linear_gradients, setup_context=_linear_setup)
 _mlp.register_autograd(_mlp_gradients, setup_context=_mlp_setup)
 
 
-def _products(a: Sequence[Any], b: Sequence[Any]) -> tuple[int, int]:
-    """Multiplications a row of a group: of its frozen weights, and of its adapters, padding left out."""
-    return sum(two[0] * a[0][1] for two in b), sum(one[0] * (one[1] + two[0]) for one, two in zip(a, b, strict=True))
-
-
-def _linear_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * x[0] * sum(_products(a, b))
-
-
-def _linear_backward_flops(dy: Any, x: Any, xa: Any, a: Any, b: Any, bias: Any, base: Any, scaling: Any, kind: Any, wanted: Any,
-                           *_: Any, **__: Any) -> int:
-    frozen, adapters = _products(a, b)
-    return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
-
-
-def _mlp_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * x[0] * (sum(_products(a[:2], b[:2])) + sum(_products(a[2:], b[2:])))
-
-
-def _mlp_backward_flops(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, up: Any, down: Any, scaling: Any,
-                        up_kind: Any, down_kind: Any, act: Any, keep: Any, tiles: Any, wanted: Any, **_: Any) -> int:
-    first, first_adapters = _products(a[:2], b[:2])
-    second, second_adapters = _products(a[2:], b[2:])
-    again = 0 if keep else first + first_adapters + a[2][0] * a[2][1]
-    return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + again)
-
-
 def _register_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    formulas: dict[Any, Callable[..., int]] = {
-        torch.ops.fxtune.lora_linear: _linear_flops, torch.ops.fxtune.lora_linear_backward: _linear_backward_flops,
-        torch.ops.fxtune.lora_mlp: _mlp_flops, torch.ops.fxtune.lora_mlp_backward: _mlp_backward_flops}
-    for operator, formula in formulas.items():
-        register_flop_formula(operator)(formula)
+    for name, formula in FORMULAS.items():
+        register_flop_formula(getattr(torch.ops.fxtune, name))(formula)
 
 
 _register_flops()

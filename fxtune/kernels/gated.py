@@ -2,11 +2,11 @@
 
 `gate_up` [rows, 2 width] is gate and up side by side, as one matmul leaves them. Both functions write to where the caller
 wants the result, whose rows may lie apart, such as the left part of a buffer that the next matmul reads. All arithmetic is
-float32 and each result is rounded once. On a GPU the kernels of gated_triton.py do it; elsewhere torch, in the same order.
+float32 and each result is rounded once. On a GPU Triton kernels do it (gated_lora_triton.py); elsewhere torch, in the same order.
 
-What adapters add to gate and up, and backward to p's gradient, can come as the two factors of it: the kernels of
-gated_lora_triton.py then add it in passing, where a matmul would read and write these widest tensors of a layer once more.
-And sums over the rows of what the backward pass makes, which are gradients of adapters, can be taken in passing, too: `Passing`.
+What adapters add to gate and up, and backward to p's gradient, comes as the two factors of it and is added in passing, where a
+matmul would read and write these widest tensors of a layer once more. And sums over the rows of what the backward pass makes,
+which are gradients of adapters, can be taken in passing, too: `Passing` (gated_sums_triton.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 ACTS = ("silu", "gelu_pytorch_tanh")
 """What `act` may be, by transformers' names."""
-Share = Optional[tuple[Tensor, Tensor]]
+Share = tuple[Tensor, Tensor]
+"""Two factors of a product that is still to be added."""
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 FEWEST, WIDEST = 4096, 32
 """On a GPU sums are taken in passing from so many rows, and up to this rank: beyond, they do not fit into registers."""
@@ -47,54 +48,41 @@ def sums_in_passing(x: Tensor, ranks: tuple[int, int, int]) -> bool:
     return not x.is_cuda or (x.dtype.itemsize == 2 and len(x) >= FEWEST and max(ranks) <= WIDEST)
 
 
-def gated(act: str, gate_up: Tensor, out: Tensor, share: Share = None) -> Tensor:
+def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
     """Write p = act(gate) * up to `out` [rows, width] and return it.
 
     `share`: what is to be added to `gate_up` before that, as two factors, xa [rows, R] and b [2 width, R]: xa b^T.
     """
-    if gate_up.is_cuda:
-        if share is not None:
-            from fxtune.kernels import gated_lora_triton
+    if gate_up.is_cuda and gate_up.dtype is not torch.float64:
+        from fxtune.kernels.gated_lora_triton import forward
 
-            gated_lora_triton.forward(act, gate_up, out, share)
-            return out
-        from fxtune.kernels.gated_triton import forward
-
-        forward(act, gate_up, out)
+        forward(act, gate_up, out, share)
         return out
-    gate, up = _whole(gate_up, share).chunk(2, -1)
+    gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
     return out.copy_(_act(act, gate)[0] * up)
 
 
-def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share = None, above: Share = None,
+def gated_backward(act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor,
                    passing: Optional[Passing] = None) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards.
 
     `share` as for gated(); `above`: what is to be added to `dp`, as the factors ya [rows, Q] and a [Q, width]: ya a.
-    `passing`: take these sums, too, and leave them there; its xa and dyb are those of share and above, if these are given.
+    `passing`: take these sums, too, and leave them there; its xa and dyb are those of share and above.
     """
-    if gate_up.is_cuda:
+    if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if passing is not None:
             from fxtune.kernels import gated_sums_triton
 
-            late = (share[1], above[1]) if share is not None and above is not None else None
             passing.totals = gated_sums_triton.backward(act, gate_up, dp, out, passing.xa, passing.dyb, passing.ranks,
-                                                        passing.totals, late, passing.keep_p)
+                                                        passing.totals, (share[1], above[1]), passing.keep_p)
             return out
-        if share is not None and above is not None:
-            from fxtune.kernels import gated_lora_triton
+        from fxtune.kernels.gated_lora_triton import backward
 
-            gated_lora_triton.backward(act, gate_up, dp, out, share, above)
-            return out
-        from fxtune.kernels.gated_triton import backward
-
-        gate_up = gate_up if share is None else torch.addmm(gate_up, share[0], share[1].t())
-        dp = dp if above is None else dp.addmm_(*above)
-        backward(act, gate_up, dp, out)
+        backward(act, gate_up, dp, out, share, above)
         return out
-    gate, up = _whole(gate_up, share).chunk(2, -1)
+    gate, up = _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t()).chunk(2, -1)
     activated, slope = _act(act, gate)
-    gradient = _wide(dp) if above is None else _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
+    gradient = _wide(dp).addmm(_wide(above[0]), _wide(above[1]))
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     if passing is not None:
@@ -102,10 +90,6 @@ def gated_backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Sh
         b, a = passing.totals
         passing.totals = of_b if b is None else b.add_(of_b), of_a if a is None else a.add_(of_a)
     return out
-
-
-def _whole(gate_up: Tensor, share: Share) -> Tensor:
-    return _wide(gate_up) if share is None else _wide(gate_up).addmm(_wide(share[0]), _wide(share[1]).t())
 
 
 def _wide(x: Tensor) -> Tensor:

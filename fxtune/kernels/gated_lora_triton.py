@@ -1,4 +1,4 @@
-"""The Triton kernels of gated.py with the adapters' share: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
+"""The Triton kernels of gated.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
 Adding an adapter's second half to gate and up by a matmul of its own reads and writes the widest tensor of a layer once more:
 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so here it adds the share, a few dozen
@@ -79,7 +79,7 @@ def _added(total, left_ptr, left_stride, right_ptr, rank_stride, column_stride, 
         left = tl.load(left_ptr + row * left_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
         right = tl.load(right_ptr + rank[:, None] * rank_stride + column * column_stride,
                         mask=(rank[:, None] < ranks) & (column < width), other=0.0)
-        total = tl.dot(left, right, total)
+        total = tl.dot(left, right, total, input_precision="ieee")
     return total
 
 
@@ -91,7 +91,8 @@ def _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     gate = _added(gate, xa_ptr, xa_stride, b_ptr, 1, b_stride, row, column, rows, width, ranks, RANKS)
-    up = _added(up, xa_ptr, xa_stride, b_ptr + width * b_stride, 1, b_stride, row, column, rows, width, ranks, RANKS)
+    b_ptr += tl.cast(width, tl.int64) * b_stride
+    up = _added(up, xa_ptr, xa_stride, b_ptr, 1, b_stride, row, column, rows, width, ranks, RANKS)
     return gate, up
 
 
@@ -127,8 +128,8 @@ def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_p
         up = tl.load(gate_at + width + (step * gate_up_stride + column), mask=inside, other=0.0).to(tl.float32)
         xa_at = xa_ptr + at * xa_stride + (step * xa_stride + rank[None, :])
         xa = tl.load(xa_at, mask=below & (rank[None, :] < ranks), other=0.0)
-        bent, _ = activation(tl.dot(xa, b_gate, gate), SILU)
-        p = bent * tl.dot(xa, b_up, up)
+        bent, _ = activation(tl.dot(xa, b_gate, gate, input_precision="ieee"), SILU)
+        p = bent * tl.dot(xa, b_up, up, input_precision="ieee")
         tl.store(out_ptr + at * out_stride + (step * out_stride + column), p.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -1,6 +1,6 @@
 """The gated activation's backward kernel that also sums the gradients of the adapters beside it, over what it holds anyway.
 
-[dgate | dup] and p, which the kernels of gated_triton.py and gated_lora_triton.py write, are the widest tensors of a layer, and
+[dgate | dup] and p, which the kernels of gated_lora_triton.py write, are the widest tensors of a layer, and
 three gradients are sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A,
 p^T dyb. A pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
 columns and walks down the rows: what it has just computed is multiplied on tensor cores, from registers, and summed in float32.
@@ -8,7 +8,7 @@ p is written for nobody, then, but where p A^T was not kept.
 
 The rows are cut into parts, so that a card is full, and each part has sums of its own, which lora_triton.unpack() adds up in a
 fixed order: the same bits each time. What is multiplied is rounded to 16 bits first, as it is in memory. Adapters' products that
-gate_up and dp still lack (`late` bases, see lora_base.py) are added in passing; their second halves stay on the processor.
+gate_up and dp still lack are added in passing; their second halves stay on the processor.
 
 All other arithmetic is float32. Offsets are int64. Imported only where there is a GPU: triton is no part of torch's CPU builds.
 """
@@ -26,10 +26,9 @@ from fxtune.kernels.activation import activation
 
 NARROW = 16
 """The largest rank whose sums fit into registers beside all of a shape's columns; up to twice that, it takes half of them."""
-PLAIN = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
-LATE = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
-"""Launch shapes: rows a step, columns a program, steps whose loads are under way at once. 128 registers a thread: two programs a
-processor, of which one computes while the other waits.
+WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
+"""The launch shape: rows a step, columns a program, steps whose loads are under way at once. 128 registers a thread: two
+programs a processor, of which one computes while the other waits.
 """
 ROOM = 2**17
 """Bytes of shared memory for four steps at once; a processor with less takes three."""
@@ -39,7 +38,7 @@ MOST_PARTS, LEAST_ROWS = 8, 512
 
 
 def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb: Tensor, ranks: tuple[int, int, int],
-             totals: tuple[Optional[Tensor], Optional[Tensor]], late: Optional[tuple[Tensor, Tensor]] = None,
+             totals: tuple[Optional[Tensor], Optional[Tensor]], seconds: tuple[Tensor, Tensor],
              keep_p: bool = False) -> tuple[Tensor, Tensor]:
     """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of down,
     [parts, width, Q], float32, as lora_triton.reduce() would.
@@ -49,14 +48,14 @@ def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb
         xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. Rows of all of these contiguous, at any distance.
         ranks: of gate, up and down, none above twice NARROW: of gate's and up's sums only their own columns are written.
         totals: what an earlier call returned, to be added to, both or none.
-        late: b [2 width, R] and a [Q, width] if gate_up lacks xa b^T and dp lacks dyb a.
+        seconds: b [2 width, R] and a [Q, width]: gate_up lacks xa b^T, and dp lacks dyb a.
     """
     rows, width = dp.shape
     assert gate_up.shape == out.shape == (rows, 2 * width)
     assert len(xa) == len(dyb) == rows
     assert max(ranks) <= 2 * NARROW
-    assert all(one.stride(1) == 1 and one.dtype.itemsize <= 4 for one in (gate_up, dp, out, xa, dyb, *(late or ())))
-    shape = dict(PLAIN if late is None else LATE)
+    assert all(one.stride(1) == 1 and one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *seconds))
+    shape = dict(WALK)
     if max(ranks) > NARROW:
         shape["COLUMNS"] //= 2
     if dp.is_cuda and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < ROOM:
@@ -70,11 +69,11 @@ def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb
     parts = len(of_b)
     assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
-    b, a = late if late is not None else (gate_up, gate_up)
+    b, a = seconds
     _backward[(blocks, parts)](
         gate_up, gate_up.stride(0), dp, dp.stride(0), out, out.stride(0), xa, xa.stride(0), dyb, dyb.stride(0), b, b.stride(0),
         a, a.stride(0), of_b, of_a, rows, width, *ranks, xa.shape[1], dyb.shape[1], each, SILU=act == "silu",
-        LATE=late is not None, KEEP=keep_p, ADD=totals[0] is not None, RANKS=_block(max(ranks[:2])), DOWN=_block(ranks[2]),
+        KEEP=keep_p, ADD=totals[0] is not None, RANKS=_block(max(ranks[:2])), DOWN=_block(ranks[2]),
         **shape)
     return of_b, of_a
 
@@ -107,7 +106,7 @@ def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr)
 @triton.jit
 def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_stride, xa_ptr, xa_stride, dyb_ptr, dyb_stride, b_ptr,
               b_stride, a_ptr, a_stride, into_b, into_a, rows, width, gate_rank, up_rank, down_rank, wide_b, wide_a, each,
-              SILU: tl.constexpr, LATE: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
+              SILU: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
               DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = columns[None, :]
@@ -117,12 +116,12 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
     last = tl.minimum(first + each, rows)
     rank, down = tl.arange(0, RANKS), tl.arange(0, DOWN)
     kind = out_ptr.dtype.element_ty
-    if LATE:
-        b_at = b_ptr + column.to(tl.int64) * b_stride + rank[:, None]
-        b_gate = tl.load(b_at, mask=(rank[:, None] < gate_rank) & (column < width), other=0.0)
-        b_up = tl.load(b_at + width * b_stride + gate_rank, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
-        a = tl.load(a_ptr + down[:, None].to(tl.int64) * a_stride + column, mask=(down[:, None] < down_rank) & (column < width),
-                    other=0.0)
+    b_at = b_ptr + column.to(tl.int64) * b_stride + rank[:, None]
+    b_gate = tl.load(b_at, mask=(rank[:, None] < gate_rank) & (column < width), other=0.0)
+    b_at += tl.cast(width, tl.int64) * b_stride + gate_rank
+    b_up = tl.load(b_at, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
+    a = tl.load(a_ptr + down[:, None].to(tl.int64) * a_stride + column, mask=(down[:, None] < down_rank) & (column < width),
+                other=0.0)
     of_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
@@ -137,18 +136,19 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
         xa_gate = _tile(xa_at, xa_stride, step, rank[None, :], below & (rank[None, :] < gate_rank))
         xa_up = _tile(xa_at + gate_rank, xa_stride, step, rank[None, :], below & (rank[None, :] < up_rank))
         dyb = _tile(dyb_ptr + at * dyb_stride, dyb_stride, step, down[None, :], below & (down[None, :] < down_rank))
-        if LATE:
-            gate = tl.dot(xa_gate, b_gate, gate)
-            up = tl.dot(xa_up, b_up, up)
-            dp = tl.dot(dyb, a, dp)
+        gate = tl.dot(xa_gate, b_gate, gate)
+        up = tl.dot(xa_up, b_up, up)
+        dp = tl.dot(dyb, a, dp)
         value, slope = activation(gate, SILU)
         d_gate, d_up, p = (dp * up * slope).to(kind), (dp * value).to(kind), (value * up).to(kind)
         to = out_ptr + at * out_stride
         tl.store(to + (step * out_stride + column), d_gate, mask=inside)
         tl.store(to + width + (step * out_stride + column), d_up, mask=inside)
-        of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate)
-        of_up = tl.dot(tl.trans(d_up), xa_up, of_up)
-        of_down = tl.dot(tl.trans(p), dyb, of_down)
+        # Adding nothing is a use of each sum, so the program waits for it. Else Triton (3.6 to 3.9) lets these products run on
+        # while the next rows are loaded to where they read xa and dyb: what registers read, too, gets a place too few for that.
+        of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
+        of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
+        of_down = tl.dot(tl.trans(p), dyb, of_down) + 0.0
         if KEEP:  # After the products: for them all threads have met, so each has read the dp that one writes over here.
             tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b

@@ -52,16 +52,18 @@ class Guard:
         given = [(parameter, parameter.grad) for group in self.part.param_groups for parameter in group["params"]
                  if parameter.grad is not None]
         clean = _cleaned([gradient for _, gradient in given], finite)
-        for (parameter, _), gradient in zip(given, clean, strict=True):
-            parameter.grad = gradient
         saved = {dtype: _copies(tensors)[1] for dtype, tensors in live.items()}
-        self.part.step()
+        try:
+            for (parameter, _), gradient in zip(given, clean, strict=True):
+                parameter.grad = gradient
+            self.part.step()
+        finally:
+            for parameter, gradient in given:
+                parameter.grad = gradient
         for dtype, tensors in live.items():
             torch._foreach_mul_(tensors, finite.to(dtype))
             torch._foreach_mul_(saved[dtype], (~finite).to(dtype))
             torch._foreach_add_(tensors, saved[dtype])
-        for parameter, gradient in given:
-            parameter.grad = gradient
         if finite.is_cuda:
             self.verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
             self.known = torch.cuda.Event()
@@ -84,10 +86,12 @@ class Guard:
         self.verdict = self.known = None
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
-        """Weights and moments by dtype, on the device; None as long as a weight has no moments."""
+        """Weights that have a gradient and their moments by dtype, on the device; None where one has no moments yet."""
         found: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in self.part.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:  # no library touches it
+                    continue
                 state = self.part.state.get(parameter)
                 if not state:
                     return None

@@ -61,7 +61,7 @@ def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
     """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included, whose rows may lie apart."""
-    if a.is_cuda and len(adapters.a) <= MOST_SIBLINGS:
+    if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MOST_SIBLINGS:  # the kernel's numbers are float32
         from fxtune.kernels.lora_triton import pack as launch
 
         bias = torch.cat(list(adapters.bias)) if adapters.bias else None
@@ -100,13 +100,17 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     return product
 
 
-def add(y: Tensor, narrow: Tensor, factor: Tensor) -> Tensor:
-    """y += narrow factor, in place: `y` [rows, width] with contiguous rows, `narrow` [rows, R], `factor` [R, width]."""
+def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """y + narrow factor: `y` [rows, width] with contiguous rows, `narrow` [rows, R], `factor` [R, width].
+
+    In place, or written to `out` of y's shape, which may be y.
+    """
+    into = y if out is None else out
     if by_triton(y, len(factor)):
         from fxtune.kernels.lora_triton import add as launch
 
-        return launch(y, narrow, factor)
-    return y.addmm_(narrow, factor)
+        return launch(y, narrow, factor, into)
+    return torch.addmm(y, narrow, factor, out=into)
 
 
 class Sums:

@@ -5,28 +5,38 @@ A group is one linear, or siblings that read the same input (q, k, v; gate, up).
 are in the compute dtype, made from the float32 parameters anew in each call. R is the sum of the ranks, padded with zeros to
 a multiple of ALIGN. A bias of the frozen linears is one more column of B, opposite a column of ones in x A^T.
 
-What a kind of base does (`Base`; fused_lora.py calls nothing else of it):
+What a kind of base does (`Base`; fused_lora.py calls nothing else of it). For a group whose result is read as it is:
+
+    whole(x)                        -> x W^T + xa B^T, xa = x A^T      [rows, out] and [rows, R]
+    whole_backward(dy)              -> dy W + dyb A,   dyb = dy B      [rows, in] and [rows, R]
+
+Around a gated activation, whose kernels add the adapters' second half in passing (kernels/gated.py):
+
+    apart(x)                        -> x W^T, x A^T
+    apart_backward(dy)              -> dy W, dy B
+
+and all of these come from three that a kind defines:
 
     operand(x, A)                   -> Operand, x A^T       take activations in, and multiply them by the adapters' first half
-    gated(act, gate_up, A)          -> Operand, p A^T       the same for p = act(gate) * up, which this makes (of down_proj)
-    gated_backward(act, gate_up, dp, B) -> Operand, g B     the same for g = [dgate | dup] (of gate and up); dp becomes p
-                                                           (with xa B^T still to be added where the base says `late`)
-    forward(operand, xa)            -> y  = x W^T + xa B^T  [rows, out]
-    backward(operand, dyb)          -> dx = dy W + dyb A    [rows, in], of operand(dy, B)
+    forward(operand, xa)            -> x W^T + xa B^T       without the second half where xa is None
+    backward(operand, dyb)          -> dy W + dyb A         likewise; of operand(dy, B)
 
 An `Operand` is what a kind makes of activations before it multiplies them: `.x`, the activations themselves in the compute
 dtype, and whatever else it wants to carry to forward() and backward() (a padded buffer, an fp8 copy with its scales). That
-is where a new kind comes in: subclass Base, override these five (operand and the gated two have defaults that quantise
-nothing), and name it in fused_lora.base_of(). Its tensors are whatever flat list its own module makes of a group.
+is where a new kind comes in: subclass Base, override operand (by default nothing is quantised), forward and backward, and name
+it in fused_lora.base_of(). Its tensors are whatever flat list its own module makes of a group.
 
 kind            tensors                                     the product
-dense, dense/cute   [M]: W beside room for A, B, augment()  one matmul over [x | x A^T], so B costs no pass over y
+dense, dense/cute   [M]: W beside room for A, B, augment()  one matmul, see below
 nf4/..., int8/...   quantized.packed() of each sibling      with W dequantised for the call, B added to y afterwards
 fp8             lora_fp8.py                                 two fp8 operands, B added to y afterwards
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
-[dy | dy B] M[:, :in] is dx. The frozen parameters of the model are views of M (weight_views), so nothing is stored twice.
-Writing A and B into M is no effect that anyone can see: nobody reads them but a call that has just written them.
+[dy | dy B] M[:, :in] is dx: B costs no pass over y. Where second halves come in passing, the first ones are what rides along:
+x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more, and in front of
+a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free. The frozen parameters of the
+model are views of M (weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see: nobody
+reads them but a call that has just written them.
 """
 
 from __future__ import annotations
@@ -37,8 +47,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import Passing, Share, gated, gated_backward
-from fxtune.kernels.lora_adapters import Adapters, add, pack, padded_rank, project
+from fxtune.kernels.lora_adapters import ALIGN, Adapters, add, pack, padded_rank, project
 from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
 DENSE = "dense"
@@ -83,9 +92,6 @@ class Base:
     """[R, in], compute dtype."""
     b: Tensor
     """[out, R], compute dtype, scaled; with the bias in column sum(ranks)."""
-    late = False
-    """Whether the adapters' product is a pass of its own over the result. Then an MLP has forward() and backward() leave it out
-    where a gated activation follows, which adds it in passing."""
 
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         self.adapters, self.tensors = adapters, tensors
@@ -102,26 +108,33 @@ class Base:
         """operand() of an `x` between whose rows may be room that is nobody's: the kind may write there."""
         return self.operand(x, factor)
 
-    def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
-        """The operand p = act(gate) * up of `gate_up` [rows, 2 in]; `share` is what gate_up still lacks, see gated()."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        return self.operand(gated(act, gate_up, gate_up.new_empty(rows, width), share), factor)
-
-    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
-                       above: Share = None, passing: Optional[Passing] = None) -> tuple[Operand, Tensor]:
-        """The operand [dgate | dup], [rows, out]; `dp` [rows, out / 2] is overwritten by p. `above`: what dp still lacks.
-
-        `passing`: sums to take of both, see gated_backward(); then dp becomes p only where it asks for that.
-        """
-        return self.operand(gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above, passing), factor)
-
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given. `late` ones take xa=None."""
+        """x W^T + xa B^T, [rows, out] in the compute dtype, written to `out` where it is given; without B where xa is None."""
         raise NotImplementedError
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given. `late` ones take dyb=None."""
+        """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given; without A where dyb is None."""
         raise NotImplementedError
+
+    def apart(self, x: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """x W^T and x A^T, for `x` [rows, in] with contiguous rows; the first in `out` [rows, out], or in rows that lie apart."""
+        operand, xa = self.operand(x, self.a.t())
+        return self.forward(operand, None, out), xa
+
+    def apart_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """dy W and dy B, for `dy` [rows, out]; `out` [rows, in], as in apart()."""
+        operand, dyb = self.operand(dy, self.b)
+        return self.backward(operand, None, out), dyb
+
+    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x W^T + xa B^T, [rows, out], and xa."""
+        operand, xa = self.operand(x, self.a.t())
+        return self.forward(operand, xa), xa
+
+    def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
+        """dy W + dyb A, [rows, in], and dyb. `room`: between dy's rows may be some that is nobody's."""
+        operand, dyb = (self.beside if room else self.operand)(dy, self.b)
+        return self.backward(operand, dyb), dyb
 
     def projected(self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None) -> Tensor:
         """x factor, [rows, R], with a column of ones opposite the bias (of zeros in dy B); `left`, `right`: as in project()."""
@@ -166,27 +179,39 @@ class Dense(Base):
         buffer = x.as_strided((rows, whole), (whole, 1))
         return Operand(x, buffer), self.projected(x, factor, right=buffer[:, width:])
 
-    def gated(self, act: str, gate_up: Tensor, factor: Tensor, share: Share = None) -> tuple[Operand, Tensor]:
-        buffer, left, right = self.room(gate_up.shape[0], gate_up.shape[1] // 2)
-        return Operand(gated(act, gate_up, left, share), buffer), self.projected(left, factor, right=right)
-
-    def gated_backward(self, act: str, gate_up: Tensor, dp: Tensor, factor: Tensor, share: Share = None,
-                       above: Share = None, passing: Optional[Passing] = None) -> tuple[Operand, Tensor]:
-        buffer, left, right = self.room(*gate_up.shape)
-        made = gated_backward(act, gate_up, dp, left, share, above, passing)
-        return Operand(made, buffer), self.projected(left, factor, right=right)
-
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return mm(operand.more, self.made[:self.out].t(), out, self.by)
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return mm(operand.more, self.made[:, :self.inner], out, self.by)
 
+    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # A copy of x beside xa, or a pass over y to add B: by what is the narrower. (A bias is opposite ones that x A^T lacks.)
+        if self.out > self.inner or self.adapters.bias:
+            return super().whole(x)
+        product, xa = self.apart(x)
+        return added(product, xa, self.b.t(), product.new_empty(product.shape)), xa
+
+    def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
+        if room or self.inner > self.out or self.adapters.bias:  # with room there is no copy
+            return super().whole_backward(dy, room)
+        product, dyb = self.apart_backward(dy)
+        return added(product, dyb, self.a, product.new_empty(product.shape)), dyb
+
+    def apart(self, x: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        return _parted(mm(x, self.made[:, :self.inner].t(), by=self.by), self.out)
+
+    def apart_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        return _parted(mm(dy, self.made[:self.out], by=self.by), self.inner)
+
+
+def _parted(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The wide part of a matmul's result, and the narrow one as a tensor of its own: a view would keep the wide one alive."""
+    return both[:, :width], both[:, width:].clone(memory_format=torch.contiguous_format)
+
 
 class Dequantized(Base):
     """Weights in 4 or 8 bits that are dequantised to the compute dtype in each call, all siblings into one matrix."""
-
-    late = True
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         super().__init__(tensors, adapters)
@@ -209,6 +234,13 @@ class Dequantized(Base):
         return added(mm(operand.x, self.weight(), out), dyb, self.a)
 
 
-def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor) -> Tensor:
-    """The adapters' product, added in place."""
-    return product if narrow is None else add(product, narrow, factor)
+def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """The adapters' product, added in place; or into `out`, which may be the product."""
+    return product if narrow is None else add(product, narrow, factor, out)
+
+
+def spaced(like: Tensor, rows: int, width: int) -> Tensor:
+    """Uninitialised, [rows, width], on a GPU with ALIGN numbers between rows: where a row's size is a multiple of 8 KiB, as many
+    models' are, programs that go down columns meet in the same banks of memory. (Not on a CPU, see room().)
+    """
+    return like.new_empty(rows, width + ALIGN)[:, :width] if like.is_cuda else like.new_empty(rows, width)

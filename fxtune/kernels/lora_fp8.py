@@ -20,8 +20,6 @@ from fxtune.kernels.lora_base import Adapters, Base, Operand, added
 class Fp8(Base):
     """`tensors`: the four of a fp8.Weight of the whole group."""
 
-    late = True
-
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         super().__init__(tensors, adapters)
         self.weight = Weight(*tensors)

@@ -114,18 +114,19 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
     return made
 
 
-def add(y: torch.Tensor, t: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """y += t F, in place, added in float32 and rounded once; y is returned.
+def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Write y + t F to `out`, which may be y, added in float32 and rounded once; out is returned.
 
-    `y`: [rows, width], `t`: [rows, R], both of 16 bits with contiguous rows; `factor`: [R, width] of any strides.
+    `y`, `out`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any strides.
     """
     (rows, width), ranks = y.shape, len(factor)
     assert (t.shape, factor.shape[1], y.stride(1), t.stride(1), y.dtype.itemsize) == ((rows, ranks), width, 1, 1, 2)
+    assert (out.shape, out.stride(1), out.dtype) == (y.shape, 1, y.dtype)
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), rows, width, ranks,
+            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), out, out.stride(0), rows, width, ranks,
             RANKS=max(triton.next_power_of_2(ranks), 16), **ADD)
-    return y
+    return out
 
 
 @triton.jit
@@ -264,9 +265,12 @@ def _project(x_ptr, x_stride, factor_ptr, factor_down, factor_across, product_pt
         x = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0)
         factor = tl.load(factor_ptr + down.to(tl.int64) * factor_down + column * factor_across,
                          mask=(down < width) & (column < columns), other=0.0)
-        if LEFT:
-            tl.store(left_ptr + row * left_stride + across, x, mask=inside)
         total = tl.dot(x, factor, total)
+        if LEFT:
+            # Read once more, from the cache: where x itself is stored, Triton (3.6 to 3.9) keeps a place too few for it in shared
+            # memory, and the tile after the next is loaded over what a product that is still under way reads.
+            again = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(left_ptr + row * left_stride + across, again, mask=inside)
     total = tl.where(column == ones, value, total)
     product = total.to(product_ptr.dtype.element_ty)
     inside = (row < rows) & (column < columns)
@@ -297,8 +301,8 @@ def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, ea
 
 
 @triton.jit
-def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, rows, width, ranks, RANKS: tl.constexpr,
-         ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, out_ptr, out_stride, rows, width, ranks,
+         RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
     factor = tl.load(factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
@@ -311,4 +315,4 @@ def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_acros
         y = tl.load(y_ptr + row * y_stride + column, mask=inside, other=0.0)
         t = tl.load(t_ptr + row * t_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
         total = y.to(tl.float32) + tl.dot(t, factor)
-        tl.store(y_ptr + row * y_stride + column, total.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)

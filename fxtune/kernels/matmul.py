@@ -2,16 +2,19 @@
 
 `mm(left, right, out, by)` is torch.mm, with a word for who multiplies. The large products of a model with frozen weights are
 three quarters of a step's time, and cuBLAS's choice for them is not the fastest kernel that there is. On an H200 in bfloat16,
-16,384 rows, the card at its limit of 700 W, milliseconds (an 8B model's MLP; columns of the result, and what is summed over):
+16,384 rows, the card at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B model's layer with
+room for adapters of rank 16, forward and their dx):
 
-    columns, sum         cuBLAS   256 x 192, 2 x 1    128 x 256, 2 x 1
-    28,672, 4,096        5.63     5.39                5.55                 gate and up, forward
-    4,096, 28,672        5.94     5.47                5.44                 their dx
-    4,096, 14,336        2.86     2.81                2.83                 down, forward
-    14,336, 4,096        2.91     2.77                2.84                 its dx
+                     cuBLAS   256 x 192, 1 x 2   2 x 1   2 x 2   1 x 1   128 x 256, 1 x 2
+    gate and up      5.95     5.65               5.81    5.87    5.94    6.00
+        dx           5.90     5.72               5.88    5.91    5.98    5.89
+    down             2.99     2.89               2.97    2.98    3.03    2.98
+        dx           3.01     2.88               2.96    3.01    3.01    3.05
+    all of a layer   22.28    21.38              22.06   22.21   22.41   22.36
 
-So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups to a tile, a cluster of two tiles along the rows
-that share what they read of the right factor, and a grid that stays (a program for each processor, tiles in turn). Sums are
+A card that draws all the power it may have is as fast as its work is frugal: what counts is how often an operand crosses the
+chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups to a tile, a cluster of two tiles side by
+side that share the rows of the left factor, and a grid that stays (a program for each processor, tiles in turn). Sums are
 float32 in a fixed order: the same bits from run to run. Sizes and strides are no part of what is compiled, so there is one
 kernel for each dtype and order of the right factor in memory. Compiling takes seconds and is kept on disk (prepare()).
 
@@ -36,7 +39,7 @@ VERSION = "0.6.5"
 """The release of quack-kernels whose inner function is called here."""
 CAPABILITY = (9, 0)
 TILE = (256, 192)
-CLUSTER = (2, 1)
+CLUSTER = (1, 2)
 LEAST_ROWS, LEAST_SIZE = 2048, 1024
 """Rows, and numbers in and out, from which products are the CuTe kernel's. Where it was measured it had 16,384 rows and 4,096
 numbers or more; its tile is fixed, while cuBLAS has others for small products. A chunk of the loss (linear_cross_entropy.py)
@@ -70,17 +73,20 @@ more than 32 bits there has not been shown."""
 def served(left: Tensor, right: Tensor, out: Tensor) -> bool:
     """Whether this product is one for the CuTe kernel: on a card that it is for, in 16 bits, large, and readable by it.
 
-    The copy engine of Hopper (TMA) reads boxes whose first dimension is contiguous and whose rows begin on 16 bytes.
+    The copy engine of Hopper (TMA) moves boxes whose first dimension is contiguous and whose rows begin on 16 bytes. It writes
+    whole 16 bytes, so that the end of a row which is no multiple of them would spill into what lies behind it.
     """
     (rows, inner), columns = left.shape, right.shape[1]
     if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, out.dtype} != {left.dtype}:
         return False
     if rows < LEAST_ROWS or min(inner, columns) < LEAST_SIZE:
         return False
-    if max(one.shape[0] * one.stride(0) for one in (left, out)) >= FARTHEST:
+    if max(size * stride for one in (left, right, out) for size, stride in zip(one.shape, one.stride(), strict=True)) >= FARTHEST:
         return False
-    processors = _processors(left.device)
+    processors = processors_of(left.device)
     if not processors or filled(rows, columns, processors) < FULL:
+        return False
+    if columns * out.itemsize % 16:
         return False
     return _readable(left) and _readable(out) and (_readable(right) or _readable(right.t()))
 
@@ -90,11 +96,15 @@ def filled(rows: int, columns: int, processors: int) -> float:
 
     They take a tile each, all at once: tiles over the edge, and processors without a tile in the last round, do nothing of use.
     """
+    together = CLUSTER[0] * CLUSTER[1]
+    return rows * columns / (rounds(rows, columns, processors) * (processors // together) * together * TILE[0] * TILE[1])
+
+
+def rounds(rows: int, columns: int, processors: int) -> int:
+    """How many tiles one after the other the busiest of the processors makes of the result [rows, columns]."""
     down, across = (-(-size // tile) for size, tile in zip((rows, columns), TILE, strict=True))
     clusters = -(-down // CLUSTER[0]) * -(-across // CLUSTER[1])
-    at_once = processors // (CLUSTER[0] * CLUSTER[1])
-    rounds = -(-clusters // at_once)
-    return rows * columns / (rounds * at_once * CLUSTER[0] * CLUSTER[1] * TILE[0] * TILE[1])
+    return -(-clusters // (processors // (CLUSTER[0] * CLUSTER[1])))
 
 
 @torch.no_grad()
@@ -167,7 +177,7 @@ _register_flops()
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     """Of a card that the CuTe kernel is for; 0 for any other device."""
     if device.type != "cuda":
         return 0

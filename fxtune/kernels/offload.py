@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.errors import HardwareError
+from fxtune.errors import MemoryShortError
 
 GIB = 1 << 30
 PIECE = 1 << 26
@@ -109,9 +109,16 @@ class Offload:
             self._under_way = []  # from here on they are autograd's alone
 
     def buffers(self, size: int) -> list[torch.Tensor]:
-        """Free pieces that hold `size` bytes together. Raises HardwareError where the host has no more memory to pin."""
+        """Free pieces that hold `size` bytes together. Raises MemoryShortError where the host has no more memory to pin."""
         each = _piece(size)
-        return [self._buffer(each) for _ in range(-(-size // each))]
+        taken: list[torch.Tensor] = []
+        try:
+            for _ in range(-(-size // each)):
+                taken.append(self._buffer(each))
+        except MemoryShortError:
+            self.pool += taken  # for who tries again with less
+            raise
+        return taken
 
     def _buffer(self, size: int) -> torch.Tensor:
         fitting = [index for index, free in enumerate(self.pool) if free.numel() >= size]
@@ -122,7 +129,7 @@ class Offload:
         try:
             made = torch.empty(size, dtype=torch.uint8, pin_memory=self.side is not None)
         except RuntimeError as error:
-            raise HardwareError(
+            raise MemoryShortError(
                 f"techniques.checkpointing.offload: the host has no more memory to pin: {self.pinned / GIB:.1f} GiB are taken, "
                 f"and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Lower offload_layers there, or set "
                 "offload_what=inputs or offload=false; or shorten data.sequence_length. A limit may be in the way: `ulimit -l`, "
@@ -164,9 +171,10 @@ class _Layer:
 
     def _goes(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        numbers = storage.nbytes() // tensor.element_size() // self.tokens
+        # A tensor's own width, too: gate and up lie in rows with room for an adapter's share behind them.
+        widths = {storage.nbytes() // tensor.element_size() // self.tokens, tensor.numel() // self.tokens}
         return (self.owner.kept and tensor.device == self.device and storage.nbytes() >= self.owner.least
-                and numbers not in self.owner.staying and storage.data_ptr() not in self.fixed
+                and not widths & self.owner.staying and storage.data_ptr() not in self.fixed
                 and (self.tokens in tensor.shape or math.prod(tensor.shape[:2]) == self.tokens))
 
 

@@ -6,8 +6,10 @@ backward, and the addition to the gradients.
 
 What is recorded reads and writes the same memory each time. So each shape of a batch has a recording and inputs of its own, into
 which a batch is copied; gradients must lie in memory of their own (`Optimizer.keep_gradients`), to which every pass adds; and the
-one number that is returned is copied out. Random numbers go on as in plain code: torch hands the generator's seed and offset to a
-recording when it is played. Recordings share one pool of memory, since one is played at a time: the largest decides.
+one number that is returned is copied out. What a pass notes on the host, which weights its gradients have reached
+(`Optimizer.reached`), is noted again for each that is played. Random numbers go on as in plain code: torch hands the generator's
+seed and offset to a recording when it is played. Recordings share one pool of memory, since one is played at a time: the largest
+decides.
 
 A shape's first pass runs as it is, on the stream that records: kernels are compiled and libraries loaded by that. The second one
 is recorded, and played like all after it. A shape beyond the MOST-th runs as it is.
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from fxtune.errors import ConfigError
+from fxtune.halving import shortage
 
 MOST = 64
 
@@ -31,11 +34,12 @@ class Recorder:
     were played.
     """
 
-    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], device: torch.device,
+                 reached: set[str] | None = None) -> None:
         """`function`: takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It must do
-        the same for all inputs of a shape, and must not ask the device for anything.
+        the same for all inputs of a shape, and must not ask the device for anything. `reached`: what its calls add names to.
         """
-        self.function = function
+        self.function, self.reached = function, set() if reached is None else reached
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.number = torch.ones((), device=device)
@@ -55,7 +59,13 @@ class Recorder:
         if recording is None:
             recording = self.known[shape] = self._record(given)
         self.played += 1
+        self.reached |= recording.reached
         return recording.play(given)
+
+    def drop(self) -> None:
+        """Forget all recordings, whose memory is free when the device has played them, and begin anew."""
+        self.known.clear()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def told(self) -> str:
         """One sentence about what became of the calls."""
@@ -77,18 +87,23 @@ class Recorder:
 
     def _record(self, given: Any) -> _Recording:
         inputs = dataclasses.replace(given, **{name: tensor.clone() for name, tensor in _tensors(given).items()})
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        before = set(self.reached)
+        self.reached.clear()
         try:
             # Threads of the data loader may pin memory meanwhile: what they do is not recorded, and no error.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 out = self.function(inputs, self.number)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            torch.cuda.set_stream(current)  # torch leaves its own behind where a recording cannot even be ended
+            if shortage(error):
+                raise
             first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
             raise ConfigError(f"techniques.compile.cuda_graphs: a training pass could not be recorded ({first}). Set it to "
                               "off.") from error
-        return _Recording(graph, inputs, out)
+        reached = frozenset(self.reached)
+        self.reached |= before
+        return _Recording(graph, inputs, out, reached)
 
 
 @dataclasses.dataclass
@@ -96,6 +111,7 @@ class _Recording:
     graph: Any
     inputs: Any
     out: torch.Tensor
+    reached: frozenset[str]
 
     def play(self, given: Any) -> torch.Tensor:
         theirs = _tensors(given)

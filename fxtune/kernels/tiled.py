@@ -8,15 +8,17 @@ and a tile should stay some thousand tokens long, so that its matmuls fill the c
 
 Run operator by operator this is an autograd function. Its input is kept by a node of its own (`_Keep`) before the work is
 done: where a checkpoint around the whole layer computes again what was kept, it can stop there, and the MLP is computed twice
-in all, not three times. torch.compile traces no backward that calls autograd, so inside a compiled layer the tiles are a
-plain loop: the checkpoint around the layer (or one around each tile, where there is none) marks their insides for
-recomputation, and the compiler frees each tile's before the next begins.
+in all, not three times. That node lives as long as what an ordinary function saved (`_saving`): until a backward pass that does
+not retain its graph. torch.compile traces no backward that calls autograd, so inside a compiled layer the tiles are a plain
+loop: the checkpoint around the layer (or one around each tile, where there is none) marks their insides for recomputation, and
+the compiler frees each tile's before the next begins.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -58,9 +60,9 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
         out = torch.cat([(forward(piece.unsqueeze(0)) if once else checkpoint(forward, piece.unsqueeze(0), use_reentrant=False)
                           ).squeeze(0) for piece in flat.split(size)])
     else:
-        kept = [_Keep.apply(flat, torch.empty(0, requires_grad=True))]  # in a list: no input of the function, so no edge
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
-        out = _Tiles.apply(forward, size, kept, flat, *trained)
+        with _saving(flat):
+            out = _Tiles.apply(forward, size, flat, *trained)
     return out.view(hidden.shape)
 
 
@@ -71,22 +73,32 @@ def kept_early(forward: Forward, backward: Callable[..., Sequence[Any]], flat: t
 
     `backward(flat, gradient, wanted)` gives the gradients of flat and of each of `trained`, or None; `wanted`: a bool of each.
     """
-    kept = [_Keep.apply(flat, torch.empty(0, requires_grad=True))]
-    out: torch.Tensor = _Early.apply(forward, backward, kept, flat, *trained)
+    with _saving(flat):
+        out: torch.Tensor = _Early.apply(forward, backward, flat, *trained)
     return out
 
 
 class _Early(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Any, kept: Any, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
-        ctx.run, ctx.kept = backward, kept
+    def forward(ctx: Any, forward: Forward, backward: Any, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.run = backward
+        ctx.save_for_backward(flat)
         return forward(flat)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (flat,) = ctx.kept[0].grad_fn.saved_tensors
-        run, ctx.run, ctx.kept = ctx.run, None, None  # this node may live on in the graph
-        return None, None, None, *run(flat, gradient, ctx.needs_input_grad[3:])
+        (flat,) = ctx.saved_tensors
+        return None, None, *ctx.run(flat, gradient, ctx.needs_input_grad[2:])
+
+
+def _saving(flat: torch.Tensor) -> AbstractContextManager[Any]:
+    """What a function saves in this context is `flat`, and it is kept here and now, before the function does its work.
+
+    Saved in its stead is an empty tensor, which alone holds the node that keeps `flat` (a node by itself drops what it saved in
+    torch 2.11). So autograd lets go of it when it lets go of what the function saved, and says so where it is asked for later.
+    """
+    kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0])
 
 
 class _Keep(torch.autograd.Function):
@@ -104,8 +116,9 @@ class _Keep(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, size: int, kept: Any, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
-        ctx.run, ctx.size, ctx.kept, ctx.trained = forward, size, kept, trained
+    def forward(ctx: Any, forward: Forward, size: int, flat: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.run, ctx.size, ctx.trained = forward, size, trained
+        ctx.save_for_backward(flat)
         kind = flat.device.type
         ctx.autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(flat.device) if kind == "cuda" else None
@@ -120,9 +133,8 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (flat,) = ctx.kept[0].grad_fn.saved_tensors  # the tensor was held: a node alone drops what it saved (torch 2.11)
-        trained, wanted = ctx.trained, ctx.needs_input_grad[3]
-        ctx.kept = ctx.trained = None  # this node may live on in the graph; what it kept must not
+        (flat,) = ctx.saved_tensors
+        trained, wanted = ctx.trained, ctx.needs_input_grad[2]
         into = torch.empty_like(flat) if wanted else None
         sums: list[torch.Tensor | None] = [None] * len(trained)
         cuda, start = flat.device.type == "cuda", 0
@@ -143,5 +155,5 @@ class _Tiles(torch.autograd.Function):
                         before = sums[index]
                         sums[index] = part.float() if before is None else before.add_(part)
                 start += len(piece)
-        return None, None, None, into, *(None if total is None else total.to(parameter.dtype)
+        return None, None, into, *(None if total is None else total.to(parameter.dtype)
                                          for total, parameter in zip(sums, trained, strict=True))

@@ -159,6 +159,8 @@ class Liger(Technique):
             if FAMILIES[facts.text["model_type"]].heads_normed or facts.text.get("qk_layernorm"):
                 return False, "torch.compile fuses it with the norms of queries and keys"
             return True, "our own kernel moves fewer bytes than torch.compile's"
+        if facts.deterministic:
+            return False, "torch.compile fuses it; run.deterministic=true leaves nothing to the clock"
         found = _times(name, facts)
         if found is None:
             return False, "torch.compile fuses it; without a GPU at hand neither was measured"

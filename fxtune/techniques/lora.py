@@ -16,7 +16,6 @@ by their frozen weights and by the head (fxtune/matmuls.py).
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ from torch import nn
 
 from fxtune import adapted as fusing
 from fxtune import matmuls
-from fxtune.errors import ConfigError, StorageError
-from fxtune.hub import Origin, fetch, locate_adapter
+from fxtune.adapter_files import start
+from fxtune.errors import ConfigError
 from fxtune.technique import Evidence, Technique, observed, skeleton
 from fxtune.world import Facts, World
 
@@ -38,7 +37,6 @@ ALL_LINEAR = "all-linear"
 ROUNDINGS = 8
 """How many times what one rounding of its input does to the logits a model with adapters may be from its base: it rounds in each
 layer."""
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class AdapterInit(str, Enum):
@@ -154,7 +152,11 @@ class Lora(Technique):
         return fusing.hindrance(facts) or matmuls.hindrance(facts)
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Wrap the model (PeftModel), freezing the base. The random state of the caller decides A."""
+        """Wrap the model (PeftModel), freezing the base. The random state of the caller decides A.
+
+        From here on `matmul` is what multiplies, also where `auto` had chosen a kernel that does not compile: another one rounds
+        otherwise, so that a run which goes on must find the same (sameness.py).
+        """
         import peft
 
         if reasons := list(self._unmatched(model)):
@@ -181,6 +183,7 @@ class Lora(Technique):
             adapted.fusion = fusing.fuse(adapted)
             if self.matmul is Matmul.cute:
                 self._not_compiled = matmuls.take(adapted, self._may_be_cublas) or ""
+                self.matmul = Matmul.cublas if self._not_compiled else self.matmul
         return adapted
 
     def start_from(self, model: Any, adapter: str) -> None:
@@ -188,33 +191,10 @@ class Lora(Technique):
 
         Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
         """
-        origin = locate_adapter(adapter)
-        fetch(origin, ADAPTER_FILES, key="model.adapter")
-        try:
-            theirs = json.loads((origin.folder / "adapter_config.json").read_text())
-        except ValueError as error:
-            raise StorageError(f"model.adapter={adapter}: its adapter_config.json is broken: {error}. Use a complete copy of "
-                               "it.") from error
-        self._agree(theirs, model, adapter)
-        load_weights(model, origin, adapter, key="model.adapter")
-        model.adapter_start = adapter
-
-    def _agree(self, theirs: dict[str, Any], model: Any, adapter: str) -> None:
-        """Every option that shapes the adapter must be what the recipe says: it must not say one thing and train another."""
-        ours = model.peft_config["default"]
-        pairs = {"r": (self.r, theirs.get("r")), "alpha": (self.alpha, theirs.get("lora_alpha")),
-                 "rslora": (self.rslora, bool(theirs.get("use_rslora"))), "dora": (self.dora, bool(theirs.get("use_dora"))),
-                 "init": (self.init.value if self.init in (AdapterInit.pissa, AdapterInit.olora) else "default",
-                          theirs["init_lora_weights"] if theirs.get("init_lora_weights") in ("pissa", "olora") else "default"),
-                 "target_modules": (_sorted(ours.target_modules), _sorted(theirs.get("target_modules"))),
-                 "modules_to_save": (_sorted(self.modules_to_save), _sorted(theirs.get("modules_to_save")))}
-        unlike = [f"  techniques.lora.{name}: {mine} in the recipe, {other} in the adapter"
-                  for name, (mine, other) in pairs.items() if mine != other]
-        if theirs.get("peft_type") != "LORA" or theirs.get("rank_pattern") or theirs.get("alpha_pattern"):
-            unlike.append(f"  it is a {theirs.get('peft_type')} adapter with patterns of rank or alpha that fxtune does not make")
-        if unlike:
-            raise ConfigError(f"model.adapter={adapter} was made with other options:\n" + "\n".join(unlike)
-                              + "\nSet these in the recipe as they are in the adapter.")
+        factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
+        start(model, adapter, {"r": self.r, "alpha": self.alpha, "rslora": self.rslora, "dora": self.dora,
+                               "init": self.init.value if factored else AdapterInit.default.value,
+                               "modules_to_save": sorted(self.modules_to_save)})
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
@@ -229,7 +209,7 @@ class Lora(Technique):
                        f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
         if self.fused is Fused.on:
             yield self._ran_fused(model, probe)
-            if self.matmul is Matmul.cute:
+            if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)
         # Of an embedding's adapter peft starts the other half at zero.
         halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
@@ -268,31 +248,6 @@ class Lora(Technique):
                         self._may_be_cublas if was is None else was)
 
 
-def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
-    """Put the adapter weights in `origin` into `model`, which has adapters of that shape. Raises StorageError unless all fit.
-
-    peft itself only warns of weights that are missing and ignores those that have no place.
-    """
-    from peft import set_peft_model_state_dict
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        stored = load_file(origin.folder / "adapter_model.safetensors")
-    except (SafetensorError, OSError) as error:
-        raise StorageError(f"{key}={name}: adapter_model.safetensors is broken: {error}. Use a complete copy of it.") from error
-    wanted = weights_of(model)
-    shapes = {one for one in stored.keys() & wanted.keys() if stored[one].shape != wanted[one].shape}
-    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
-        (wanted.keys() - stored.keys(), "weights are missing"),
-        (stored.keys() - wanted.keys(), "weights have no place in the model"),
-        (shapes, "weights have another shape")) if names]
-    if troubles:
-        raise StorageError(f"{key}={name} does not fit this model: {'; '.join(troubles)}. Is this the base that it was trained "
-                           "on?")
-    set_peft_model_state_dict(model, stored)
-
-
 def _train_in_float32(adapted: Any) -> None:
     """Give what modules_to_save trains float32 weights as well, between two casts: peft leaves them in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
@@ -307,13 +262,6 @@ def _train_in_float32(adapted: Any) -> None:
         trained = wrapper.modules_to_save["default"].float()
         trained.register_forward_pre_hook(lambda _, inputs: tuple(cast(value, torch.float32) for value in inputs))
         trained.register_forward_hook(lambda _, inputs, output: cast(output, dtype))
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by the names that they have in adapter_model.safetensors."""
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def _sketch(model: Any, nudge: float = 0.0) -> torch.Tensor:
@@ -346,7 +294,3 @@ def _size(parameter: torch.Tensor) -> int:
     """How many weights a parameter stands for; bitsandbytes packs two into a byte."""
     packed = getattr(parameter, "quant_state", None)
     return math.prod(packed.shape) if packed is not None else parameter.numel()
-
-
-def _sorted(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else sorted(names or [])

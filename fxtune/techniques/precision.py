@@ -83,6 +83,11 @@ class Precision(Technique):
                    "the other. Use none, or another model.dtype.")
         if not (self.initial_scale > 0 and math.frexp(self.initial_scale)[0] == 0.5):
             yield f"initial_scale: {self.initial_scale} must be a power of two, so that scaling rounds nothing."
+        if "float16" not in (self.autocast.value, facts.dtype):
+            for name in ("initial_scale", "scale_growth_interval"):
+                if (value := getattr(self, name)) != getattr(Precision, name):
+                    yield (f"{name}: {value} is read where float16 is in play, and autocast is {self.autocast.value} over "
+                           f"{facts.dtype} weights. Leave it out, or set autocast=float16.")
 
     def resolve(self, facts: Facts) -> str | None:
         if self.tf32 is not None:

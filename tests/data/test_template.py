@@ -145,6 +145,17 @@ def test_qwen3_thinking_is_supervised_where_the_template_keeps_it() -> None:
     assert supervised_text("qwen3", messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
 
 
+def test_an_answer_that_a_template_writes_into_a_users_turn_is_not_supervised() -> None:
+    """Llama-3.1 takes the first message for the user's, whoever's it is, and writes it behind the tools."""
+    turns = [{"role": "assistant", "content": "it is four."}, {"role": "user", "content": "two and two"},
+             {"role": "assistant", "content": "four"}]
+    encoder = Encoder(families.tokenizer("llama31"), RowFormat.messages)
+    reason, document = encoder.encode([{"messages": turns, "tools": TOOLS}, {"messages": turns}])
+    assert isinstance(reason, str)
+    assert "messages[0]" in reason
+    assert isinstance(document, Document)
+
+
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_tool_calls_and_tool_results_are_context(family: str) -> None:
     messages = [

@@ -173,6 +173,28 @@ def test_sequence_length_is_no_reason_to_tokenise_again(tokenizer, tmp_path):
     assert one.folder == two.folder
 
 
+def test_tokens_that_no_run_used_for_long_are_removed_and_it_is_said(table_of, tmp_path, capsys):
+    """Those in use stay, however old; a leftover of a process that died goes with its time."""
+    def aged(folder):
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (0, time.time() - 31 * 86400))
+
+    folders = [table_of(write(tmp_path / f"{name}.jsonl", [chat(0, name)])).folder for name in ("unused", "used", "read_again")]
+    held = table_of(tmp_path / "used.jsonl")
+    (leftover := folders[0].with_name("abc.staging")).mkdir()
+    (leftover / "ids.npy").write_bytes(b"x" * 2_000_000)
+    for folder in (*folders, leftover):
+        aged(folder)
+    table_of(tmp_path / "read_again.jsonl")
+    capsys.readouterr()
+    assert set(tables(tmp_path)) == {*folders, leftover}, "nothing new was made"
+    table_of(write(tmp_path / "new.jsonl", [chat(1)]))
+    assert leftover not in tables(tmp_path)
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    assert "the tokens of 2 sources that no run used for 30 days, 2.0 MB (data.cache_days)" in capsys.readouterr().out
+    assert len(pickle.loads(pickle.dumps(held))) == 1
+
+
 @pytest.mark.parametrize("damage", ["shorter", "json", "missing", "staging"])
 def test_a_damaged_cache_entry_is_made_again(table_of, tmp_path, damage):
     path = write(tmp_path / "a.jsonl", [chat(i) for i in range(9)])

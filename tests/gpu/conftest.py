@@ -1,5 +1,10 @@
 """Tests that need a GPU: they skip themselves where there is none, with one reason, and leave no memory behind.
 
+Most of their time is the host's, which compiles: with pytest-xdist they take turns on the card, but for those that measure, which
+need it for themselves:
+
+    pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
+
 This folder is a package, unlike the others, so that this file does not stand in for tests/conftest.py where a test says
 `from conftest import ...`. Its modules are imported on every machine, so they import what only a GPU machine has inside
 their tests.

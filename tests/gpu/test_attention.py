@@ -239,6 +239,7 @@ def test_answers_with_a_cache_and_padding_on_the_left(backend):
     assert written[0] == written[1]
 
 
+@pytest.mark.timed
 @HOPPER
 def test_it_is_faster_than_what_torch_has():
     """32 query and 8 key heads of 128, one row of 16k tokens in three documents: the gain that the technique claims."""

@@ -63,6 +63,9 @@ class Measured:
         from fxtune.loss import Loss
 
         self.loss = Loss(self.model, self.pipeline.liger)
+        offload = getattr(self.model, "offload", None)
+        # Proofs look at forward passes that have no backward pass, whose inputs nobody asks for.
+        self.proving = (offload.stored - offload.fetched) if offload else 0
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def step(self) -> torch.Tensor:
@@ -196,6 +199,7 @@ def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(option
     assert report.recompilations <= measured.pipeline.compile.max_recompiles
 
 
+@pytest.mark.timed
 def test_sending_what_layers_keep_costs_no_time_at_long_rows():
     """narrow at 32k tokens: q, k, v, attention's output and the input of each layer go to the host and come back."""
     found = {}
@@ -205,7 +209,7 @@ def test_sending_what_layers_keep_costs_no_time_at_long_rows():
         if name == "sent":
             offload = measured.model.offload
             print(f"\n{offload.sent / GIB:.1f} GiB sent so far, {offload.pinned / GIB:.2f} GiB pinned")
-            assert offload.stored == offload.fetched
+            assert offload.stored - offload.fetched == measured.proving
         del measured
         freed()
     print({name: f"{seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB" for name, (seconds, peak) in found.items()})
@@ -235,6 +239,7 @@ def test_the_forecast_holds_for_eager_layers(options):
     assert abs(said / peak - 1) < 0.15
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offload_costs_no_time_and_changes_nothing(compiled):
     """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back."""
@@ -246,7 +251,7 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         if name == "offload":
             offload = measured.model.offload
             assert offload.pinned == 7 * 2 * 2048 * 32768
-            assert offload.stored == offload.fetched
+            assert offload.stored - offload.fetched == measured.proving
         del measured
         freed()
     (losses, gradients, seconds, peak), (sent, others, longer, less) = found["full"], found["offload"]
@@ -258,6 +263,7 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
     assert peak - less > 0.8 * 6 * 2 * 2048 * 32768  # of eight layers' inputs two stay
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
     peaks = {}
@@ -291,6 +297,7 @@ def test_our_attention_operator_is_not_run_again():
     assert any("fxtune.flash4 8+0" in one for one in told), told
 
 
+@pytest.mark.timed
 def test_auto_chooses_by_the_memory_that_is_free():
     measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
     (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 
 import pytest
 import reference
 import torch
 
+from fxtune.kernels.recorded import Recorder
 from fxtune.loss import Loss
-from fxtune.optimizer import Optimizer, OptimizerConfig, OptimizerName
+from fxtune.optimizer import Optimizer
 from fxtune.pipeline import Pipeline
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope
+from fxtune.update_rule import OptimizerConfig, OptimizerName
 
 LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 """Rows of 1,800 tokens with three documents each."""
@@ -153,6 +156,38 @@ def test_one_micro_batch_after_another_adds_its_gradient():
     assert reference.relative(gradients[1], gradients[0]) < 1e-4
 
 
+def test_a_recorded_pass_leaves_weights_alone_that_its_gradients_do_not_reach():
+    """Zeros in place of absent gradients would decay them."""
+    @dataclasses.dataclass
+    class Given:
+        x: torch.Tensor
+
+    def trained(recorded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64, device="cuda") for _ in range(3)])
+        optimizer = Optimizer(model, OptimizerConfig(weight_decay=0.1), keep_gradients=recorded)
+
+        def one_pass(given: Given, number: torch.Tensor) -> torch.Tensor:
+            used = model[1] if len(given.x) == 8 else model[2]  # the shape decides, as the recording's
+            loss = used(model[0](given.x)).square().mean() / number
+            loss.backward()
+            return loss.detach()
+
+        device = torch.device("cuda")
+        call = Recorder(one_pass, device, optimizer.reached) if recorded else one_pass
+        for step in range(12):
+            rows = 8 if step % 3 else 16
+            given = Given(torch.randn(rows, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(step)))
+            call(given, 2.0)
+            optimizer.step(1e-2, torch.isfinite(optimizer.clip(1.0)))
+        if recorded:
+            assert call.played > 6
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for plain, recorded in zip(trained(False), trained(True), strict=True):
+        torch.testing.assert_close(recorded, plain, rtol=0, atol=1e-4)
+
+
 def test_cuda_graphs_are_launched():
     techniques = pipeline(asked(Scope.model, CompileMode.reduce_overhead), "sdpa")
     model, techniques, evidence, _ = reference.build(techniques, "llama", reference.batch("llama"), lora=True)
@@ -170,6 +205,7 @@ def test_cuda_graphs_are_launched():
     assert len(optimizer.names) > 0
 
 
+@pytest.mark.timed
 def test_cuda_graphs_serve_small_models_best():
     small = dict(reference.SHAPES["llama"], hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
     took = {}

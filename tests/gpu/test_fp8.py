@@ -104,10 +104,10 @@ def test_adapters_inside_the_gated_activation(act, rows, width):
     gate_up, dp = random(rows, 2 * width + 32)[:, :2 * width], random(rows, width)
     share, above = shares(rows, width)
     wide = [one.float().cpu() for one in (gate_up, dp, *share, *above)]
-    expected_p = gated(act, wide[0], torch.empty(rows, width), (wide[2], wide[3]))
-    expected = gated_backward(act, wide[0], wide[1], torch.empty(rows, 2 * width), (wide[2], wide[3]), (wide[4], wide[5]))
-    p = gated(act, gate_up, torch.empty_like(dp), share)
-    d = gated_backward(act, gate_up, dp, torch.empty_like(gate_up), share, above)
+    expected_p = gated(act, wide[0], (wide[2], wide[3]), torch.empty(rows, width))
+    expected = gated_backward(act, wide[0], wide[1], (wide[2], wide[3]), (wide[4], wide[5]), torch.empty(rows, 2 * width))
+    p = gated(act, gate_up, share, torch.empty_like(dp))
+    d = gated_backward(act, gate_up, dp, share, above, torch.empty_like(gate_up))
     for mine, theirs in ((p, expected_p), (dp, expected_p), (d, expected)):
         assert reference.relative(mine.cpu(), theirs) < reference.LIMITS["bfloat16"]
 
@@ -250,7 +250,7 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
         ends[quantised] = losses
         del built, optimizer, loss
     assert ends[True][-1] < ends[True][0]
-    assert ends[True][-1] == pytest.approx(ends[False][-1], rel=0.01)
+    assert ends[True][-1] == pytest.approx(ends[False][-1], abs=0.02 * ends[False][0])
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 4112])
@@ -274,11 +274,11 @@ def test_a_head_in_fp8_computes_what_it_does_on_a_cpu(vocabulary):
 
 
 def test_a_model_with_its_ends_in_fp8():
-    given, asked = reference.batch("gemma"), pipeline()
+    given, asked = reference.batch("llama"), pipeline()
     asked.quantize.head = asked.quantize.embeddings = True
-    ours, made, evidence, _ = reference.build(asked, "gemma", given)
+    ours, made, evidence, _ = reference.build(asked, "llama", given)
     assert all(one.acted for one in evidence)
-    theirs, plainly, _, _ = reference.build(pipeline(), "gemma", given)
+    theirs, plainly, _, _ = reference.build(pipeline(), "llama", given)
     apart = reference.apart(passed(ours, made, given), passed(theirs, plainly, given))
     assert apart["loss"] < 0.01, apart
     assert apart["logits"] < 0.12, apart
@@ -296,6 +296,7 @@ def milliseconds(run) -> float:
     return start.elapsed_time(end) / 10
 
 
+@pytest.mark.timed
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer")
 def test_it_is_faster_than_bfloat16():
     """A frozen linear of an 8B model's MLP over 16k tokens, forward and backward, activations quantised in each."""

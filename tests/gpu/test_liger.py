@@ -194,6 +194,7 @@ def test_inside_compiled_layers(shape):
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
 
 
+@pytest.mark.timed
 def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = World(torch.device("cuda", 0)).facts(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
+import traceback
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +19,14 @@ from fxtune import train
 from fxtune.config import Config, TrainConfig
 from fxtune.data.sources import DataConfig, SourceConfig
 from fxtune.display import display
+from fxtune.interval import Interval
 from fxtune.model import ModelConfig
-from fxtune.optimizer import OptimizerName
 from fxtune.runfolder import claim
+from fxtune.spikes import Spikes
 from fxtune.techniques.compile import Switch
 from fxtune.techniques.liger import Switch as Fused
 from fxtune.tracking import Display, TrackingConfig
+from fxtune.update_rule import OptimizerName
 from fxtune.world import Library
 
 SMALL = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
@@ -87,14 +92,31 @@ def trainer(config: Config, name: str = "run"):
 
 @contextmanager
 def no_waiting(monkeypatch):
-    """Everything that torch knows to wait for the device raises; so does torch.cuda.synchronize, which it does not know."""
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("torch.cuda.synchronize was called"))
-        torch.cuda.set_sync_debug_mode("error")
+    """Fails where the block waits for the device, with all the places that do: what torch knows to wait (it warns), and
+    torch.cuda.synchronize, which it does not know. A wait in autograd's own thread is told at the place of `backward`.
+    """
+    places: dict[str, int] = {}
+
+    def waits(why: object, *_: object, **__: object) -> None:
+        if "synchroniz" not in str(why):
+            return
+        stack = "".join(traceback.format_list(traceback.extract_stack()[-13:-1]))
+        told = f"{why}\n{stack}"
+        places[told] = places.get(told, 0) + 1
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        patched.setattr(warnings, "showwarning", waits)
+        patched.setattr(torch.cuda, "synchronize", lambda *_: waits("torch.cuda.synchronize"))
+        torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    if places:
+        told = [f"{times} times: {place}" for place, times in places.items()]
+        print("\n".join(told), file=sys.__stderr__, flush=True)  # at once: a run that is broken off has no summary
+        pytest.fail("\n".join(told), pytrace=False)
 
 
 @pytest.mark.parametrize("graphs", [Switch.off, Switch.on])
@@ -104,6 +126,7 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
         pytest.importorskip(PACKAGES[optimizer])
     recipe.techniques.compile.cuda_graphs = graphs
     recipe.techniques.lora.dropout = 0.1
+    recipe.train.spikes = Spikes.skip
     chats(Path("chats.jsonl"), range(5, 6), range(3, 4))  # as many supervised tokens in each row, so that no shape comes late
     for name, value in OPTIMIZERS[optimizer].items():
         setattr(recipe.optimizer, name, value)
@@ -111,7 +134,7 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
         steps = built.steps()
         for _ in range(20):  # compiled, and every number of supervised positions seen and recorded
             next(steps)
-        interval = train.Interval(0)
+        interval = Interval()
         with no_waiting(monkeypatch):
             for _ in range(10):
                 _, _, outcome = next(steps)
@@ -157,6 +180,7 @@ def test_recorded_passes_learn_what_plain_ones_do(recipe, dropout):
     print(f"plain {slow:.2f} ms, recorded {fast:.2f} ms a step")
 
 
+@pytest.mark.timed
 def test_recorded_passes_are_played_and_faster(recipe):
     recipe.data.sequence_length = 256
     _, _, slow = run(recipe, "plain", 40)

@@ -95,6 +95,7 @@ def measured(fused: Fused, policy: Policy | None, given) -> tuple[float, float]:
     return sorted(times[3:])[3], torch.cuda.max_memory_allocated() / GIB
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("policy", [None, Policy.selective, Policy.full])
 def test_a_compiled_step_is_faster_and_holds_no_more(policy):
     given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)

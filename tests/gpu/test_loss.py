@@ -145,6 +145,7 @@ def test_peak_memory_of_64k_rows_of_an_8b_model():
     assert evaluation < 1.1 * GIB
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ["frozen", "trained", "evaluation"])
 def test_time_is_near_that_of_its_matmuls(kind):
     """16,384 rows of an 8B model: the matmuls alone, and the whole for chunks of 1k to 16k rows."""

@@ -9,6 +9,7 @@ import reference
 import torch
 
 from fxtune import matmuls
+from fxtune.commands import doctor
 from fxtune.kernels import matmul
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
@@ -72,7 +73,7 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns", "stride"), [
-    (2048, 1024, 1024, 1032), (2049, 1032, 1031, 1048), (4095, 4096, 50257, 50304), (3000, 1111, 5000, 5000)])
+    (2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)])
 @pytest.mark.parametrize("across", [False, True])
 def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_sizes):
     up = lambda size: -(-size // 8) * 8  # noqa: E731
@@ -84,6 +85,15 @@ def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_si
     mm(left, right, out, CUTE)
     assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
     assert (whole[:, columns:] == 7.0).all(), "between the rows nothing is written"
+
+
+def test_a_row_that_ends_between_16_bytes_is_not_written_by_it(all_sizes):
+    whole = torch.full((2049, 1048), 7.0, device=GPU, dtype=torch.bfloat16)
+    left, right, out = drawn(2049, 1032), drawn(1032, 1031, 1040), whole[:, :1031]
+    assert not served(left, right, out)
+    mm(left, right, out, CUTE)
+    assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
+    assert (whole[:, 1031:] == 7.0).all()
 
 
 def test_it_is_recorded_and_played(all_sizes):
@@ -150,6 +160,13 @@ def test_a_model_is_built_with_it_and_says_so():
     assert all("2 products by" in told[one][0][0] for one in (Matmul.auto, Matmul.cute))
 
 
+def test_doctor_tries_it():
+    answer = doctor.probe("quack-kernels", True, doctor.PATIENCE_GPU)
+    print(answer)
+    assert answer["state"] == "works", answer
+
+
+@pytest.mark.timed
 def test_it_takes_less_time():
     """Printed; asserted only that it is no slower, since the card's clock depends on what it did before."""
     times = {}

@@ -28,6 +28,7 @@ def fxtune(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
     words = ["tune", *SHAPE, "--axes", "compile,checkpointing,micro_batch,workers", "--steps", "4", "--minutes", "8",

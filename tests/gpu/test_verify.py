@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 SHAPE = ("model.init=random", "model.architecture={hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 2, "
-         "num_attention_heads: 8, num_key_value_heads: 2, head_dim: 128}", "data.sequence_length=1024", "train.max_steps=8")
+         "num_attention_heads: 8, num_key_value_heads: 2, head_dim: 128, max_position_embeddings: 8192}",
+         "data.sequence_length=1024", "train.max_steps=8")
 """The quickstart's data through a Llama whose heads every kernel takes."""
 
 

@@ -202,10 +202,10 @@ for act in gated.ACTS:
         more = torch.randn(rows, above), torch.randn(above, width)
         p, mine, theirs = (torch.empty(rows, size) for size in (width, 2 * width, 2 * width))
         gated_lora_triton.forward(act, gate_up, p, share)
-        torch.testing.assert_close(p, gated.gated(act, gate_up, torch.empty_like(p), share), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(p, gated.gated(act, gate_up, share, torch.empty_like(p)), rtol=1e-4, atol=1e-4)
         other = dp.clone()
         gated_lora_triton.backward(act, gate_up, dp, mine, share, more)
-        gated.gated_backward(act, gate_up, other, theirs, share, more)
+        gated.gated_backward(act, gate_up, other, share, more, theirs)
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dp, other, rtol=1e-4, atol=1e-4)
         compared += 1

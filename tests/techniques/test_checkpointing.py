@@ -14,7 +14,7 @@ from architectures import CPU, FAMILIES, built, facts_of, lora, random_model
 
 from fxtune import pace, recount
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.kernels import lora_base
+from fxtune.kernels import fused_lora, lora_base
 from fxtune.kernels.offload import Offload
 from fxtune.kernels.selective import group_of, weight_shape
 from fxtune.memory import forecast, kept_bytes
@@ -105,6 +105,34 @@ def test_tiles_of_a_full_layer_are_computed_twice_not_three_times():
     pipeline = checkpointed(lora(), mlp_tiles=4)
     told = seen(pipeline, built(pipeline, random_model("llama")))
     assert "aten.mm (gate_proj, up_proj) 16+16, aten.mm (down_proj) 8+8" in told  # 2 layers x 4 tiles
+
+
+@pytest.mark.parametrize("fused", [Fused.off, Fused.on])
+@pytest.mark.parametrize("policy", [Policy.none, Policy.full])  # torch's selective checkpoint itself refuses it
+def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_lets_go(policy, fused):
+    kept = []
+
+    def keep(module, given):
+        kept.append(weakref.ref(given[0]))
+
+    model = moved(built(checkpointed(lora(dropout=0.3 * (fused is Fused.off), fused=fused), policy=policy, mlp_tiles=3),
+                        random_model("llama"))).train()
+    once = gradients(model)
+    model.zero_grad()
+    for layer in decoder_layers(model):
+        layer.mlp.register_forward_pre_hook(keep)
+    torch.manual_seed(0)
+    loss = model(**make_probe(model)).logits.logsumexp(-1).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    twice = {name: parameter.grad / 2 for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert close(twice, once, 1e-6)
+    loss.backward()
+    gc.collect()
+    assert kept, "the hook was called"
+    assert not any(reference() is not None for reference in kept), "what a graph kept lives no longer than torch keeps it"
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
 
 
 def test_tiles_repeat_their_dropout_and_follow_autocast():
@@ -438,6 +466,8 @@ def test_a_model_that_lost_its_offload_is_noticed():
     ({"policy": Policy.selective, "save": ["q_proj"], "recompute": ["q_proj"]}, "recompute: q_proj stands in save"),
     ({"policy": Policy.selective, "save": ["q_proj"], "recompute": ["o_proj"]}, "recompute: o_proj has the shape of q_proj"),
     ({"policy": Policy.budget}, "policy: budget is the compiler's"), ({"policy": Policy.budget, "budget": 1.5}, "budget: 1.5"),
+    *(({"policy": policy, "budget": 0.3}, f"budget: read by policy=budget alone, and policy is {policy.value}. Leave it out")
+      for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)),
     ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
     ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
     ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
@@ -653,8 +683,8 @@ def peak_bytes(run) -> int:
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
 def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, keep, tiles):
     """Backward, in floats a token; the activation's own kernel, which on a CPU is plain torch, is left out."""
-    monkeypatch.setattr(lora_base, "gated", lambda act, gate_up, out, *_: out)
-    monkeypatch.setattr(lora_base, "gated_backward", lambda act, gate_up, dp, out, *_: out)
+    monkeypatch.setattr(fused_lora, "gated", lambda act, gate_up, share, out: out)
+    monkeypatch.setattr(fused_lora, "gated_backward", lambda act, gate_up, dp, share, above, out, *_: out)
     h, i, r, rows = 64, 256, 16, 2048
     a, b = [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)], [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)]
     up = [lora_base.augment([torch.ones(i, h)] * 2, [r, r])]

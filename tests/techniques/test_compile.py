@@ -11,15 +11,17 @@ import re
 
 import pytest
 import torch
-from architectures import built, facts_of, lora, random_model
+from architectures import CPU, built, facts_of, lora, random_model
 from conftest import history
 
 from fxtune import train
 from fxtune.errors import ConfigError
 from fxtune.pipeline import make_probe
-from fxtune.technique import decoder_layers, model_inputs
+from fxtune.technique import decoder_layers, last_norm, model_inputs
+from fxtune.techniques import compile as technique_of
 from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope, Switch
+from fxtune.techniques.liger import Switch as LigerSwitch
 from fxtune.techniques.rope import RopeType
 from fxtune.tracking import Display
 from fxtune.world import Facts
@@ -102,6 +104,56 @@ def test_rows_with_other_contents_meet_the_graphs_of_the_first(family, scope, qu
     with torch.no_grad():
         model.eval()(**row(model))
     assert "grad_mode" in technique.report().recompiles[-1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_norm_is_compiled_beside_the_layers_and_counts_as_none(family, quick, monkeypatch):
+    monkeypatch.setattr(technique_of, "LAST_NORM", True)
+    technique, model = compiled(family)
+    plain = built(lora(), random_model(family)).train()
+    acted, budget = technique.verify(model, make_probe(model))
+    assert acted.acted, acted
+    assert "2 layers and the last norm run" in acted.asked
+    assert acted.observed.startswith("3 entries into compiled code in one forward, 0 graphs compiled anew")
+    assert budget.observed.startswith("2 graphs in ")
+    for length, document in ((64, 20), (64, 7), (48, 20)):
+        mine, theirs = (learn(one, row(one, length, document)) for one in (model, plain))
+        assert all(torch.allclose(mine[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
+    beside = technique._beside.report()
+    assert beside.lengths == dict.fromkeys(technique.report().lengths, 1), "one graph for each length"
+    with torch.no_grad():
+        model.eval()(**row(model))
+    report = technique.report()
+    assert technique._beside.report().graphs == beside.graphs, "where nothing is learned it is as it was"
+    assert not any("orm.py" in reason or "RMSNorm" in reason for reason in report.recompiles)
+    known = report.graphs
+    assert model.generate(input_ids=torch.arange(4)[None], max_new_tokens=4).shape == (1, 8)
+    assert (technique.report().graphs, technique._beside.report().graphs) == (known, beside.graphs)
+
+
+def test_a_last_norm_that_is_one_kernel_or_in_the_decoders_graph_is_left_alone(quick, monkeypatch):
+    monkeypatch.setattr(technique_of, "LAST_NORM", True)
+    technique, _ = compiled(scope=Scope.model)
+    assert technique._beside is None
+    model = built(lora(), random_model("llama"))
+    own = last_norm(model)
+    own.liger = "rms_norm"
+    technique = Compile(enabled=True)
+    technique.apply(model, CPU)
+    assert technique._beside is None
+    assert "forward" not in vars(own)
+
+
+def test_a_last_norm_that_breaks_is_told_by_its_name(quick, monkeypatch):
+    monkeypatch.setattr(technique_of, "LAST_NORM", True)
+    model = built(lora(), random_model("llama")).train()
+    norm = last_norm(model)
+    norm.__class__ = type("Asking", (type(norm),), {
+        "__module__": type(norm).__module__, "forward": lambda self, hidden: hidden if hidden.sum().item() < 1e9 else -hidden})
+    Compile(enabled=True).apply(model, CPU)
+    with pytest.raises(ConfigError, match="the last norm cannot be one graph") as told:
+        learn(model, row(model))
+    assert "item()" in str(told.value)
 
 
 def test_the_report_is_for_people_and_for_files(quick):
@@ -294,6 +346,11 @@ CARD = Facts(device="cuda", capability=(9, 0), packing=True, rows=(4096,), seque
                         num_key_value_heads=8, head_dim=128))
 
 
+HEAD = {"attention": {"backend": "flash4"}, "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
+        "liger": {"fused_linear_cross_entropy": LigerSwitch.on}}
+"""An adapter of the head that draws random numbers, which the fused loss runs twice."""
+
+
 def asked_for(facts=CARD, **options):
     """Whether passes are recorded under these facts, and what is told."""
     technique = Compile(enabled=True, **options)
@@ -323,6 +380,8 @@ def test_a_small_model_is_recorded_and_a_large_one_is_not():
     (dict(techniques={"rope": {"type": RopeType.dynamic}}), {}, "RoPE of type dynamic"),
     (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
     (dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), {}, "RoPE of type dynamic"),
+    (dict(techniques=HEAD), {}, r"the head's adapter again .* Set techniques\.lora\.dropout=0"),
+    (dict(techniques=HEAD, model={"model_type": "of the author's own"}), {}, r"the head's adapter again"),
     ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
     ({}, dict(fullgraph=False), "fullgraph")])
 def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, why):
@@ -334,6 +393,13 @@ def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, w
     on, told = asked_for(facts, **options)
     assert not on
     assert facts.device == "cpu" or re.search(why, told), told
+
+
+def test_a_head_that_draws_nothing_twice_is_recorded():
+    for adapters, loss in (({"dropout": 0.0}, {}), ({"target_modules": ["all-linear"]}, {}), ({"target_modules": ["q_proj"]}, {}),
+                           ({}, {"fused_linear_cross_entropy": LigerSwitch.off})):
+        asked = {**HEAD, "lora": {**HEAD["lora"], **adapters}, "liger": {**HEAD["liger"], **loss}}
+        assert asked_for(dataclasses.replace(CARD, techniques=asked))[0], (adapters, loss)
 
 
 def test_gradients_are_kept_where_passes_are_recorded():

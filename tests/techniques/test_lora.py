@@ -149,5 +149,9 @@ def test_an_adapter_that_is_broken_or_of_another_base_is_refused(base, adapter, 
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="it is a IA3 adapter"):
         built(lora(), model)
+    for text in ("{", "[1]"):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(StorageError, match=r"adapter_config\.json"):
+            built(lora(), model)
     with pytest.raises(ConfigError, match="no such folder"):
         built(lora(), ModelConfig(path=str(base), adapter=str(tmp_path / "nowhere")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from architectures import FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
@@ -16,7 +18,7 @@ from fxtune.pipeline import make_probe
 from fxtune.technique import decoder_layers
 from fxtune.techniques.checkpointing import Policy
 from fxtune.techniques.liger import Switch
-from fxtune.techniques.lora import Fused
+from fxtune.techniques.lora import Fused, Matmul
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import Type
 from fxtune.world import Library
@@ -157,6 +159,125 @@ def test_adapters_switched_off_and_merged_are_the_base_and_the_sum():
         torch.testing.assert_close(logits(fused), whole, rtol=1e-4, atol=1e-5)
         fused.unmerge_adapter()
         torch.testing.assert_close(logits(fused), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_by_the_row_are_those_of_peft():
+    from peft import LoraConfig
+
+    names, found = ["default", "other", "__base__"], []
+    for model in pair(random_model("llama")):
+        model.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if ".other." in name:
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+        ids = torch.arange(1, 9).repeat(3, 1)
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=ids, adapter_names=names).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert (found[1][0] - found[1][2]).abs().max() > 0.01, "a row with the adapter and one without"
+
+
+@pytest.mark.parametrize(("where", "compiled"), [
+    ("self_attn.q_proj", False), ("mlp.up_proj", False), ("mlp.down_proj.base_layer", False), ("self_attn.o_proj", False),
+    ("self_attn.o_proj.lora_A.default", False), ("self_attn.v_proj", True), ("mlp.up_proj.base_layer", True)])
+def test_whoever_listens_to_a_linear_is_told(where, compiled):
+    torch._dynamo.reset()
+    found = []
+    for model in pair(random_model("llama")):
+        layer, heard = decoder_layers(model)[0], []
+        layer.get_submodule(where).register_forward_hook(lambda _, given, out, heard=heard: heard.append(tuple(out.shape)))
+        layer.get_submodule(where).register_forward_hook(lambda _, given, out: out * 2)
+        if compiled:
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend="eager")
+        found.append((gradients(model), heard))
+    assert found[0][1] == found[1][1] != []
+    close(found[1][0], found[0][0], 1e-5)
+
+
+def test_a_gradient_that_is_listened_to_is_told():
+    found = []
+    for model in pair(random_model("llama")):
+        heard = []
+        for layer in decoder_layers(model):
+            layer.mlp.gate_proj.register_full_backward_hook(lambda _, given, out, heard=heard: heard.append(out[0].clone()))
+        gradients(model)
+        found.append(heard)
+    assert len(found[1]) == 2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def shared(model) -> bool:
+    """Whether the frozen weights of all fused groups are their buffers'."""
+    buffers = {buffer.untyped_storage().data_ptr() for name, buffer in model.named_buffers() if ".fused_" in name}
+    linears = [module for module in model.modules() if hasattr(module, "base_layer")]
+    return all(linear.base_layer.weight.untyped_storage().data_ptr() in buffers for linear in linears)
+
+
+def test_a_model_that_is_cast_as_a_whole_stores_its_weights_once():
+    plain, fused = pair(random_model("llama"))
+    for model in (plain, fused):
+        model.to(torch.bfloat16).to(torch.float32)
+    assert shared(fused)
+    close(gradients(fused), gradients(plain), 1e-5)
+    with torch.no_grad():
+        for model in (plain, fused):
+            decoder_layers(model)[0].self_attn.k_proj.base_layer.weight.mul_(-1)
+            decoder_layers(model)[1].mlp.up_proj.base_layer.weight.mul_(-1)
+    close(gradients(fused), gradients(plain), 1e-5)
+    fused.double()
+    assert shared(fused)
+    assert logits(fused).isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_a_weight_of_its_own_is_taken_in_and_one_of_another_dtype_refused(where):
+    plain, fused = pair(random_model("llama"))
+    for model in (plain, fused):
+        weight = decoder_layers(model)[0].get_submodule(where).base_layer.weight
+        weight.data = -weight.data
+    close(gradients(fused), gradients(plain), 1e-5)
+    assert shared(fused)
+    decoder_layers(fused)[1].get_submodule(where).base_layer.double()
+    with pytest.raises(ConfigError, match=r"techniques\.lora\.fused: one linear .* to torch\.float64 on cpu, .* the whole model"):
+        logits(fused)
+
+
+def test_a_quantised_base_that_is_cast_is_refused():
+    def prepare(pipeline):
+        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, Type.int8, Library.torchao
+        pipeline.quantize.resolve(facts_of(random_model("llama")))
+
+    _, fused = pair(random_model("llama"), prepare=prepare)
+    with pytest.raises(ConfigError, match=r"a base in int8/torchao cannot be cast"):
+        fused.to(torch.bfloat16)
+    fused.to("cpu")
+    assert logits(fused).isfinite().all()
+
+
+def test_a_run_goes_on_with_the_matmul_that_auto_found_when_it_started(small, cwd, monkeypatch):
+    from fxtune import matmuls, train
+
+    def broken(*_):
+        raise TypeError("no such architecture")
+
+    small.techniques.lora.fused, small.train.max_steps, small.checkpoint.every = Fused.on, 2, 1
+    small.run.dir = "run"
+    monkeypatch.setattr(matmuls, "hindrance", lambda facts: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(matmuls, "prepare", broken)
+        patch.setattr(train.Trainer, "_finish", broken)
+        with pytest.raises(TypeError):
+            train.run(small)
+    setting = json.loads((cwd / "run" / "setting.json").read_text())
+    assert setting["techniques"]["lora"]["matmul"] == "cublas"
+    monkeypatch.setattr(matmuls, "prepare", lambda *_: None)
+    made = []
+    monkeypatch.setattr(train.Trainer, "_loop", lambda self: made.append(self))
+    train.run(small)
+    assert made[0].techniques.lora.matmul is Matmul.cublas, "today auto would take cute"
+    assert made[0].loss.by == "cublas"
+    assert made[0].state.step == 2
 
 
 def test_generation_with_a_cache_is_that_of_peft():

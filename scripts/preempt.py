@@ -1,0 +1,83 @@
+"""How long a run takes to answer a scheduler: from the signal to the checkpoint on the disk, and to the end of the process.
+
+    python scripts/preempt.py [--stops 50] [--seed 0] [--json FILE] [+recipe=NAME key=value ...]
+
+One run is told to end again and again at random instants, by SIGTERM and by SIGUSR1 in turn, and started again by the same words.
+Each time it must end with 75, and its newest checkpoint must be of the last step in metrics.jsonl. Without words it is LoRA on a
+small random Llama on a CPU. The runs are forked from a parent that has imported everything, so that a stop costs a second or two;
+what is measured begins with the signal and has no part in that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "faults"))
+from endings import Traced
+from harness import command
+from killing import ForkServer, tail
+
+ENDLESS = ["train.max_steps=1000000", "train.epochs=1000000", "checkpoint.every=0"]
+
+
+def stop_once(server: ForkServer, words: list[str], folder: Path, how: signal.Signals,
+              after: float) -> tuple[float | None, float]:
+    """Start the run, signal it `after` seconds into its steps; seconds to the checkpoint (None: there was nothing new to save)
+    and to the end.
+    """
+    forked = server.start(words, folder)
+    assert forked.until("training"), tail(folder)
+    time.sleep(after)
+    began = time.monotonic()
+    os.kill(forked.pid, how)
+    code = forked.wait()
+    ended = time.monotonic()
+    assert code == 75, f"it ended with {code}: {tail(folder)}"
+    saved = [end for _, end in Traced.read(forked.file).spans("saving") if end > began]
+    last = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
+    newest = max(int(path.name.removeprefix("step-")) for path in (folder / "run" / "checkpoints").glob("step-*"))
+    assert newest == last, f"the checkpoint is of step {newest}, and step {last} was done"
+    return saved[-1] - began if saved else None, ended - began
+
+
+def told(what: str, seconds: list[float]) -> str:
+    share = statistics.quantiles(seconds, n=100, method="inclusive")
+    return f"{what:<28} p50 {share[49]:.2f} s   p95 {share[94]:.2f} s   most {max(seconds):.2f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--stops", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--within", type=float, default=2.0, help="seconds of the steps in which a signal falls")
+    parser.add_argument("--json", type=Path)
+    options, words = parser.parse_known_args()
+    draw = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="fxtune-preempt-"))
+    try:
+        line = [*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else command(folder, *ENDLESS)
+        with ForkServer() as server:
+            found = [stop_once(server, line, folder, how, draw.uniform(0, options.within))
+                     for how in ((signal.SIGTERM, signal.SIGUSR1) * options.stops)[:options.stops]]
+        saved, ended = [at for at, _ in found if at is not None], [at for _, at in found]
+        print(f"{len(found)} stops by SIGTERM and SIGUSR1, each ended with 75 and with the last step's checkpoint")
+        print(told("signal to saved checkpoint", saved), f"  ({len(saved)} with something new to save)")
+        print(told("signal to the process's end", ended))
+        if options.json:
+            options.json.write_text(json.dumps({"saved": saved, "ended": ended}, indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Secrets are planted in the environment, on command lines and in git, and looked for in all that is written and printed.
+
+A real train with a real, offline W&B, then verify, bench, eval, merge, preview, --cfg, and commands that fail. What is
+searched: each file below the home and the working directory, byte by byte, and all that came out of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fxtune import __main__ as command
+
+ENVIRONMENT = {
+    "HF_TOKEN": "hf_" + "CanaryOne" * 4,
+    "WANDB_API_KEY": "0123456789canary9876543210" + "ab" * 7,
+    "MY_SERVICE_PASSWORD": 'canary "3" p@ss/word é',
+    "AWS_SECRET_ACCESS_KEY": "Canary4/EXAMPLE+KEY/abcdefghijklmnopqrst",
+}
+"""Each with a secret's name."""
+TYPED = {"token": "hf_" + "CanaryFive" * 4, "key": "sk-proj-" + "CanarySix" * 4, "url": "CanarySevenPassword",
+         "git": "ghp_" + "CanaryEight" * 4, "named": "canary-nine", "hex": "c0ffee" * 6 + "c0ff"}
+"""Secrets that stand on command lines and in git: these have a shape or a place."""
+SECRETS = {**ENVIRONMENT, **TYPED}
+RUN = ["+recipe=quickstart", "train.max_steps=2", "train.eval_every=0", "data.questions.path=null", "run.device=cpu",
+       "tracking.display=plain", "data.sequence_length=64", "data.on_long=truncate", "train.micro_batch_size=2",
+       "train.global_batch_size=2", "data.sources=[{path: rows.jsonl}]", "data.eval_sources=[{path: rows.jsonl}]",
+       "data.cache_dir=tokens", "schedule.warmup_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Iterator[Path]:
+    """A home and a working directory of their own, with secrets all around."""
+    home = tmp_path_factory.mktemp("home")
+    work = home / "work"
+    work.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"),
+                            "HF_HOME": str(home / ".hf")}.items():
+            patch.setenv(name, value)
+        patch.delenv("WANDB_MODE", raising=False)
+        patch.chdir(work)
+        for words in (["init", "-q"], ["remote", "add", "origin", f"https://{TYPED['git']}@github.com/me/mine.git"],
+                      ["-c", "user.name=me", "-c", "user.email=me@x", "commit", "-q", "--allow-empty", "-m", "first"]):
+            subprocess.run(["git", *words], check=True, timeout=60)
+        said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"hello {number}"}] for number in range(8)]
+        (work / "rows.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in said))
+        yield home
+
+
+def in_process(capfd, *argv: str) -> tuple[int, str]:
+    code = command.main(list(argv))
+    out, err = capfd.readouterr()
+    return code, out + err
+
+
+def require_silent(text: str, where: str) -> None:
+    """No secret stands in `text`, in none of the ways that programs write one."""
+    import base64
+    from urllib.parse import quote
+
+    for name, secret in SECRETS.items():
+        for form in (secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1],
+                     base64.b64encode(secret.encode()).decode()[:-3]):
+            assert form not in text, f"{name} stands in {where}"
+
+
+def require_none_written(home: Path) -> int:
+    git = home / "work" / ".git"  # where it was planted
+    files = [path for path in home.rglob("*") if path.is_file() and not path.is_relative_to(git)]
+    for path in files:
+        require_silent(path.read_bytes().decode("utf-8", "replace"), str(path.relative_to(home)))
+    return len(files)
+
+
+def test_a_planted_secret_would_be_found(planted):
+    """So that the tests below can fail."""
+    for secret in SECRETS.values():
+        found = planted / "found"
+        found.write_text(f"x{secret}y")
+        with pytest.raises(AssertionError, match="stands in found"):
+            require_none_written(planted)
+        found.unlink()
+
+
+def test_no_secret_is_written_or_printed_by_a_run_and_what_follows_it(planted, capfd, monkeypatch):
+    argv = [*RUN, "run.dir=out", "tracking.wandb.mode=offline", f"tracking.wandb.group={TYPED['token']}",
+            f"tracking.wandb.tags=[{TYPED['key']}]", f"run.name={TYPED['hex']}"]
+    monkeypatch.setattr(sys, "argv", ["fxtune", *argv])
+    code, told = in_process(capfd, *argv)
+    assert code == 0, told
+    require_silent(told, "the output of train")
+    for words in (["verify", *RUN, "--json", "verify.json"], ["eval", *RUN, "model.adapter=out/adapter"],
+                  ["merge", "out/adapter", "merged"], ["preview", *RUN],
+                  ["bench", *argv, "--steps", "2", "--warm-up", "2", "--json", "bench.json"],
+                  [*argv, "--cfg", "job"], [*argv, "--cfg", "all", "--resolve"], [*argv, "--info", "config"], argv):
+        code, told = in_process(capfd, *words)
+        assert code == 0, told
+        assert told
+        require_silent(told, f"the output of {words[0]}")
+    assert require_none_written(planted) > 20
+    written = {path.name for path in (planted / "work").rglob("*")}
+    assert {"config.yaml", "README.md", "evidence.json", "metrics.jsonl", "verify.json", "bench.json", "process.log"} <= written
+    assert any(name.endswith(".wandb") for name in written)
+    assert ".hydra" not in written
+
+
+WRONG = [
+    [f"tracking.wandb_api_key={TYPED['named']}"], [f"+hub_token={TYPED['named']}"], [f"model.hub_token='{TYPED['named']}'"],
+    [f"model.path=https://me:{TYPED['url']}@huggingface.co/a/b"], [f"model.adapter={TYPED['token']}"],
+    [f"data.sources=[{{path: 'https://me:{TYPED['url']}@x.org/y.jsonl'}}]"], [f"model.path='{TYPED['key']}'"],
+    [f"optimizer.lr={TYPED['token']}"], [f"train.max_steps={TYPED['key']}"], [f"+recipe={TYPED['token']}"],
+    [f"run.resume={TYPED['hex']}"], [f"optimizer={TYPED['key']}"], [f"data.chat_template=https://x.org/t?token={TYPED['url']}"],
+    [f"model.architecture={{api_key: {TYPED['named']}}}", "model.init=random"],
+]
+
+
+@pytest.mark.parametrize("words", WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_no_secret_is_in_what_a_wrong_command_is_told(words, planted, capfd):
+    code, told = in_process(capfd, *RUN, *words)
+    assert code in (2, 3, 6), told
+    assert told.startswith("fxtune: ")
+    require_silent(told, "the message")
+
+
+def test_no_secret_is_in_what_libraries_print_and_in_a_traceback(planted):
+    """A bug: an error with a token in its text, after a print and a warning with one."""
+    script = ("import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
+              "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token)\n    warnings.warn(token)\n"
+              "    logging.getLogger().error(token)\n    raise RuntimeError(f'url https://me:CanarySevenPassword@x/ {token}')\n"
+              "command._run = broken\nsys.exit(command.main([]))\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])})
+    assert done.returncode == 1
+    assert "RuntimeError: url https://[redacted]@x/ [redacted]" in done.stderr
+    assert "Traceback" in done.stderr
+    assert done.stdout.startswith("got [redacted]")
+    require_silent(done.stdout + done.stderr, "the traceback")

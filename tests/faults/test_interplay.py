@@ -1,0 +1,432 @@
+"""Two faults at once, or one in the middle of the answer to another: signals, short memory, full disks, bad numbers, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import history
+from harness import command, run, small_disk
+from safetensors.torch import load_file
+
+from fxtune import held_out, stored, train
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.config import Config, Resume
+from fxtune.display import Display
+from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
+from fxtune.halving import Halving
+from fxtune.loss import Loss
+from fxtune.spikes import Spikes
+from fxtune.tracking import Tracker
+
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+def tell(how: signal.Signals = signal.SIGTERM) -> None:
+    """Send a signal to this process."""
+    os.kill(os.getpid(), how)
+
+
+@pytest.fixture(autouse=True)
+def _answered():
+    """A job in a shell's background starts with SIGINT ignored."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    notes: list[str] = []
+    monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
+    return notes
+
+
+@pytest.fixture
+def run_(small, cwd) -> Config:
+    small.run.dir, small.checkpoint.every = "run", 0
+    return small
+
+
+def state(run: str = "run") -> dict:
+    newest = stored.paths(Path(run) / "checkpoints")[-1]
+    assert stored.damaged(newest) is None
+    return json.loads((newest / "state.json").read_text())
+
+
+def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
+    """A forward pass of more than `rows` rows finds no memory; `once` is called the first time. Returns the rows of each."""
+    real, seen = Loss.sum, []
+
+    def scarce(self, batch):
+        seen.append(len(batch.input_ids))
+        if len(batch.input_ids) > rows:
+            if sum(count > rows for count in seen) == 1:
+                once()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        return real(self, batch)
+
+    monkeypatch.setattr(Loss, "sum", scarce)
+    return seen
+
+
+def at_step(monkeypatch, step: int, what) -> None:
+    """Call `what` before the step of this number, counted from 0, is taken; once."""
+    taken, done = train.Trainer.step, []
+
+    def watched(self, given, lr):
+        if given.index == step and not done:
+            done.append(True)
+            what()
+        return taken(self, given, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", watched)
+
+
+def test_a_signal_waits_for_the_save_that_is_being_written(run_, monkeypatch):
+    """The writer takes its time; the signal's own state is that of the same step, and is not written twice."""
+    run_.checkpoint.every = 3
+    real, written = stored.write, []
+
+    def slow(folder, step, *given):
+        time.sleep(0.5)
+        written.append(step)
+        return real(folder, step, *given)
+
+    monkeypatch.setattr(stored, "write", slow)
+    at_step(monkeypatch, 3, tell)
+    with pytest.raises(Stopped, match="saved after step 3 of 6"):
+        train.run(run_)
+    assert written == [3]
+    assert state()["step"] == 3
+
+
+def test_a_save_that_fails_while_a_signal_waits_for_it_is_tried_once_more(run_, monkeypatch, said):
+    run_.checkpoint.every = 3
+    real, tries = stored.write, []
+
+    def failing(*given):
+        tries.append(given[1])
+        if len(tries) == 1:
+            time.sleep(0.3)
+            raise OSError(28, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr(stored, "write", failing)
+    at_step(monkeypatch, 3, tell)
+    with pytest.raises(Stopped, match="saved after step 3 of 6"):
+        train.run(run_)
+    assert tries == [3, 3]
+    assert state()["step"] == 3
+
+
+def test_a_signal_on_a_full_disk_ends_with_6_and_the_earlier_checkpoint(run_, cwd, monkeypatch, said):
+    run_.checkpoint.every, run_.run.dir = 2, str(cwd / "disk" / "run")
+    folder = cwd / "disk" / "run" / "checkpoints"
+
+    def fill_and_tell() -> None:
+        while not stored.paths(folder):
+            time.sleep(0.01)
+        disk = os.statvfs(folder)
+        (cwd / "disk" / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 4096))
+        tell()
+
+    with small_disk(cwd / "disk", "24m"):
+        at_step(monkeypatch, 3, fill_and_tell)
+        with pytest.raises(StorageError, match=r"step 3 could not be written.*Earlier checkpoints are intact") as ended:
+            train.run(run_)
+        assert ended.value.exit_code == 6
+        assert [path.name for path in stored.paths(folder)] == ["step-00000002"]
+        assert not [note for note in said if "training goes on" in note]
+        (cwd / "disk" / "ballast").unlink()
+        assert train.run(run_)["train/step"] == 6
+
+
+def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(run_, monkeypatch, said):
+    """It was saved at the very step that then did not fit."""
+    run_.checkpoint.every = 2
+    at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
+    made = Halving.make_room
+    monkeypatch.setattr(Halving, "make_room", lambda self: (tell(), made(self))[1])
+    with pytest.raises(Stopped, match="saved after step 2 of 6"):
+        train.run(run_)
+    assert state()["rows"] == {"training": 2}
+    said.clear()
+    assert train.run(run_)["train/step"] == 6
+    assert not [note for note in said if "ran out of memory" in note], "it knew from the start"
+
+
+def test_memory_that_runs_out_as_a_signal_comes_is_no_halving(run_, monkeypatch):
+    """Whatever a library makes of a signal, it is the signal that is answered."""
+    at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=tell))
+    with pytest.raises(Stopped, match="saved after step 2 of 6"):
+        train.run(run_)
+    assert state()["rows"] == {}
+
+
+def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, said):
+    run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
+    seen = short_of_memory(monkeypatch, 99)  # none yet
+    real, rows = held_out.mean_loss, []
+
+    def scarce(loss, loader, precision):
+        rows.append(loader.plan.sizes.micro_batch_size)
+        if rows[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(loss, loader, precision)
+
+    monkeypatch.setattr(held_out, "mean_loss", scarce)
+    at_step(monkeypatch, 3, tell)
+    with pytest.raises(Stopped, match="saved after step 3 of 6"):
+        train.run(run_)
+    assert rows == [4, 2, 1]
+    assert state()["rows"] == {"evaluation": 1}
+    train.run(run_)
+    assert rows == [4, 2, 1, 1, 1], "steps 4 and 6, one row at once from the start"
+    assert seen[0] == 4, "training keeps its own"
+    assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
+
+
+def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_next_run(run_, monkeypatch):
+    """A signal comes while the state is saved for it: it waits for that."""
+    run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
+    saved = Checkpoints.save
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out, "mean_loss", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
+        patch.setattr(Checkpoints, "save", lambda *given: (tell(), saved(*given))[1])
+        with pytest.raises((HardwareError, Stopped)):
+            train.run(run_)
+    assert state()["step"] == 2
+    assert state()["evaluation_due"]
+    train.run(run_)
+    assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
+
+
+def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
+    at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 0))
+    monkeypatch.setattr(stored, "write", lambda *_: raises(OSError(28, "No space left on device")))
+    with pytest.raises(HardwareError, match=r"(?s)Training ran out of memory with 1 row.*step 2 could not be written.*"
+                                            r"What would help most"):
+        train.run(run_)
+
+
+def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_, monkeypatch, said):
+    """checkpointing=auto was `none` for the recipe's rows when the run started; today it would be another."""
+    run_.techniques.checkpointing.enabled = True
+    at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
+    at_step(monkeypatch, 3, tell)
+    with pytest.raises(Stopped):
+        train.run(run_)
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    was = setting["techniques"]["checkpointing"]
+    assert was["policy"] != "auto"
+    was["policy"] = "none" if was["policy"] != "none" else "full"
+    file.write_text(json.dumps(setting))
+    assert train.run(run_)["train/step"] == 6
+    assert [note for note in said if f"as when the run was started, policy={was['policy']}" in note]
+    assert state()["rows"] == {"training": 2}
+    assert sum("ran out of memory" in note for note in said) == 1
+
+
+def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, monkeypatch):
+    """In the micro-batches that memory left, not in those of the recipe."""
+    at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
+    at_step(monkeypatch, 3, tell)
+    with pytest.raises(Stopped):
+        train.run(run_)
+    real = Loss.sum
+    at_step(monkeypatch, 4, lambda: monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * math.nan))
+    at_step(monkeypatch, 5, lambda: monkeypatch.setattr(Loss, "sum", real))
+    train.run(run_)
+    place = Path("run/skipped/step-00000005")
+    assert len(load_file(place / "batch-0.safetensors")["input_ids"]) == 2
+    assert len(list(place.glob("batch-*"))) == 4
+
+
+def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monkeypatch):
+    """Also where that window comes out of a checkpoint."""
+    run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
+    real, index = Loss.sum, [0]
+    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0))
+    taken = train.Trainer.step
+    monkeypatch.setattr(train.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr))
+    moved: list[bool] = []
+    update = train.Optimizer.step
+    monkeypatch.setattr(train.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1])
+    at_step(monkeypatch, 2, tell)
+    with pytest.raises(Stopped, match="after step 2"):
+        train.run(run_)
+    assert train.run(run_)["train/skipped_steps"] == 2
+    assert moved == [False, False, True, True, True, True]
+
+
+def test_a_kill_while_the_only_checkpoint_is_replaced_leaves_it(tmp_path):
+    """Between the old one's going and the new one's coming, for each thing that is done to the folder."""
+    program = """
+import os, sys
+from pathlib import Path
+import torch
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+def save(tokens):
+    made = Checkpoints(Path("checkpoints"), CheckpointConfig(keep=1), note=print)
+    made.save(TrainState(step=4, tokens=tokens), {"w": torch.zeros(4)}, {})
+    made.wait()
+save(1)
+count = 0
+def hook(event, given):
+    global count
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), 9)
+for last in range(1, 99):
+    count = 0
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(hook)
+        save(last + 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = Checkpoints(Path("checkpoints"), CheckpointConfig(), note=print).newest()
+    print(last, found.state.tokens, flush=True)
+    if status == 0:
+        break
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
+                          env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[1])})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(lines) > 3
+    assert lines[-1][1] == lines[-1][0] + 1
+    there = 1
+    for last, found in lines:
+        assert found in (there, last + 1), lines
+        there = found
+
+
+def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monkeypatch):
+    notes: list[str] = []
+    made = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
+    weights = {"w": torch.zeros(4)}
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: raises(RuntimeError("can't start new thread")))
+        made.save(TrainState(step=1), weights, {})
+        made.wait()
+    assert made.newest().state.step == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "write", lambda *_: raises(MemoryError()))
+        made.save(TrainState(step=2), weights, {})
+        assert made.settle()
+    assert "training goes on" in notes[0]
+    made.save(TrainState(step=3), weights, {})
+    made.wait()
+    assert made.newest().state.step == 3
+
+
+def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
+    """Its folder holds part of it, and an export from before lies where it goes."""
+    with monkeypatch.context() as patch:
+        patch.setattr("fxtune.model.write_card", lambda *_: tell())
+        with pytest.raises(Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"):
+            train.run(run_)
+    assert not Path("run/adapter").exists()
+    Path("run/.adapter.partial").mkdir(exist_ok=True)
+    Path("run/.adapter.old").mkdir()
+    Path("run/.adapter.partial/junk").write_text("half")
+    train.run(run_)
+    assert load_file(f"run/{ADAPTER}")
+    assert not list(Path("run").glob(".adapter*"))
+    assert not Path("run/adapter/junk").exists()
+
+
+def test_a_finished_run_is_left_as_it_is(run_, monkeypatch, said):
+    result = train.run(run_)
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
+    monkeypatch.setattr(train, "Trainer", pytest.fail)
+    for resume in (Resume.auto, Resume.must):
+        run_.run.resume = resume
+        assert train.run(run_) == result
+        assert "run holds this run, finished: nothing to do" in said[-1]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    run_.run.resume = Resume.never
+    with pytest.raises(ConfigError, match=r"run already holds a run.*Set run\.dir to a new folder"):
+        train.run(run_)
+
+
+def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monkeypatch, said):
+    """What comes last is an upload that may take half a minute; the run is finished by then."""
+    waited: list[float | None] = []
+
+    class Slow:
+        def finish(self, exit_code: int, patience: float | None = None) -> bool:
+            waited.append(patience)
+            if patience is None:
+                tell()
+                time.sleep(5)
+            return False
+
+        def put(self, *_: object) -> None:
+            pass
+
+    made = Tracker.__init__
+    monkeypatch.setattr(Tracker, "__init__", lambda self, *given, **named: (
+        made(self, *given, **named), setattr(self, "_wandb", Slow()))[0])
+    began = time.monotonic()
+    assert train.run(run_)["train/step"] == 6
+    assert Path("run/result.json").exists()
+    assert waited == [None, 3.0]
+    assert said[-1] == "W&B was left behind. To send it what it does not have: fxtune sync run"
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("resume", list(Resume))
+def test_what_a_stopped_run_says_is_what_works(small, cwd, monkeypatch, said, resume):
+    """In a numbered folder, where each of the three begins a run; `must` goes on with one."""
+    at_step(monkeypatch, 2, tell)
+    small.run.resume = Resume.auto if resume is Resume.must else resume
+    with pytest.raises(Stopped):
+        train.run(small)
+    small.run.resume = Resume.auto if resume is Resume.never else resume
+    at_step(monkeypatch, 4, tell)
+    with pytest.raises(Stopped) as stop:
+        train.run(small)
+    assert str(stop.value) == "SIGTERM: saved after step 4 of 6 in runs/run. The same command goes on from there."
+    assert [note for note in said if note.endswith("after step 2 (run.resume=never, or another run.dir where that is set, "
+                                                   "starts anew).")]
+    small.run.resume = Resume.never
+    at_step(monkeypatch, 1, tell)
+    with pytest.raises(Stopped) as stop:
+        train.run(small)
+    assert str(stop.value).endswith("in runs/run-2. The same command with run.resume=auto goes on from there.")
+    small.run.dir = "runs/run"
+    with pytest.raises(ConfigError, match=r"Set run\.dir to a new folder, or use run\.resume=auto"):
+        train.run(small)
+
+
+def test_a_start_that_is_refused_late_leaves_no_folder(small, cwd, monkeypatch):
+    monkeypatch.setattr(train, "Optimizer", lambda *_: raises(HardwareError("no room")))
+    with pytest.raises(HardwareError):
+        train.run(small)
+    assert not list(Path("runs").iterdir())
+
+
+def test_what_verify_finds_wrong_is_exit_code_1(tmp_path):
+    """Adapters begin at zero, and a step of nothing leaves them there."""
+    done = run(["verify", *command(tmp_path, "optimizer.lr=1e-45")], tmp_path)
+    assert done.code == 1, done.text
+    assert "are not as asked for" in done.text
+    assert "Traceback" not in done.text

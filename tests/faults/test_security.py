@@ -1,0 +1,590 @@
+"""A recipe, a dataset, a model folder and a checkpoint are data from strangers: each test tries to get more out of one of them.
+
+What shows that code ran is a file (`ran`); that a template was let loose, the clock and the memory; that a path led out, what
+lies there. Recipes' own tricks with Hydra and YAML are in tests/test_main.py (`STRANGE`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from fxtune import model as models
+from fxtune.commands.merge import merge
+from fxtune.data.chat import Encoder
+from fxtune.data.sources import DataConfig, RowFormat, SourceConfig, open_source
+from fxtune.data.tokens import tokenize
+from fxtune.errors import ConfigError, DataError, StorageError, UserError
+from fxtune.fence import Exceeded, fence
+from fxtune.hub import locate
+from fxtune.model import Init, ModelConfig, load_tokenizer
+from fxtune.runfolder import claim
+from fxtune.tracking import WandbMode
+from fxtune.train import run as train
+from fxtune.world import World
+
+# --- chat templates
+
+
+GREEDY = {
+    "text": "{{ 'x' * 10000000000 }}",
+    "doubled": "{% set ns = namespace(x='x' * 99) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "padded": "{{ 'x' | center(10000000000) }}",
+    "format": "{{ '%1000000000000d' % 1 }}",
+    "format method": "{{ '{:>10000000000}'.format(1) }}",
+    "json": "{{ messages | tojson(indent=100000000000) }}",
+    "loops": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+    "list in itself": "{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a }}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "slices": "{{ [1] | slice(100000000000) | list }}",
+    "power": "{{ 10 ** (10 ** 8) % 7 }}",
+}
+ESCAPES = ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+           "{{ (''|attr('__class__')).__mro__ }}", "{{ '{0.__class__}'.format('') }}", "{{ ''.format_map.__self__.__class__ }}",
+           "{{ namespace.__init__.__globals__ }}", "{{ lipsum.__globals__['os'].popen('touch ran').read() }}",
+           "{{ self.__init__.__globals__ }}", "{% set x = messages.append(1) %}{{ messages }}", "{% include '/etc/passwd' %}",
+           "{% import 'os' as os %}{{ os.system('touch ran') }}", "{{ ''['__cla' ~ 'ss__'].mro() }}",
+           "{{ raise_exception.__globals__ }}", "{{ strftime_now.__closure__ }}", "{{ messages.__class__.__base__ }}"]
+CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]}
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.mark.parametrize("what", GREEDY)
+def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd, tokenizer, monkeypatch):
+    monkeypatch.setattr("fxtune.data.template.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    Path("greedy.jinja").write_text(GREEDY[what])
+    began = time.process_time()
+    with pytest.raises(DataError, match=r"asks for more than (0\.5 s of processor time|200 MiB of memory)"):
+        Encoder(tokenizer, RowFormat.messages, "greedy.jinja")
+    assert time.process_time() - began < 60  # what was made is still to be freed, among all that a long test session holds
+
+
+@pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
+def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeypatch):
+    monkeypatch.setattr("fxtune.data.chat.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
+    encoder = Encoder(tokenizer, RowFormat.messages, "late.jinja")
+    assert not isinstance(encoder.encode([CHAT])[0], str)
+    woken = {"messages": [{"role": "user", "content": "wake up"}, CHAT["messages"][1]]}
+    with pytest.raises(DataError, match="asks for more than"):
+        encoder.encode([CHAT, woken])
+    assert not isinstance(encoder.encode([CHAT])[0], str), "and the limits are lifted again"
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_template_does_not_leave_its_sandbox(escape, cwd, tokenizer):
+    Path("escape.jinja").write_text(PLAIN + escape)
+    try:
+        made = Encoder(tokenizer, RowFormat.messages, "escape.jinja").encode([CHAT])[0]
+    except DataError as error:
+        made = str(error)
+    assert not Path("ran").exists()
+    if not isinstance(made, str):  # what the sandbox does not know is undefined, and writes nothing
+        text = tokenizer.decode(made.ids)
+        assert "class" not in text
+        assert "root:" not in text
+
+
+def _fenced_in_a_process(seconds: float, more: int, work: str) -> str:
+    try:
+        with fence(seconds, more):
+            exec(work)  # what the tests below hand in
+    except Exceeded as limit:
+        return str(limit)
+    return "done"
+
+
+def test_a_fence_holds_and_is_gone_afterwards():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        def run(work: str, seconds: float = 0.3) -> str:
+            return pool.apply(_fenced_in_a_process, (seconds, 100 << 20, work))
+
+        assert run("while True: pass") == "more than 0.3 s of processor time"
+        assert run("while True:\n try: sum(range(1000))\n except Exception: pass").startswith("more than 0.3 s")
+        assert run("import re; re.fullmatch('(a*)*b', 'a' * 60)").startswith("more than 0.3 s")
+        assert run("x = bytearray(1 << 30)") == "more than 100 MiB of memory"
+        assert run("x = bytearray(10 << 20)") == "done"
+        assert run("import time; time.sleep(0.5)") == "done", "waiting costs nobody anything"
+        assert run("with fence(60, 1 << 40):\n while True: pass") .startswith("more than 0.3 s"), "the outer one counts"
+        assert pool.apply(eval, ("len(bytearray(200 << 20))",)), "no limit is left behind"
+        with pytest.raises(ZeroDivisionError):
+            run("1 / 0")
+
+
+# --- a folder of a model or an adapter
+
+
+class _Loaded:
+    """What a pickle leaves when it is read: a file `ran` in the working directory."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("ran").absolute(),)
+
+
+PICKLES = ("pytorch_model.bin", "model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "optimizer.bin",
+           "scheduler.pt", "rng_state.pth", "model.pt", "model.pth", "model.pkl", "consolidated.00.pth", "tokenizer.pkl",
+           "data.npy", "weights.npz")
+
+
+def plant_pickles(folder: Path) -> None:
+    for name in PICKLES:
+        (folder / name).write_bytes(pickle.dumps(_Loaded()))
+
+
+@pytest.fixture
+def stranger(cwd) -> Path:
+    """A folder with a model that works, to be changed."""
+    shutil.copytree(locate("builtin:tiny").folder, cwd / "stranger")
+    return cwd / "stranger"
+
+
+@pytest.fixture
+def adapter(cwd, stranger) -> Path:
+    """An adapter over `stranger` that works, to be changed."""
+    from peft import LoraConfig, get_peft_model
+
+    config = ModelConfig(path=str(stranger))
+    model = models.build(config, models.load_config(config), World(torch.device("cpu")), 0)
+    name, edited = model.name_or_path, model.config_edited
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.name_or_path, model.base_revision, model.config_edited = name, None, edited
+    model.peft_config["default"].base_model_name_or_path = str(stranger)
+    return models.save(model, load_tokenizer(config), cwd / "adapter")
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def opened(folder: Path) -> None:
+    """All that is read of a model."""
+    config = ModelConfig(path=str(folder))
+    load_tokenizer(config)
+    models.build(config, models.load_config(config), World(torch.device("cpu")), 0)
+
+
+def test_the_planted_pickles_do_run_where_they_are_read(cwd):
+    """So that the tests below can fail."""
+    plant_pickles(cwd)
+    for name in PICKLES:
+        Path("ran").unlink(missing_ok=True)
+        pickle.loads((cwd / name).read_bytes())
+        assert Path("ran").exists()
+
+
+def test_no_pickle_of_a_model_is_read(stranger, adapter):
+    plant_pickles(stranger)
+    plant_pickles(adapter)
+    opened(stranger)
+    merge(adapter, "merged")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is missing"):
+        merge(adapter, "merged again")
+    (stranger / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="pickled weights"):
+        opened(stranger)
+    (stranger / "model.safetensors").write_bytes(pickle.dumps(_Loaded()))
+    with pytest.raises(StorageError, match="broken or cut short"):
+        opened(stranger)
+    assert not Path("ran").exists()
+
+
+def test_code_of_a_model_does_not_run(stranger):
+    code = "import pathlib\npathlib.Path('ran').touch()\nclass Mine: pass\n"
+    for name in ("mine.py", "modeling_mine.py", "tokenization_mine.py", "generate.py", "__init__.py", "setup.py", "conftest.py"):
+        (stranger / name).write_text(code)
+    (stranger / "custom_generate").mkdir()
+    (stranger / "custom_generate" / "generate.py").write_text(code)
+    change(stranger / "config.json", auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"})
+    opened(stranger)  # a kind that transformers knows is built by transformers
+    change(stranger / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]},
+           tokenizer_class="Mine")
+    with pytest.raises(StorageError, match="tokenizer"):
+        opened(stranger)
+    change(stranger / "config.json", model_type="mine")
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
+        opened(stranger)
+    assert not Path("ran").exists()
+
+
+ODD_CONFIGS = {
+    "a kernel of the hub": ({"attn_implementation": "evil/kernel"}, "compiled code of the hub"),
+    "a kernel of the hub, inside": ({"_attn_implementation": "evil/kernel"}, "compiled code of the hub"),
+    "a kernel, deeper": ({"text_config": {"_attn_implementation_internal": "evil/kernel@main"}}, "compiled code of the hub"),
+    "experts of the hub": ({"experts_implementation": "evil/kernel"}, "compiled code of the hub"),
+    "weights elsewhere": ({"transformers_weights": "../other.safetensors"}, "no safetensors file of this folder"),
+    "pickled weights": ({"transformers_weights": "pytorch_model.bin"}, "no safetensors file of this folder"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is beyond"),
+    "a size": ({"hidden_size": 10**30}, "hidden_size=1000.* is beyond"),
+    "a negative size": ({"vocab_size": -(10**12)}, "is beyond"),
+    "experts": ({"num_experts": 10**8}, "is beyond"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_CONFIGS)
+def test_a_config_asks_for_no_code_and_no_size_that_no_model_has(what, stranger):
+    values, told = ODD_CONFIGS[what]
+    change(stranger / "config.json", **values)
+    with pytest.raises(ConfigError, match=told):
+        opened(stranger)
+    with pytest.raises(ConfigError, match=told):
+        models.load_config(ModelConfig(init=Init.random, architecture={**values}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",
+                                  "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, "{" + " " * (300 << 20) + "}"],
+                         ids=("endless", "deep", "long"))
+def test_nor_is_its_json_a_bomb(name, text, stranger):
+    (stranger / name).write_text(text)
+    with pytest.raises((ConfigError, StorageError), match=r"levels deep|more than such a file ever has"):
+        opened(stranger)
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("chat_template.jinja", "out of the model's folder"), ("config.json", "out of the model's folder"),
+    ("tokenizer.json", "out of the model's folder"), ("additional_chat_templates/more.jinja", "out of the model's folder")])
+def test_a_link_out_of_a_model_s_folder_is_not_followed(name, told, stranger, cwd):
+    (cwd / "secret").write_text("a private key")
+    (stranger / name).unlink(missing_ok=True)
+    (stranger / name).parent.mkdir(exist_ok=True)
+    (stranger / name).symlink_to(cwd / "secret")
+    with pytest.raises(ConfigError, match=told):
+        opened(stranger)
+    (stranger / name).unlink()
+    (stranger / name).symlink_to("../../../../../../../etc/passwd")
+    with pytest.raises((ConfigError, StorageError), match="is a link to"):
+        opened(stranger)
+
+
+def test_a_linked_folder_of_templates_is_not_followed(stranger, cwd):
+    (cwd / "private").mkdir()
+    (cwd / "private" / "notes.txt").write_text("private")
+    (stranger / "additional_chat_templates").symlink_to(cwd / "private")
+    with pytest.raises(ConfigError, match="out of the model's folder"):
+        opened(stranger)
+
+
+def test_pipes_and_devices_are_not_waited_for(stranger):
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        kept = (stranger / name).read_bytes()
+        (stranger / name).unlink()
+        os.mkfifo(stranger / name)
+        with pytest.raises(ConfigError, match="no regular file"):
+            opened(stranger)
+        (stranger / name).unlink()
+        (stranger / name).write_bytes(kept)
+    (stranger / "extra.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no regular file"):
+        opened(stranger)
+
+
+def test_links_that_people_do_have_are_followed(stranger, cwd):
+    """The hub's cache, a folder that is a link itself, and weights that lie on another disk."""
+    cache = cwd / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    snapshot = cache / "snapshots" / ("a" * 40)
+    snapshot.mkdir()
+    for number, file in enumerate(stranger.iterdir()):
+        shutil.copy(file, cache / "blobs" / f"{number:040}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040}")
+    opened(snapshot)
+    (cwd / "link").symlink_to(stranger)
+    opened(cwd / "link")
+    shutil.move(stranger / "model.safetensors", cwd / "elsewhere.safetensors")
+    (stranger / "model.safetensors").symlink_to(cwd / "elsewhere.safetensors")
+    opened(stranger)
+
+
+@pytest.mark.parametrize("shard", ["../other/model.safetensors", "/etc/passwd", "pytorch_model.bin", "*.safetensors", 7, None])
+def test_an_index_names_files_of_its_own_folder_only(shard, stranger):
+    (stranger / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ConfigError, match="only safetensors files of this folder"):
+        opened(stranger)
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "", "a/b", ".."])
+def test_a_named_chat_template_is_no_path(name, stranger):
+    """transformers makes a file of each name when the tokenizer is saved, which is when a run ends."""
+    (stranger / "chat_template.jinja").unlink()
+    change(stranger / "tokenizer_config.json",
+           chat_template=[{"name": "default", "template": PLAIN}, {"name": name, "template": "x"}])
+    with pytest.raises(ConfigError, match="a name has letters"):
+        load_tokenizer(ModelConfig(path=str(stranger)))
+
+
+ODD_ADAPTERS = {
+    "modules by name": ({"megatron_config": {"a": 1}, "megatron_core": "adapter.evil"}, "megatron_config"),
+    "files by name": ({"init_lora_weights": "corda", "corda_config": {"cache_file": "optimizer.pt"}}, "init_lora_weights"),
+    "layers": ({"layer_replication": [[0, 10**9]]}, "layer_replication"),
+    "rank": ({"r": 10**12}, "is no rank"),
+    "ranks": ({"rank_pattern": {"q_proj": 10**12}}, "is no rank"),
+    "pattern": ({"target_modules": "([a-z._0-9]+)+!"}, r"target_modules cannot be used .* processor time"),
+    "patterns": ({"rank_pattern": {"([a-z._0-9]+)+!": 2}}, r"rank_pattern cannot be used .* processor time"),
+    "no pattern": ({"target_modules": "(("}, "target_modules cannot be used"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_ADAPTERS)
+def test_an_adapter_s_config_has_nothing_run_or_hang(what, adapter, monkeypatch):
+    values, told = ODD_ADAPTERS[what]
+    monkeypatch.setattr("fxtune.commands.merge.fence", lambda: fence(seconds=0.5))
+    (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    monkeypatch.syspath_prepend(adapter.parent)
+    change(adapter / "adapter_config.json", **values)
+    with pytest.raises(ConfigError, match=told):
+        merge(adapter, "merged")
+    assert not Path("merged").exists()
+    assert not Path("ran").exists()
+
+
+def test_what_an_adapter_s_config_may_say_still_merges(adapter):
+    change(adapter / "adapter_config.json", target_modules=r".*\.(q_proj|[d-f]x)", megatron_core="megatron.core")
+    assert (merge(adapter, "merged") / "model.safetensors").exists()
+
+
+# --- data
+
+
+IMAGE = {"_type": "Image"}
+FEATURES = {"text": {"dtype": "string", "_type": "Value"}, "image": IMAGE, "sound": {"_type": "Audio"},
+            "inside": {"deep": IMAGE}, "listed": {"feature": IMAGE, "_type": "List"}}
+"""Of a dataset with images and sounds, also within other values."""
+
+
+def _media(path: Path, address: str) -> None:
+    """A Parquet file as `datasets` writes it, with images and sounds that are to be fetched from `address`."""
+    named, kind = {"bytes": None, "path": address}, pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"text": ["a"], "image": pa.array([named], kind), "sound": pa.array([named], kind),
+                      "inside": pa.array([{"deep": named}], pa.struct([("deep", kind)])),
+                      "listed": pa.array([[named]], pa.list_(kind))})
+    pq.write_table(table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": FEATURES}}).encode()}), path)
+
+
+def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
+    """`datasets` decodes an image by opening what its row names: a file of ours, or any address within our network."""
+    import datasets
+
+    (cwd / "private.png").write_bytes(b"not for the model")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        for address in (f"http://127.0.0.1:{server.getsockname()[1]}/x.png", str(cwd / "private.png"), "file:///etc/passwd"):
+            _media(cwd / "rows.parquet", address)
+            rows = list(open_source(SourceConfig(path="rows.parquet")).rows())
+            assert [row.value["text"] for row in rows] == ["a"]
+            assert not {"image", "sound"} & set(rows[0].value)
+            assert rows[0].value["inside"] == {"deep": {"path": address}}
+            plain = pq.read_table("rows.parquet").replace_schema_metadata({})
+            datasets.Dataset(plain).save_to_disk("saved")
+            change(Path("saved/dataset_info.json"), features=FEATURES)
+            saved = list(open_source(SourceConfig(path="saved")).rows())
+            assert [row.value for row in saved] == [row.value for row in rows]
+            shutil.rmtree("saved")
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_no_pickle_in_data_is_read(cwd):
+    payload = pickle.dumps(_Loaded())
+    field = pa.field("text", pa.string(), metadata={b"ARROW:extension:name": b"arrow.py_extension_type",
+                                                    b"ARROW:extension:metadata": payload})
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])], schema=pa.schema([field])), "rows.parquet")
+    assert [row.value for row in open_source(SourceConfig(path="rows.parquet")).rows()] == [{"text": "a"}]
+    for name in ("rows.pkl", "rows.pt", "rows.npy", "rows.npz", "rows.bin", "rows.joblib", "rows.tar", "rows.zip", "rows.arrow"):
+        (cwd / name).write_bytes(payload)
+        with pytest.raises(DataError, match="no file that fxtune reads"):
+            open_source(SourceConfig(path=name))
+    for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.txt", "rows.jsonl.gz", "broken.parquet"):
+        (cwd / name).write_bytes(payload)
+        with contextlib.suppress(DataError):
+            list(open_source(SourceConfig(path=name)).rows())
+    assert not Path("ran").exists()
+
+
+def test_no_script_of_a_dataset_runs(cwd):
+    folder = cwd / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    (folder / "dataset_infos.json").write_text("{}")
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert [row.value for row in open_source(SourceConfig(path="evil")).rows()] == [{"text": "a"}]
+    (folder / "rows.jsonl").unlink()
+    (folder / "dataset_infos.json").unlink()
+    with pytest.raises(DataError, match="no file that fxtune reads"):
+        open_source(SourceConfig(path="evil"))
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside.arrow", "/etc/passwd", 7, None])
+def test_a_saved_dataset_names_files_of_its_own_folder(name, cwd):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk("saved")
+    shutil.copy(next(Path("saved").glob("*.arrow")), "outside.arrow")
+    change(Path("saved/state.json"), _data_files=[{"filename": name}])
+    with pytest.raises(DataError, match="cannot be loaded"):
+        open_source(SourceConfig(path="saved"))
+
+
+def test_a_cache_of_tokens_that_somebody_else_filled_runs_nothing(cwd, tokenizer):
+    """Its arrays are opened by a name that can be computed, so what lies there may be anything."""
+    import numpy as np
+
+    Path("rows.jsonl").write_text('{"text": "a document"}\n' * 4)
+    data = DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache")
+    table = tokenize(data.sources[0], data, tokenizer, progress=False)
+    file = table.folder / "ids.npy"
+    size = file.stat().st_size
+    del table
+    with file.open("wb") as out:
+        np.lib.format.write_array(out, np.array([_Loaded()], dtype=object), allow_pickle=True)
+    assert file.stat().st_size > 0
+    meta = json.loads((file.parent / "table.json").read_text())
+    meta["sizes"]["ids.npy"] = file.stat().st_size
+    (file.parent / "table.json").write_text(json.dumps(meta))
+    assert size != file.stat().st_size
+    with contextlib.suppress(UserError, ValueError):
+        tokenize(data.sources[0], data, tokenizer, progress=False)
+    assert not Path("ran").exists()
+
+
+# --- a run folder and its checkpoints
+
+
+def test_no_pickle_in_a_run_folder_is_read(small, cwd):
+    small.run.dir, small.checkpoint.every, small.train.max_steps = "run", 1, 2
+    small.tracking.wandb.mode = WandbMode.disabled
+    train(small)
+    Path("run/result.json").unlink()  # it was killed before its end
+    for folder in (Path("run"), Path("run/adapter"), *Path("run/checkpoints").glob("step-*")):
+        plant_pickles(folder)
+    with contextlib.suppress(StorageError):  # a checkpoint with files that nobody wrote there is not whole
+        train(small)
+    for folder in Path("run/checkpoints").glob("step-*"):
+        (folder / "weights.safetensors").write_bytes(pickle.dumps(_Loaded()))
+        (folder / "state.json").write_bytes(pickle.dumps(_Loaded()))
+    with contextlib.suppress(StorageError):
+        train(small)
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("text", [
+    "a0: &a [x, x]\n" + "".join(f"a{n}: &{chr(97 + n)} [{', '.join([f'*{chr(96 + n)}'] * 10)}]\n" for n in range(1, 12)),
+    "a: &a {b: *a}\n", "!!python/object/apply:os.system ['touch ran']\n", "run: !!python/name:os.system\n", "[" * 20_000,
+    "just text",
+], ids=["million million", "endless", "call", "name", "deep", "text"])
+def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(text)
+    began = time.process_time()
+    with pytest.raises(StorageError, match="the config of the run there"):
+        claim("run", "run", "auto", {"run": {"seed": 1}})
+    assert time.process_time() - began < 5
+    assert not Path("ran").exists()
+
+
+def test_a_pipe_in_place_of_a_run_s_config_is_not_waited_for(cwd):
+    Path("run").mkdir()
+    os.mkfifo("run/config.yaml")
+    with pytest.raises(StorageError, match="no regular file"):
+        claim("run", "run", "auto", {})
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", ".lock", "quarantine.jsonl", "wandb", "skipped"])
+def test_a_run_folder_whose_links_lead_out_is_not_written_to(name, cwd):
+    (cwd / "mine").mkdir()
+    (cwd / "mine" / "notes").write_text("mine")
+    Path("run").mkdir()
+    Path("run", name).symlink_to(cwd / "mine" if name in ("wandb", "skipped") else cwd / "mine" / "notes")
+    with pytest.raises(StorageError, match="out of the run folder"):
+        claim("run", "run", "auto", {})
+    assert [path.name for path in (cwd / "mine").iterdir()] == ["notes"]
+    assert (cwd / "mine" / "notes").read_text() == "mine"
+
+
+def test_links_that_people_do_have_in_a_run_folder_stay(cwd):
+    (cwd / "disk").mkdir()
+    (cwd / "real").mkdir()
+    (cwd / "run").symlink_to("real")
+    Path("run/checkpoints").symlink_to(cwd / "disk")
+    Path("run/latest").symlink_to("adapter")
+    claim("run", "run", "auto", {}).release()
+
+
+def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
+    """Somebody who may write to a run folder lays links where the model will be written."""
+    config = ModelConfig(path=str(stranger))
+    model, tokenizer = models.build(config, models.load_config(config), World(torch.device("cpu")), 0), load_tokenizer(config)
+    (cwd / "private").mkdir()
+    (cwd / "private" / "notes").write_text("mine")
+    for name in ("model", ".model.partial", ".model.old"):
+        run = cwd / f"run{name}"
+        run.mkdir()
+        (run / name).symlink_to(cwd / "private")
+        with contextlib.suppress(StorageError):
+            models.save(model, tokenizer, run / "model")
+        assert [path.name for path in (cwd / "private").iterdir()] == ["notes"]
+        assert (cwd / "private" / "notes").read_text() == "mine"
+
+
+# --- the working directory, and our own code
+
+
+def test_modules_in_the_working_directory_are_not_imported(cwd):
+    """Somebody's data may come with a wandb.py: `python -m` would take that for the library."""
+    for name in ("wandb", "torch", "numpy", "yaml", "transformers", "datasets", "peft", "hydra", "omegaconf", "jinja2",
+                 "filelock", "safetensors", "tokenizers", "rich", "hydra_plugins/evil", "multiprocessing", "fxtune_plugin"):
+        file = cwd / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"import pathlib\npathlib.Path({str(cwd / 'ran')!r}).write_text({name!r})\n")
+    (cwd / "rows.jsonl").write_text('{"text": "a b c"}\n' * 8)
+    words = ["data.sources=[{path: rows.jsonl}]", "train.max_steps=1", "data.packing=false", "techniques=lora", "run.device=cpu",
+             "loader.num_workers=1", "data.cache_dir=cache", "data.sequence_length=256"]
+    done = subprocess.run([sys.executable, "-m", "fxtune", *words], capture_output=True, text=True, timeout=120,
+                          env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
+    assert done.returncode == 0, done.stderr
+    assert not (cwd / "ran").exists(), (cwd / "ran").read_text()
+
+
+SAFE = {("fxtune/data/tokens.py", "pickle.loads"), ("fxtune/data/tokens.py", "pickle.dumps")}  # between this run's own processes
+DANGEROUS = re.compile(r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"
+                       r"|(?:yaml\.)(load|full_load|unsafe_load|load_all)|os\.(system|popen)|tarfile\..*|zipfile\..*|shutil\.unpack_archive"
+                       r"|eval|exec|compile|hydra\.utils\..*|instantiate|runpy\..*")
+
+
+def test_our_own_code_has_no_call_that_turns_data_into_code():
+    package, found = Path(models.__file__).parent, set()
+    for file in package.rglob("*.py"):
+        name = str(file.relative_to(package.parent))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called, words = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if DANGEROUS.fullmatch(called) and not (called == "np.load" and "allow_pickle" not in words):
+                found.add((name, called))
+            assert words.get("shell", "False") == "False", f"{name}:{node.lineno} starts a shell"
+            assert words.get("trust_remote_code", "False") != "True", f"{name}:{node.lineno} trusts remote code"
+            assert words.get("weights_only", "True") == "True", f"{name}:{node.lineno} unpickles"
+    assert found == SAFE

@@ -1,0 +1,217 @@
+"""Being told to end: by a scheduler, by a terminal, by a job script. Real processes, real signals, whole process groups."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from endings import Ending, Traced
+from harness import ENVIRON, ROOT, command, wait_for
+from killing import LEARNS, Forked, ForkServer, Reference, prepare, tail
+
+GOES_ON = "The same command goes on from there."
+WHOLE = 10**7
+"""Of a log: a forked process's end can be chatty."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as running:
+        yield running
+
+
+def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
+    """Send `how` to the run, or to all of its process group as a terminal and a scheduler do, and return its exit code."""
+    (os.killpg if group else os.kill)(forked.pid, how)
+    return forked.wait()
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("run/checkpoints/step-*")), default=0)
+
+
+def logged(folder: Path) -> int:
+    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
+
+
+def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(server, tmp_path):
+    """Start-up, the first question, a step, an evaluation, a save, the export: each time the same command goes on."""
+    plain = prepare(tmp_path / "plain", "lora")
+    reference = Reference.of(server, plain, tmp_path / "plain")
+    folder = tmp_path / "stopped"
+    words = prepare(folder, "lora")
+    said, attempts = [], []
+    for number, (phase, occurrence, how, code) in enumerate([
+            ("building", 1, signal.SIGTERM, 75), ("asking", 1, signal.SIGUSR1, 75), ("training", 3, signal.SIGUSR1, 75),
+            ("evaluating", 1, signal.SIGTERM, 75), ("training", 2, signal.SIGINT, 130), ("saving", 1, signal.SIGTERM, 75),
+            ("exporting", 1, signal.SIGUSR1, 75)]):
+        trace = f"trace-{number}.jsonl"
+        forked = server.start(words, folder, trace)
+        assert forked.until(phase, occurrence), tail(folder)
+        assert stop(forked, how) == code, tail(folder)
+        said.append([line for line in tail(folder, WHOLE).splitlines() if line.startswith("fxtune:")][-1])
+        attempts.append(Traced.read(folder / trace))
+        if occurrence > 1:
+            assert newest(folder) == logged(folder), "what was done was not saved"
+    forked = server.start(words, folder, "trace-last.jsonl")
+    assert forked.wait() == 0, tail(folder)
+    attempts.append(Traced.read(folder / "trace-last.jsonl"))
+    assert not reference.ending.differences(Ending.of(folder / "run", attempts))
+    assert said[0] == "fxtune: SIGTERM: ended before anything was at stake. Give the same command again."
+    assert said[1] == "fxtune: SIGUSR1: ended before the first step. The same command starts again."
+    assert said[2].startswith("fxtune: SIGUSR1: saved after step 2 of 22 in run. " + GOES_ON)
+    assert said[3] == "fxtune: SIGTERM: saved after step 6 of 22 in run. " + GOES_ON
+    assert said[4].startswith("fxtune: Ctrl-C: saved after step ")
+    assert said[6] == "fxtune: SIGUSR1: all 22 steps are done and saved in run. The same command finishes the run."
+
+
+@pytest.mark.parametrize(("phase", "words", "how", "code"), [
+    ("training", ("loader.num_workers=2", *LEARNS), signal.SIGINT, 130),
+    ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
+])
+def test_workers_leave_the_answer_to_the_main_process(server, tmp_path, phase, words, how, code):
+    """Ctrl-C and schedulers signal every process of the group or job."""
+    prepare(tmp_path / "run", "tokenisers" if phase == "tokenising" else "lora")
+    forked = server.start(command(tmp_path / "run", *words), tmp_path / "run")
+    assert forked.until(phase, 2 if phase == "training" else 1)
+    if phase == "tokenising":
+        time.sleep(1.5)  # workers are starting, or at work
+    assert stop(forked, how, group=True) == code
+    text = tail(tmp_path / "run", WHOLE)
+    assert "died" not in text
+    assert "killed" not in text
+    assert "Traceback" not in text
+    assert not forked.children_left()
+    if phase == "training":
+        assert newest(tmp_path / "run" / "run") == 0
+        assert newest(tmp_path / "run") == logged(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_the_second_signal_ends_at_once_what_the_first_cannot(server, tmp_path, how, code):
+    """The run stands in a write to a terminal that takes no more (Ctrl-S). One that comes with the first is the same one."""
+    os.mkfifo(tmp_path / "log.txt")
+    reader = os.open(tmp_path / "log.txt", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    forked = server.start(command(tmp_path, "train.epochs=500"), tmp_path)
+    assert forked.until("training", 1)
+
+    def stuck() -> bool:
+        waiting = int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder)
+        return waiting > 3000 and Path(f"/proc/{forked.pid}/wchan").read_text() == "pipe_write"
+
+    def quiet() -> bool:
+        before = Traced.read(forked.file).lines
+        time.sleep(0.5)
+        return Traced.read(forked.file).lines == before
+
+    wait_for(lambda: stuck() or quiet())
+    os.kill(forked.pid, how)
+    os.kill(forked.pid, how)
+    time.sleep(0.6)
+    assert not forked.ended()
+    began = time.monotonic()
+    assert stop(forked, how) == code
+    assert time.monotonic() - began < 2
+    os.close(reader)
+
+
+def test_a_sweep_ends_with_the_run_that_was_told_to(server, tmp_path):
+    words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3", "train.epochs=100")]
+    forked = server.start(words, tmp_path)
+    assert forked.until("training", 3)
+    assert stop(forked, signal.SIGTERM) == 75
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["optimizer.lr=0.001"]
+    assert "saved after step" in tail(tmp_path, WHOLE)
+
+
+@pytest.mark.parametrize(("words", "code", "told"), [
+    (["train.max_steps=1"], 0, "The adapter is in"),
+    (["optimizer.lrr=1"], 2, "unknown key `optimizer.lrr`"),
+    (["data.sources=[{path: missing.jsonl}]"], 3, "missing.jsonl"),
+    (["run.device=cuda"], 4, "cuda"),
+    (["optimizer.lr=1e30", "train.max_skipped_steps=2"], 5, "not finite in 2 steps in a row"),
+    (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
+])
+def test_exit_codes(server, tmp_path, words, code, told):
+    if code == 4:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has the GPU whose absence is shown")
+    forked = server.start(command(tmp_path, *words), tmp_path)
+    assert forked.wait() == code, tail(tmp_path)
+    text = tail(tmp_path, WHOLE)
+    assert told in text
+    assert "Traceback" not in text
+    if code == 5:  # what came before the bad steps is kept, and they can be looked at
+        assert newest(tmp_path) == logged(tmp_path)
+        samples = json.loads((tmp_path / "run" / "skipped" / "step-00000002" / "samples.json").read_text())
+        assert samples["micro_batches"][0][0][0]["source"] == "chats.jsonl"
+        assert server.start(command(tmp_path, *words), tmp_path).wait() == 5, "it went on past the limit"
+
+
+def test_the_job_script_puts_a_preempted_job_back(tmp_path):
+    """With srun and scontrol that do what Slurm's do to the script: run the step, forward signals, note the requeue."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "srun").write_text('#!/bin/bash\n"$@" &\nchild=$!\ntrap \'kill -USR1 $child\' USR1\ntrap \'kill -TERM $child\' TERM\n'
+                               'while true; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done\n')
+    (bin_ / "scontrol").write_text('#!/bin/bash\necho "$@" >> requeued\n')
+    (bin_ / "fxtune").write_text(f'#!/bin/bash\nexec {sys.executable} -m fxtune "$@"\n')
+    for file in bin_.iterdir():
+        file.chmod(0o755)
+    words = command(tmp_path, "train.epochs=8", "optimizer.lr=1e-3")
+    words.remove("run.dir=run")
+    script = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words]
+    environ = {**os.environ, **ENVIRON, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    run = tmp_path / "runs" / "slurm-17"
+    with (tmp_path / "log.txt").open("w") as log:
+        def job() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(script, cwd=tmp_path, stdout=log, stderr=log, env=environ, start_new_session=True)
+
+        first = job()
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("train/loss") > 3, first)
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(60) == 0, tail(tmp_path)
+        assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+        assert list(run.glob("checkpoints/step-*"))
+        assert not (run / "result.json").exists()
+
+
+def test_the_job_script_passes_other_codes_on(tmp_path):
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name, text in (("srun", 'exec "$@"'), ("scontrol", "touch requeued; exit $SCONTROL"), ("fxtune", "echo $@; exit $CODE")):
+        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_ / name).chmod(0o755)
+
+    def job(**environ: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        return subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sbatch"), "+recipe=mine", *environ.pop("words", "").split()],
+                              cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False,
+                              env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", **environ})
+
+    for code in ("0", "2", "3", "4", "5", "6", "1", "143"):
+        assert job(CODE=code).returncode == int(code)
+        assert not (tmp_path / "requeued").exists()
+    assert job(CODE="0").stdout == "+recipe=mine run.dir=runs/slurm-17\n"
+    assert job(CODE="0", words="run.dir=mine").stdout == "+recipe=mine run.dir=mine\n"
+    assert job(CODE="75", SCONTROL="0").returncode == 0
+    assert (tmp_path / "requeued").exists()
+    refused = job(CODE="75", SCONTROL="1")
+    assert refused.returncode == 75
+    assert "To go on, submit: +recipe=mine run.dir=runs/slurm-17" in refused.stderr
+    tired = job(CODE="75", SLURM_RESTART_COUNT="100")
+    assert tired.returncode == 75
+    assert not (tmp_path / "requeued").exists()

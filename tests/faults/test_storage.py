@@ -1,0 +1,298 @@
+"""Disks that are full, checkpoints that are damaged, saves that are killed: what was saved stays, and the user is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from harness import command, kill, run, small_disk, start, wait_for
+from safetensors.torch import save_file
+
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.errors import StorageError
+from fxtune.sealed import Seal, write_text
+from fxtune.stored import damaged, paths
+
+MIB = 2**20
+
+
+def save(checkpoints: Checkpoints, step: int, mib: float = 0.01, **state: object) -> Path:
+    """A checkpoint of three tensors whose numbers are its step, on the disk or StorageError."""
+    size = int(mib * MIB / 12)
+    checkpoints.save(TrainState(step=step, **state), {"w": torch.full((size,), float(step))},
+                     {f"w/{key}": torch.full((size,), float(step)) for key in ("exp_avg", "exp_avg_sq")})
+    checkpoints.wait()
+    return checkpoints.folder / f"step-{step:08d}"
+
+
+def ballast(disk: Path, leave: int) -> Path:
+    """A file that leaves `leave` bytes of the disk free."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    file = disk / "ballast"
+    with file.open("wb") as out:
+        out.write(bytes(max(free - leave, 0)))
+    return file
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again(tmp_path):
+    notes: list[str] = []
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=notes.append)
+        save(checkpoints, 1, mib=6)
+        filled = ballast(disk, leave=4 * MIB)
+        with pytest.raises(StorageError, match=r"step 2 could not be written.*it takes 7\.0 MiB, and 4\.0 MiB are free"):
+            save(checkpoints, 2, mib=6)
+        assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]  # and nothing half-written
+        assert not notes, "the error says it, and the run does not go on"
+        filled.unlink()
+        save(checkpoints, 3, mib=6)
+        assert checkpoints.newest().state.step == 3
+        ballast(disk, leave=4 * MIB)
+        checkpoints.save(TrainState(step=4), {"w": torch.zeros(4 * MIB)}, {})  # as in a run, which does not wait
+        assert checkpoints.settle()
+        assert len(notes) == 1
+        assert "Earlier ones are intact, and training goes on" in notes[0]
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written_keeps_nothing_half(tmp_path, monkeypatch):
+    """The free space was there when it was looked at, and gone when it was needed."""
+    monkeypatch.setattr("fxtune.checkpoint.SPARE", -(2**40))
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=lambda text: None)
+        save(checkpoints, 1, mib=6)
+        ballast(disk, leave=3 * MIB)
+        with pytest.raises(StorageError, match="No space left"):
+            save(checkpoints, 2, mib=6)
+        assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]
+        assert torch.equal(checkpoints.newest().weights["w"], torch.full((6 * MIB // 12,), 1.0))
+
+
+def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is_whole(tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(keep=2), note=lambda text: None)
+        for step in (1, 2):
+            save(checkpoints, step, mib=12)
+        ballast(disk, leave=10 * MIB)  # a save needs 12, and one that it leaves free
+        save(checkpoints, 3, mib=12)
+        assert [path.name for path in paths(disk / "checkpoints")] == ["step-00000002", "step-00000003"]
+        (disk / "checkpoints" / "step-00000003" / "state.json").unlink()
+        with pytest.raises(StorageError, match="step 4"):
+            save(checkpoints, 4, mib=12)
+        assert checkpoints.newest().state.step == 2  # the only whole one is not given up for one that may not become whole
+
+
+def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(tmp_path):
+    with small_disk(tmp_path / "run", "1m"):
+        done = run(command(tmp_path), tmp_path)
+    assert done.code == 6
+    assert "has no room for this run: a checkpoint takes 0." in done.text
+    assert "Traceback" not in done.text
+    assert "step=1/" not in done.text
+
+
+def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_fails(tmp_path):
+    with small_disk(tmp_path / "run", "40m") as disk:
+        words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
+        process = start(words, tmp_path)
+        wait_for(lambda: paths(disk / "checkpoints"), process)
+        filled = ballast(disk, leave=MIB)
+        wait_for(lambda: "could not be written" in (tmp_path / "log.txt").read_text(), process)
+        whole = paths(disk / "checkpoints")
+        assert whole
+        assert all(damaged(path) is None for path in whole)
+        code = process.wait(90)
+        text = (tmp_path / "log.txt").read_text()
+        assert "step=180/180" in text  # to the end
+        assert code == 6
+        assert "Traceback" not in text
+        assert paths(disk / "checkpoints")[-1] == whole[-1]
+        filled.unlink()
+        again = run(words, tmp_path)
+    assert again.code == 0, again.text
+    assert f"after step {int(whole[-1].name[5:])} " in again.text
+
+
+def _save_for_ever(folder: str, said: str) -> None:
+    checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2))
+    first = checkpoints.newest()
+    with open(said, "a") as out:
+        for step in range(first.state.step + 1 if first else 1, 10**6):
+            save(checkpoints, step, mib=6)
+            out.write(f"{step}\n")
+            out.flush()
+
+
+def test_saves_that_are_killed_lose_nothing_that_was_said_to_be_saved(tmp_path):
+    context, draw, leftovers = multiprocessing.get_context("fork"), random.Random(0), 0
+    folder, said = tmp_path / "checkpoints", tmp_path / "said"
+    said.touch()
+    for _ in range(12):
+        before = said.stat().st_size
+        child = context.Process(target=_save_for_ever, args=(str(folder), str(said)))
+        child.start()
+        wait_for(lambda: said.stat().st_size > before, every=0.002)  # noqa: B023
+        time.sleep(draw.uniform(0, 0.1))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        leftovers += len(list(folder.glob(".*-step-*")))
+        found = Checkpoints(folder, CheckpointConfig(), note=pytest.fail).newest()
+        assert found.state.step >= int(said.read_text().split()[-1])
+        assert found.weights["w"].unique().tolist() == [found.state.step]
+    assert leftovers  # some were killed in the middle, or this shows nothing
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def forge(path: Path, name: str, make) -> None:
+    """Replace a file of a checkpoint, and its line in the manifest as somebody would who wants it to be taken."""
+    (path / name).unlink()
+    seal = make(path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = asdict(seal)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def sealed(file: Path, data: bytes) -> Seal:
+    file.write_bytes(data)
+    return Seal(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def tensors(**named: torch.Tensor):
+    def make(file: Path) -> Seal:
+        save_file(named, file)
+        return sealed(file, file.read_bytes())
+
+    return make
+
+
+def state(**values: object):
+    return lambda file: write_text(file, json.dumps({**asdict(TrainState(step=2)), **values}))
+
+
+FORGED = {
+    "pickle": ("weights.safetensors", lambda file: sealed(file, pickle.dumps(Bomb())), "tensors cannot be read"),
+    "another weight": ("weights.safetensors", tensors(v=torch.zeros(873)), "v is only in weights.safetensors"),
+    "another shape": ("weights.safetensors", tensors(w=torch.zeros(5)), r"w is \[5\] in weights.safetensors, and \[873\]"),
+    "another dtype": ("weights.safetensors", tensors(w=torch.zeros(873).half()), "w is F16 in .*, and F32 in the model"),
+    "another moment": ("optimizer.safetensors", tensors(**{"v/exp_avg": torch.zeros(873)}), "moments of v"),
+    "a moment's shape": ("optimizer.safetensors", tensors(**{"w/exp_avg": torch.zeros(3)}), "not the shape of its weight"),
+    "a strange key": ("state.json", state(evil=1), "`evil`, which this version"),
+    "a step as text": ("state.json", state(step="../../x"), "`step` is not of its type"),
+    "another step": ("state.json", state(step=7), "of step 7, under another's name"),
+    "nesting": ("state.json", lambda file: write_text(file, "[" * 10**5), "nested too deeply|no JSON"),
+    "no object": ("state.json", lambda file: write_text(file, "[]"), "no JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_checkpoint_with_foreign_files_is_passed_over_saying_so(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    file, make, why = FORGED[name]
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), note=notes.append)
+    save(checkpoints, 1)
+    forge(save(checkpoints, 2), file, make)
+    assert checkpoints.newest({"w": torch.zeros(873)}).state.step == 1
+    assert len(notes) == 1
+    assert re.search(why, notes[0]), notes
+    assert notes[0].endswith("It is passed over for the newest whole one, step-00000001.")
+    assert not Path("exploded").exists()
+
+
+def link_out(path: Path) -> None:
+    (path / "state.json").rename(path.parent / "elsewhere.json")
+    (path / "state.json").symlink_to(path.parent / "elsewhere.json")
+
+
+def link_whole(path: Path) -> None:
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def pipe(path: Path) -> None:
+    (path / "weights.safetensors").unlink()
+    os.mkfifo(path / "weights.safetensors")  # whoever opens it waits for ever
+
+
+def by_name(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../../etc/passwd"] = manifest["files"].pop("state.json")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+HARM = {
+    "a link in it": (link_out, "state.json is a link"), "a link": (link_whole, "it is a link"),
+    "a pipe": (pipe, "weights.safetensors is no plain file"),
+    "more files": (lambda path: (path / "optimizer.pt").write_bytes(b"x"), "optimizer.pt was not saved with it"),
+    "a path": (by_name, "manifest.json is none of a checkpoint"),
+    "no manifest": (lambda path: (path / "manifest.json").write_text("{}"), "not of this version of fxtune"),
+    "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON"),
+    "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_path, name):
+    harm, why = HARM[name]
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
+    save(checkpoints, 1)
+    harm(save(checkpoints, 2))
+    assert checkpoints.newest().state.step == 1
+    assert len(notes) == 1
+    assert why in notes[0]
+    save(checkpoints, 2)  # the run comes to that step again
+    assert checkpoints.newest().state.step == 2
+
+
+def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
+    notes: list[str] = []
+    ours, theirs = (Checkpoints(tmp_path / name, CheckpointConfig(), name, notes.append) for name in ("ours", "theirs"))
+    save(ours, 1)
+    save(theirs, 2).rename(tmp_path / "ours" / "step-00000002")
+    assert ours.newest().state.step == 1
+    assert "another recipe" in notes[0]
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path):
+    """Every other checkpoint of a real run is damaged by hand after the kill."""
+    words = command(tmp_path, "train.epochs=8", "checkpoint.every=1", "checkpoint.keep=3")
+    process = start(words, tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: len(paths(folder)) >= 3, process)
+    kill(process)
+    *_, whole, newest = (path for path in paths(folder) if damaged(path) is None)
+    data = bytearray((newest / "weights.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "weights.safetensors").write_bytes(data)
+    done = run([*words, "checkpoint.every=0"], tmp_path)
+    assert done.code == 0, done.text
+    assert f"{newest.name}: weights.safetensors is not the file that was saved" in done.text
+    assert f"Going on with run after step {int(whole.name[5:])} " in done.text
+
+
+def test_a_quarantine_that_cannot_be_written_is_an_error_with_its_place(tmp_path):
+    """The disk takes the lock and the config, and no row."""
+    rows = [json.dumps({"messages": []}) for _ in range(3000)]
+    command(tmp_path)  # makes the chats
+    with (tmp_path / "chats.jsonl").open("a") as out:
+        out.write("\n".join(rows) + "\n")
+    with small_disk(tmp_path / "run", "64k"):
+        done = run(command(tmp_path, "data.on_bad_row=quarantine"), tmp_path)
+    assert done.code == 6, done.text
+    assert "run/quarantine.jsonl: No space left on device. Free space there" in " ".join(done.text.split())
+    assert "Traceback" not in done.text

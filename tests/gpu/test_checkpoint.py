@@ -1,0 +1,112 @@
+"""Checkpoints beside training on a card: what is saved is one moment, the copy is off the compute stream, buffers are reused."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.snapshot import Snapshot
+
+SIZE = 2**28
+"""Numbers of the tensor that is copied: 1 GiB, some 20 ms."""
+
+
+def busy() -> None:
+    """Some 100 ms of work on the compute stream."""
+    one = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(60):
+        one @ one
+
+
+def test_what_changes_after_the_fence_is_not_in_the_snapshot():
+    weight = torch.zeros(SIZE, device="cuda")
+    snapshot = Snapshot()
+    for value in range(3):
+        copies = snapshot.take({"w": weight, "step": torch.tensor(float(value))})
+        snapshot.fence()
+        weight += 1  # issued at once; without the fence it would overtake the copy
+        snapshot.arrived()
+        assert copies["w"].is_pinned()
+        assert [copies["w"].min().item(), copies["w"].max().item(), copies["step"].item()] == [value] * 3
+
+
+@pytest.mark.timed
+def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
+    weight = torch.zeros(SIZE, device="cuda")
+    snapshot = Snapshot()
+    snapshot.take({"w": weight})
+    snapshot.arrived()  # the buffers are there
+    busy()
+    torch.cuda.set_sync_debug_mode("error")
+    began = time.perf_counter()
+    try:
+        snapshot.take({"w": weight})
+        snapshot.fence()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert time.perf_counter() - began < 0.02
+    assert not torch.cuda.current_stream().query()  # the work is still going on
+    snapshot.arrived()
+
+
+@pytest.mark.timed
+def test_the_copy_runs_beside_what_reads_the_weights():
+    """Forward and backward of the next step read weights: they need not wait."""
+    weight = torch.zeros(4 * SIZE, device="cuda", dtype=torch.uint8)
+    snapshot = Snapshot()
+    for _ in range(2):
+        snapshot.take({"w": weight})
+        snapshot.arrived()
+
+    def spent(copies: bool) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if copies:
+            snapshot.take({"w": weight})
+        busy()
+        if copies:
+            snapshot.fence()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    spent(False)
+    alone, beside = min(spent(False) for _ in range(3)), min(spent(True) for _ in range(3))
+    assert beside < 1.15 * alone
+
+
+def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
+    snapshot = Snapshot()
+    weights = {f"w{number}": torch.full((1000 + number,), float(number), device="cuda") for number in range(200)}
+    first = snapshot.take(weights)
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    again = snapshot.take(weights)
+    snapshot.arrived()
+    assert {name: tensor.data_ptr() for name, tensor in again.items()} == places
+    assert all(torch.equal(again[name], weights[name].cpu()) for name in weights)
+    more = {**weights, "moment": torch.arange(10**6, device="cuda", dtype=torch.bfloat16).view(1000, 1000).t()}
+    copies = snapshot.take(more)
+    snapshot.arrived()
+    assert all(torch.equal(copies[name], more[name].cpu()) for name in more)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_of_tensors_on_the_card_comes_back(tmp_path: Path, monkeypatch, background):
+    if not background:
+        monkeypatch.setattr("fxtune.snapshot.memory", lambda: (0, 0))
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
+    weight = torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16)
+    moments = {"w/exp_avg": torch.randn(1000, 100, device="cuda"), "w/step": torch.tensor(3.0, device="cuda")}
+    before = weight.cpu()
+    checkpoints.save(TrainState(step=1), {"w": weight}, moments)
+    checkpoints.fence()
+    weight.zero_()
+    checkpoints.wait()
+    saved = checkpoints.newest({"w": weight})
+    assert torch.equal(saved.weights["w"], before)
+    assert all(torch.equal(saved.moments[name], moment.cpu()) for name, moment in moments.items())
+    assert len(notes) == (not background)

@@ -1,0 +1,220 @@
+"""A card with less memory than a step needs, for real (run.memory_gib): half as many rows at once, the same losses, nothing held.
+
+One card, a model of 4 layers, some minutes. What a mode needs is measured first, with all the memory there is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+from fxtune import train
+from fxtune.config import Config, OutOfMemory, TrainConfig
+from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.display import display
+from fxtune.errors import HardwareError
+from fxtune.model import Init, ModelConfig
+from fxtune.runfolder import claim
+from fxtune.techniques.checkpointing import Policy
+from fxtune.techniques.compile import CompileMode, Scope, Switch
+from fxtune.tracking import Display, TrackingConfig
+
+GIB = 1 << 30
+SHAPE = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
+             num_attention_heads=4)
+ROWS, LENGTH = 16, 1024
+
+
+def eager(config: Config) -> None:
+    config.techniques.compile.enabled = False
+
+
+def full(config: Config) -> None:
+    """Every weight is trained: half of a sum would be in all of them."""
+    eager(config)
+    config.techniques.lora.enabled, config.model.dtype = False, "float32"
+
+
+def compiled(config: Config) -> None:
+    config.techniques.compile.cuda_graphs = Switch.off
+
+
+def recorded(config: Config) -> None:
+    config.techniques.compile.cuda_graphs = Switch.on
+
+
+def whole_graphs(config: Config) -> None:
+    config.techniques.compile.mode, config.techniques.compile.scope = CompileMode.reduce_overhead, Scope.model
+    config.techniques.compile.cuda_graphs = Switch.off
+
+
+def checkpointed(config: Config) -> None:
+    eager(config)
+    config.techniques.checkpointing.enabled, config.techniques.checkpointing.policy = True, Policy.full
+
+
+def offloaded(config: Config) -> None:
+    compiled(config)
+    config.techniques.checkpointing.enabled, config.techniques.checkpointing.policy = True, Policy.full
+    config.techniques.checkpointing.offload = True
+
+
+MODES = [eager, full, compiled, recorded, whole_graphs, checkpointed, offloaded]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Config:
+    """LoRA in bfloat16, one micro-batch of 16 packed rows a step, eight steps."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(tmp_path)
+    AutoTokenizer.from_pretrained(Path(train.__file__).parent / "assets" / "tiny").save_pretrained("base")
+    reference._config(SHAPE).save_pretrained("base")
+    with Path("chats.jsonl").open("w") as out:
+        for number in range(3000):
+            turns = [{"role": "user", "content": "a question of some words " * (1 + number % 7)},
+                     {"role": "assistant", "content": f"an answer {number % 10} of some " * (1 + number % 11)}]
+            out.write(json.dumps({"messages": turns}) + "\n")
+    config = Config(
+        model=ModelConfig(path=str(tmp_path / "base"), init=Init.random),
+        data=DataConfig(sources=[SourceConfig(path="chats.jsonl")], sequence_length=LENGTH, packing=True, cache_dir="cache"),
+        train=TrainConfig(max_steps=8, epochs=1000, micro_batch_size=ROWS, global_batch_size=ROWS),
+        tracking=TrackingConfig(display=Display.none))
+    config.techniques.lora.enabled = config.techniques.compile.enabled = True
+    return config
+
+
+@contextmanager
+def trainer(config: Config, name: str) -> Iterator[tuple[train.Trainer, list[str]]]:
+    """It, built, and what it says."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    config = copy.deepcopy(config)
+    config.run.name = name
+    folder = claim(name, None, "never", json.loads(json.dumps(dataclasses.asdict(config))))
+    notes: list[str] = []
+    screen = display(Display.none)
+    screen.note = notes.append  # type: ignore[method-assign]
+    try:
+        yield train.Trainer(config, folder, screen, json.loads(json.dumps(dataclasses.asdict(config)))), notes
+    finally:
+        folder.release()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def figures(run: train.Trainer) -> list[list[float]]:
+    lines = map(json.loads, (run.folder.path / "metrics.jsonl").read_text().splitlines())
+    return [[line["train/loss"], line["train/grad_norm"]] for line in lines if "train/loss" in line]
+
+
+def told(notes: list[str]) -> list[str]:
+    return [note for note in notes if "ran out of memory" in note]
+
+
+def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
+    """Its figures with all the memory there is; the bytes that it had taken when it was built, and at most."""
+    with trainer(config, "ease") as (run, notes):
+        base = torch.cuda.memory_allocated()
+        run.run()
+        assert not told(notes)
+        return figures(run), base, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
+    mode(recipe)
+    expected, base, most = at_ease(recipe)
+    assert most - base > 128 << 20, "the rows must decide"
+    recipe.run.memory_gib = (base + 0.75 * (most - base)) / GIB
+    with trainer(recipe, "short") as (run, notes):
+        run.run()
+        rows, kept = run.state.rows["training"], torch.cuda.memory_allocated()
+        print(f"\n{mode.__name__}: {base / GIB:.2f} GiB when built, {most / GIB:.2f} with {ROWS} rows; given "
+              f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {told(notes)[0]}")
+        assert rows < ROWS
+        assert len(told(notes)) == math.log2(ROWS // rows)
+        assert "CUDA out of memory" in told(notes)[0]
+        for (loss, norm), (wanted, wanted_norm) in zip(figures(run), expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=2e-3)
+            assert norm == pytest.approx(wanted_norm, rel=5e-2)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        if run.recorder:
+            assert run.recorder.played >= 4, "recorded again, in the new shape"
+    del run
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < 0.5 * kept + (64 << 20), "nothing of what failed is held"
+
+
+def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
+    """The recording is broken off: its stream, its pool and its random numbers are as if it had not been."""
+    recorded(recipe)
+    recipe.techniques.lora.dropout = 0.1  # so that there are random numbers in it
+    _, base, most = at_ease(recipe)
+    card = torch.cuda.get_device_properties(0).total_memory
+    with trainer(recipe, "short") as (run, notes):
+        record, tried = run.recorder._record, []
+
+        def scarce(given):
+            if not tried:
+                torch.cuda.empty_cache()
+                room = torch.cuda.memory_reserved() + int(0.65 * (most - base))
+                torch.cuda.set_per_process_memory_fraction(room / card)
+            tried.append(len(given.input_ids))
+            return record(given)
+
+        monkeypatch.setattr(run.recorder, "_record", scarce)
+        run.run()
+        print(f"\nrecorded with {tried} rows; {told(notes)}")
+        assert tried[0] == ROWS
+        assert run.state.rows["training"] < ROWS
+        assert tried[-1] == run.state.rows["training"]
+        assert run.recorder.played >= 4
+        assert all(loss < 2 * figures(run)[0][0] for loss, _ in figures(run))
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.manual_seed(0)  # refused as long as a generator believes that it is recorded
+        torch.rand(8, device="cuda")
+
+
+def test_where_nothing_is_left_to_halve_the_changes_named_would_do(recipe):
+    """And each of them saves about what it says."""
+    eager(recipe)
+    recipe.train.out_of_memory = OutOfMemory.stop
+    _, _, most = at_ease(recipe)
+    recipe.run.memory_gib = 0.7 * most / GIB
+    with trainer(recipe, "short") as (run, _), pytest.raises(HardwareError, match="16 rows at once: CUDA out of memory") as seen:
+        run.run()
+    changes = dict(line.strip().removesuffix(" GiB less").split("  about ") for line in str(seen.value).splitlines()[2:])
+    changes = {change.strip(): float(gib) for change, gib in changes.items()}
+    print(f"\n{seen.value}")
+    assert len(changes) == 3
+    recipe.run.memory_gib = None
+    for change, gib in changes.items():
+        other = copy.deepcopy(recipe)
+        if change == "techniques.checkpointing.enabled=true":
+            other.techniques.checkpointing.enabled = True
+        elif change == "train.micro_batch_size=8":
+            other.train.micro_batch_size = 8
+        elif change == f"data.sequence_length={LENGTH // 2}":
+            other.data.sequence_length = LENGTH // 2
+        elif change == "techniques.liger.enabled=true":
+            other.techniques.liger.enabled = True
+        else:
+            pytest.fail(f"{change} is not tried here")
+        with trainer(other, "changed") as (run, _):
+            run.run()
+            saved = (most - torch.cuda.max_memory_allocated()) / GIB
+        print(f"{change}: {gib} GiB said, {saved:.2f} saved")
+        assert gib == pytest.approx(saved, rel=0.35)

@@ -1,0 +1,47 @@
+"""A run on a GPU that is told to end: while it compiles, between recorded passes, while a checkpoint is copied."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
+from harness import command, start, wait_for
+
+WORDS = ("techniques.compile.enabled=true", "data.buckets=[128]", "model.dtype=bfloat16", "train.epochs=40", "checkpoint.every=0",
+         "checkpoint.keep=100")
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_run_on_a_gpu_saves_and_goes_on(tmp_path, graphs):
+    words = command(tmp_path, *WORDS, f"techniques.compile.cuda_graphs={graphs}")
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "log.txt"
+
+    def lines() -> list[dict]:
+        text = metrics.read_text() if metrics.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def stop(process, how: signal.Signals) -> str:
+        process.send_signal(how)
+        assert process.wait(60) == 75, log.read_text()[-3000:]
+        assert "Traceback" not in log.read_text()
+        return [line for line in log.read_text().splitlines() if line.startswith("fxtune:")][-1]
+
+    compiling = start(words, tmp_path)
+    wait_for(lambda: "Techniques, as observed" in log.read_text(), compiling, timeout=120)
+    assert "ended before" in stop(compiling, signal.SIGTERM)
+    steps = 0
+    for how in (signal.SIGUSR1, signal.SIGTERM):
+        running = start(words, tmp_path)
+        wait_for(lambda wanted=steps + 20: lines() and lines()[-1]["train/step"] >= wanted, running, timeout=180)
+        said = stop(running, how)
+        steps = lines()[-1]["train/step"]
+        assert f"saved after step {steps} of" in said
+        assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "manifest.json").exists()
+    assert start(words, tmp_path).wait(240) == 0, log.read_text()[-3000:]
+    seen = [line["train/step"] for line in lines() if "train/loss" in line]
+    assert seen == list(range(1, seen[-1] + 1)), "a step is missing, or was logged twice"

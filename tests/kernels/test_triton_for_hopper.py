@@ -1,0 +1,98 @@
+"""What Triton makes of our kernels for an H200, looked at without one: compiling needs no card.
+
+A product of Hopper's tensor cores (wgmma) reads shared memory and may still be under way while the loop goes on. For that
+Triton gives a pipelined tile one place more than it loads ahead, but not where the tile is read to registers, too (3.6 to 3.9):
+then the next load overwrites what the product reads. No interpreter shows that, and a card does now and then.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fxtune.kernels import gated_lora_triton, gated_sums_triton, lora_triton  # noqa: E402
+
+SUMS = {**gated_sums_triton.WALK, "SILU": True, "ADD": False}
+TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), gated_lora_triton.TILE, strict=True), SILU=True)
+KERNELS = {
+    "project": (lora_triton._project, {**lora_triton.PROJECT, "LEFT": True, "RIGHT": True, "WIDTH": 64, "factor_down": 1}),
+    "project, no copy": (lora_triton._project, {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64,
+                                                "factor_across": 1}),
+    "reduce": (lora_triton._reduce, {**lora_triton.REDUCE, "ADD": True, "WIDTH": 64}),
+    "add": (lora_triton._add, {**lora_triton.ADD, "RANKS": 64, "factor_across": 1}),
+    "sums": (gated_sums_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
+    "sums and p": (gated_sums_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
+    "sums of higher ranks": (gated_sums_triton._backward, {**SUMS, "KEEP": False, "RANKS": 32, "DOWN": 32, "COLUMNS": 64}),
+    "walk": (gated_lora_triton._walk, {**gated_lora_triton.WALK, "SILU": True, "RANKS": 32}),
+    "backward": (gated_lora_triton._backward, {**TILE, "RANKS": 32, "ABOVE": 16}),
+}
+
+
+def compiled(name: str, dtype: str, monkeypatch, tmp_path) -> dict[str, str]:
+    """A kernel's intermediate code and assembly, by Triton's names for them, of operands whose sizes are multiples of 16."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, given = KERNELS[name]
+    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
+    options = {key: value for key, value in given.items() if key not in kernel.arg_names}
+    kinds = {}
+    for argument in kernel.arg_names:
+        kinds[argument] = ("constexpr" if argument in constants else "*fp32" if argument.startswith("into_")
+                           else f"*{dtype}" if argument.endswith("ptr") else "fp32" if argument == "value" else "i32")
+    even = {(index,): [["tt.divisibility", 16]] for index, argument in enumerate(kernel.arg_names)
+            if kinds[argument].startswith("*") or (kinds[argument] == "i32" and argument not in ("rows", "ones"))}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=even)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+def overwritten(code: str) -> list[str]:
+    """Pipelined tiles that are read to registers and by products which the code lets run on."""
+    if not re.search(r"warp_group_dot_wait .*pendings = [1-9]", code):
+        return []
+    places = {found[1]: found[2] for found in re.finditer(r"(%\w+) = ttg\.memdesc_(?:index|subslice|trans) (%\w+)", code)}
+
+    def tile(value: str) -> str:
+        """The first view of the whole ring from which `value` comes."""
+        while places.get(value) in places:
+            value = places[value]
+        return value
+
+    loaded = {tile(found[1]) for found in re.finditer(r"ttg\.local_load (%\w+)", code)}
+    multiplied = {tile(value) for found in re.finditer(r"ttng\.warp_group_dot (%\w+), (%\w+)", code) for value in found.groups()}
+    return sorted(loaded & multiplied & set(places))
+
+
+@triton.jit
+def _copying(x_ptr, factor_ptr, left_ptr, product_ptr, width, ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, width, STEP):
+        across, down = start + tl.arange(0, STEP)[None, :], start + tl.arange(0, STEP)[:, None]
+        x = tl.load(x_ptr + row * width + across)
+        total = tl.dot(x, tl.load(factor_ptr + down * WIDTH + column), total)
+        tl.store(left_ptr + row * width + across, x)
+    tl.store(product_ptr + row * WIDTH + column, total)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_tile_is_loaded_over_while_a_product_reads_it(name, monkeypatch, tmp_path):
+    code = compiled(name, "bf16", monkeypatch, tmp_path)["ttgir"]
+    assert name == "add" or "async_copy_global_to_local" in code, "nothing is pipelined: this is not a card's code"
+    assert not overwritten(code)
+
+
+@pytest.mark.parametrize("name", ["walk", "backward"])
+def test_float32_is_never_rounded_to_tf32(name, monkeypatch, tmp_path):
+    assert "tf32" not in compiled(name, "fp32", monkeypatch, tmp_path)["ptx"]
+
+
+def test_a_product_that_would_be_overwritten_is_found(monkeypatch, tmp_path):
+    """As project() was when a card showed it: x is multiplied, and stored from registers."""
+    monkeypatch.setitem(KERNELS, "copying", (_copying, dict(ROWS=64, STEP=128, WIDTH=64, num_warps=4, num_stages=3)))
+    assert overwritten(compiled("copying", "bf16", monkeypatch, tmp_path)["ttgir"])

@@ -1,0 +1,236 @@
+"""Servers on loopback that behave as badly as real ones: a hub of models, and W&B. What they were asked is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+class Server(ThreadingHTTPServer):
+    """`mode`: what it does with a request.
+
+    works     answers
+    silent    takes the request and never answers: a black hole
+    drips     answers a byte in half a second, for ever
+    breaks    promises an answer and closes the connection in the middle of it
+    500, 401  any other number likewise: answers with that status
+    """
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[Handler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.mode: str | int = "works"
+        self.asked: list[str] = []
+        self.over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that went away, as it should
+
+
+@contextlib.contextmanager
+def serving(server: Any) -> Iterator[Any]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Any
+    protocol_version = "HTTP/1.1"
+
+    def handle_request(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length)
+        self.server.asked.append(f"{self.command} {self.path}")
+        mode = self.server.mode
+        if mode == "silent":
+            self.server.over.wait(120)
+            self.close_connection = True
+        elif mode == "drips":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
+            while not self.server.over.wait(0.5):
+                self.wfile.write(b" ")
+        elif mode == "breaks":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{")
+            self.close_connection = True
+        elif isinstance(mode, int):
+            self.answer(mode, {"error": f"mode {mode}"})
+        else:
+            self.serve(body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+
+    def serve(self, body: bytes) -> None:
+        raise NotImplementedError
+
+    def answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+        payload = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(payload)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+# --- the hub
+
+
+class Hub(Server):
+    """One model under every name, with `files`; a download of a file in `broken` ends in its middle, once a mention."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(_HubHandler)
+        self.files = files
+        self.commit = COMMIT
+        self.broken: list[str] = []
+        self.stuck: list[str] = []
+        """Files whose download stops in the middle without an end."""
+
+
+class _HubHandler(Handler):
+    def serve(self, body: bytes) -> None:
+        path = unquote(urlsplit(self.path).path)
+        hub = self.server
+        if path.startswith("/api/") and "/tree/" in path:
+            self.answer(200, [{"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                              for name, content in hub.files.items()])
+        elif path.startswith("/api/"):
+            self.answer(200, {"_id": "1", "id": "nobody/tiny", "modelId": "nobody/tiny", "sha": hub.commit, "private": False,
+                              "siblings": [{"rfilename": name} for name in hub.files], "tags": [], "downloads": 0})
+        else:
+            name = path.partition(f"/resolve/{hub.commit}/")[2]
+            if name not in hub.files:
+                self.answer(404, b"", {"x-error-code": "EntryNotFound"})
+                return
+            self.file(name, hub.files[name])
+
+    def file(self, name: str, content: bytes) -> None:
+        headers = {"etag": f'"{hashlib.sha1(content).hexdigest()}"', "x-repo-commit": self.server.commit,
+                   "accept-ranges": "bytes"}
+        begun = 0
+        if wanted := self.headers.get("range"):
+            begun = int(wanted.removeprefix("bytes=").partition("-")[0])
+            headers["content-range"] = f"bytes {begun}-{len(content) - 1}/{len(content)}"
+        if self.command == "GET" and name in (*self.server.broken, *self.server.stuck):
+            self.send_response(206 if begun else 200)
+            for key, value in {"content-length": str(len(content) - begun), **headers}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(content[begun:begun + (len(content) - begun) // 2])
+            self.wfile.flush()
+            if name in self.server.stuck:
+                self.server.over.wait(120)
+            else:
+                self.server.broken.remove(name)
+            self.close_connection = True
+            return
+        self.answer(206 if begun else 200, content[begun:], headers)
+
+
+# --- W&B
+
+
+class Wandb(Server):
+    """As much of W&B's server as runs need: the rows of each run's history by their place, runs that go on, `wandb sync`."""
+
+    def __init__(self) -> None:
+        super().__init__(_WandbHandler)
+        self.rows: dict[str, dict[int, str]] = {}
+        self.summary: dict[str, dict[str, Any]] = {}
+        self.upserts: list[dict[str, Any]] = []
+        self.ends: list[int] = []
+        """Exit codes of runs that were marked as finished."""
+
+    def history(self, run: str) -> list[dict[str, Any]]:
+        return [json.loads(text) for _, text in sorted(self.rows[run].items())]
+
+
+class _WandbHandler(Handler):
+    def serve(self, body: bytes) -> None:
+        if "/graphql" in self.path:
+            asked = json.loads(body)
+            self.answer(200, {"data": self.graphql(asked["query"], asked.get("variables") or {})})
+            return
+        if "/file_stream" in self.path:
+            self.stream(self.path.split("/file_stream")[0].rpartition("/")[2], json.loads(body))
+        self.answer(200, {})
+
+    def graphql(self, query: str, given: dict[str, Any]) -> Any:
+        server, run = self.server, given.get("name", "")
+        if "upsertBucket" in query:
+            server.upserts.append(given)
+            new = server.rows.setdefault(run, {}) == {}
+            return {"upsertBucket": {"bucket": {
+                "id": "x", "name": run, "displayName": "d", "historyLineCount": len(server.rows[run]),
+                "project": {"name": "unit", "entity": {"name": "me", "id": "1"}, "id": "2"}}, "inserted": new}}
+        if "createRunFiles" in query:
+            files = [{"name": name, "uploadUrl": f"{server.url}/upload/{name}"} for name in given["files"]]
+            return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
+        if "RunResumeStatus" in query and run in server.rows:
+            rows = server.rows[run]
+            return {"model": {"id": "2", "name": "unit", "entity": {"id": "1", "name": "me"}, "bucket": {
+                "id": "x", "name": run, "displayName": "d", "summaryMetrics": json.dumps(server.summary.get(run, {})),
+                "logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0, "eventsTail": "[]", "config": "{}",
+                "historyTail": json.dumps([rows[place] for place in sorted(rows)[-1:]]), "tags": [],
+                "wandbConfig": json.dumps({"t": {"value": 1}})}}}
+        return None if "__type" in query else {"model": None}
+
+    def stream(self, run: str, sent: dict[str, Any]) -> None:
+        files = sent.get("files") or {}
+        if part := files.get("wandb-history.jsonl"):
+            self.server.rows[run].update(enumerate(part["content"], part["offset"]))
+        if part := files.get("wandb-summary.json"):
+            self.server.summary[run] = json.loads(part["content"][-1])
+        if sent.get("complete"):
+            self.server.ends.append(sent["exitcode"])
+
+
+# --- nothing behind a port
+
+
+def refused() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[tuple[str, list[float]]]:
+    """(address, the times at which somebody connected): connections are taken, nothing is ever said."""
+    seen: list[float] = []
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        def take() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    seen.append(time.monotonic())
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", seen
+    for connection in kept:
+        connection.close()

@@ -1,0 +1,118 @@
+"""A run that goes on: what its recipe leaves open is as it was, or it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fxtune import train
+from fxtune.config import Config
+from fxtune.display import Display
+from fxtune.errors import ConfigError, StorageError
+from fxtune.pipeline import Pipeline
+from fxtune.sameness import Sameness
+from fxtune.techniques.checkpointing import Policy
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    notes: list[str] = []
+    monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
+    return notes
+
+
+@pytest.fixture
+def broken_off(small, cwd, monkeypatch) -> Config:
+    """A run in `run` whose two steps are saved, and that did not come to its end."""
+    small.run.dir, small.train.max_steps = "run", 2
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        train.run(small)
+    return small
+
+
+def changed(section: str, key: str, value: object) -> None:
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    assert key in setting[section]
+    setting[section][key] = value
+    file.write_text(json.dumps(setting))
+
+
+def test_a_run_that_finds_all_as_it_was_says_nothing_of_it(broken_off, said):
+    assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
+    train.run(broken_off)
+    assert not [text for text in said if "started this changed" in text]
+    assert [text for text in said if "Going on with run after step 2" in text]
+
+
+def test_another_torch_is_told_and_with_deterministic_refused(broken_off, said):
+    changed("machine", "torch", "1.0")
+    train.run(broken_off)
+    assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
+
+
+def test_another_torch_is_refused_where_bits_were_promised(small, cwd, monkeypatch):
+    small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        train.run(small)
+    changed("machine", "torch", "1.0")
+    with pytest.raises(ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "):
+        train.run(small)
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])
+def test_another_model_is_refused_with_each_difference(broken_off, section, key, value):
+    changed(section, key, value)
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: {value} -> "):
+        train.run(broken_off)
+
+
+def test_another_base_in_the_same_folder_is_refused(small, cwd, monkeypatch):
+    import shutil
+
+    own = cwd / "base"
+    shutil.copytree(Path(train.__file__).parent / "assets" / "tiny", own)
+    small.model.path, small.run.dir, small.train.max_steps = str(own), "run", 1
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        train.run(small)
+    weights = next(own.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-2000:] = bytes(2000)
+    weights.write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"its model changed since it was started:\n  model\.{weights.name}: "):
+        train.run(small)
+
+
+def test_a_setting_that_cannot_be_read_is_an_error_with_what_to_do(broken_off):
+    Path("run/setting.json").write_text("{")
+    with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Bring it back; or remove it"):
+        train.run(broken_off)
+    Path("run/setting.json").unlink()
+    assert train.run(broken_off)["train/step"] == 2
+
+
+def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
+    """As on a card that had more memory free when the run was started."""
+    notes: list[str] = []
+    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}}))
+    asked, today = Pipeline(), Pipeline()
+    asked.checkpointing.enabled = today.checkpointing.enabled = True
+    asked.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
+    was = Sameness(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today)
+    assert was.checkpointing.policy is Policy.none
+    assert asked.checkpointing.policy is Policy.auto
+    assert notes == ["checkpointing: as when the run was started, policy=none (today it would be full)"]
+    today.checkpointing.policy = Policy.none
+    assert Sameness(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today) is None
+    assert Sameness(tmp_path, goes_on=False, strict=False, note=notes.append).decided(asked, today) is None
+
+
+def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
+    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "psychic"}}}))
+    with pytest.raises(StorageError, match="psychic"):
+        Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(Pipeline(), Pipeline())

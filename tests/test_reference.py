@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -57,3 +59,19 @@ def test_a_batch_is_as_the_data_plan_makes_it():
     assert tokens.cu_seqlens.tolist()[:10] == [0, 23, 63, 70, 75, 98, 138, 145, 150, 150]
     assert 0.4 < tokens.supervised / tokens.tokens < 0.6
     assert torch.equal(tokens.targets.flatten()[tokens.supervised_at], tokens.labels)
+
+
+@pytest.mark.parametrize(("worker", "visible", "count", "taken"), [
+    ("gw0", None, 2, "0"), ("gw3", None, 2, "1"), ("gw1", "5,7", 2, "7"), ("gw2", "GPU-a, GPU-b", 2, "GPU-a"),
+    (None, None, 2, None), (None, "5,7", 2, "5,7"), ("gw3", None, 1, None), ("gw3", "5", 1, "5"), ("gw1", None, 0, None)])
+def test_each_worker_of_the_card_tests_takes_its_own_card(monkeypatch, worker, visible, count, taken):
+    spec = importlib.util.spec_from_file_location("gpu_conftest", Path(reference.__file__).with_name("conftest.py"))
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    for name, value in (("PYTEST_XDIST_WORKER", worker), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    conftest.take_a_card()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken

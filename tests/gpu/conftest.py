@@ -5,6 +5,9 @@ need it for themselves:
 
     pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
 
+Of several cards each worker takes one, by its number (those that CUDA_VISIBLE_DEVICES names, where it is set); with as many
+workers as cards those that measure may run beside each other, too: `pytest tests/gpu -m timed -n 8` on eight.
+
 This folder is a package, unlike the others, so that this file does not stand in for tests/conftest.py where a test says
 `from conftest import ...`. Its modules are imported on every machine, so they import what only a GPU machine has inside
 their tests.
@@ -13,6 +16,7 @@ their tests.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +33,19 @@ WHY = f"needs a GPU, and torch {torch.__version__} sees none here"
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where torch sees none")
+    take_a_card()
+
+
+def take_a_card() -> None:
+    """Leave a worker of pytest-xdist one of several cards, and the processes that it starts; without workers all stay visible.
+
+    CUDA reads the variable once, when it is initialised: this comes before test modules are imported, and counting cards does not
+    initialise it.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker.startswith("gw") and count > 1:
+        cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)].strip()
 
 
 def pytest_collection_modifyitems(items):

@@ -7,11 +7,13 @@
 
 One document fills a row of the length, the shape is that of Llama 3 8B (weights drawn at random, which no memory depends on),
 LoRA r=16, and everything gives way to memory: layers keep their inputs alone, these wait in host memory as far as it holds
-them, MLPs run in tiles of TILE tokens. Each length is a process of its own that takes real training steps. A length in the JSON
-file is not run again (--again does).
+them, MLPs run in tiles of TILE tokens. Each length is a process of its own that takes real training steps, and stands in the JSON
+file when it is done. A length that stands there with the same settings, measured or out of memory, is not run again (--again
+does); one that failed otherwise, or for want of time, is.
 
 What was measured is fitted by a straight line, bytes = constant + bytes a token x tokens, after taking off the inputs of layers
-that did not fit into host memory. From the line follows the longest row that card and host hold, and which of them ends it.
+that did not fit into host memory. From the line follows the longest row that card and host hold, and which of them ends it; a
+length that ran out of memory is beyond it, whatever the line says.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,8 @@ LENGTHS = (65536, 131072, 262144, 409600)
 STEP, FARTHEST = 1024, 1 << 24
 SPARE = 0.03
 """Of the card's memory, what the longest row leaves free."""
+OUT = "out of memory"
+"""How a row's error begins, if it was that (trials.Outcome.memory)."""
 
 
 @dataclass
@@ -58,6 +62,8 @@ class Row:
     forecast_gib: float
     host_gib: float
     """Pinned, by the forecast."""
+    words: list[str] = field(default_factory=list)
+    """Keys that were put on top of the settings."""
     error: str = ""
     peak_gib: float | None = None
     reserved_gib: float | None = None
@@ -68,6 +74,20 @@ class Row:
     seconds: float = 0.0
     """Of the whole process."""
 
+    @property
+    def key(self) -> tuple[int, bool, str]:
+        """What rows of one file differ in."""
+        return self.length, self.fast, " ".join(self.words)
+
+    @property
+    def too_long(self) -> bool:
+        return self.error.startswith(OUT)
+
+    @property
+    def settled(self) -> bool:
+        """Whether another run would say nothing new."""
+        return not self.error or self.too_long
+
 
 @dataclass
 class Line:
@@ -77,6 +97,10 @@ class Line:
     a_token: float
     measured: bool
     """Through what was measured; else through forecasts."""
+    points: int = 0
+    """Lengths that it goes through."""
+    beside: float = 0.0
+    """How far the farthest of them lies beside it, as a share of its bytes."""
 
     def at(self, length: int, staying: int, hidden_bytes: int) -> float:
         return self.constant + length * (self.a_token + staying * hidden_bytes)
@@ -90,24 +114,26 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rows, here, began = known(args.json), ground(args), time.monotonic()
     print(HEAD, flush=True)
+    late = []
     for length in args.lengths:
         row, facts = expected(length, args, here)
-        if str(length) in rows and not args.again:
-            row = rows[str(length)]
+        left = args.minutes * 60 - (time.monotonic() - began)
+        if row.key in rows and rows[row.key].settled and not args.again:
+            row = rows[row.key]
+        elif not args.dry_run and left <= 0:
+            late.append(f"{length:,}")
+            continue
         elif not args.dry_run:
-            measure(row, args, args.minutes * 60 - (time.monotonic() - began))
-        rows[str(length)] = row
+            measure(row, args, left)
+        rows[row.key] = row
         print(told(row), flush=True)
         if args.json and not args.dry_run:
-            every = sorted(rows.values(), key=lambda one: one.length)
-            args.json.write_text(json.dumps({"rows": [asdict(one) for one in every], **conclusion(every, facts)}, indent=1))
-    found = conclusion(list(rows.values()), facts)
-    if not found["bytes_a_token"]:
-        print("\nTwo lengths or more (without --fast) make a line, which says what is the longest.")
-        return
-    print(f"\n{found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token ({found['of']}): the longest "
-          f"row is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
-          f"last one's. What ends it is {found['ended_by']}.")
+            every = sorted(rows.values(), key=lambda one: one.key)
+            args.json.write_text(json.dumps({"rows": [asdict(one) for one in every],
+                                             **conclusion(every, facts, args.words)}, indent=1))
+    if late:
+        print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(late)}")
+    print(f"\n{summary(conclusion(list(rows.values()), facts, args.words))}")
 
 
 def arguments() -> argparse.Namespace:
@@ -127,10 +153,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def known(file: Path | None) -> dict[str, Row]:
+def known(file: Path | None) -> dict[tuple[int, bool, str], Row]:
+    """The rows of the JSON file, by their keys."""
     if file is None or not file.exists():
         return {}
-    return {str(row["length"]): Row(**row) for row in json.loads(file.read_text())["rows"]}
+    rows = [Row(**row) for row in json.loads(file.read_text())["rows"]]
+    return {row.key: row for row in rows}
 
 
 def settings(length: int, args: argparse.Namespace, senders: int | None = None) -> list[str]:
@@ -195,7 +223,8 @@ def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tup
     whole = sum(keeping.sending(layers))
     keeping, need = within(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
     senders = sum(keeping.sending(layers))
-    return Row(length, senders, args.fast, max(whole - senders, 0), need.device / GIB, need.host / GIB), facts
+    return Row(length, senders, args.fast, max(whole - senders, 0), need.device / GIB, need.host / GIB,
+               args.words), facts
 
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
@@ -261,9 +290,8 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
 
 
 def fitted(rows: list[Row], facts: Facts) -> Line:
-    """The straight line through what was measured, or through the forecast where fewer than two lengths were."""
+    """The straight line through what was measured (least squares), or through the forecast where fewer than two lengths were."""
     hidden = 2 * facts.text["hidden_size"]
-    rows = [row for row in rows if not row.fast]
     seen = [(row.length, row.peak_gib * GIB - row.length * row.staying * hidden) for row in rows if row.peak_gib]
     measured = len({length for length, _ in seen}) > 1
     if not measured:
@@ -274,7 +302,9 @@ def fitted(rows: list[Row], facts: Facts) -> Line:
     middle = sum(lengths) / len(seen), sum(sizes) / len(seen)
     spread = sum((length - middle[0]) ** 2 for length in lengths)
     a_token = sum((length - middle[0]) * (size - middle[1]) for length, size in seen) / spread
-    return Line(middle[1] - a_token * middle[0], a_token, measured)
+    line = Line(middle[1] - a_token * middle[0], a_token, measured, len(seen))
+    line.beside = max(abs(line.at(length, 0, hidden) / size - 1) for length, size in seen)
+    return line
 
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
@@ -297,12 +327,31 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     return tokens, stay, why
 
 
-def conclusion(rows: list[Row], facts: Facts) -> dict[str, Any]:
-    """What the table comes to, for the JSON file and for the last lines."""
+def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any]:
+    """What the rows with these settings come to, for the JSON file and for the last lines."""
+    rows = [row for row in rows if row.words == words]
+    done = [row.length for row in rows if row.peak_gib is not None]
+    rows = [row for row in rows if not row.fast]
     line = fitted(rows, facts)
     tokens, staying, why = longest(line, facts)
-    return {"bytes_a_token": line.a_token, "constant_gib": line.constant / GIB, "of": "measured" if line.measured else "forecast",
+    if line.a_token and (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
+        why = f"that {beyond:,} tokens ran out of memory here, though by the line {why} would hold {tokens:,}"
+        tokens, staying = max(((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0))
+    return {"longest_measured_tokens": max(done, default=0), "bytes_a_token": line.a_token, "constant_gib": line.constant / GIB,
+            "of": "measured" if line.measured else "forecast", "lengths": line.points, "beside": line.beside,
             "longest_tokens": tokens, "inputs_that_stay": staying, "ended_by": why, "card": facts.device_name}
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The last lines: how far it was measured, what the memory is made of, how far it goes and what ends it."""
+    measured = found["longest_measured_tokens"]
+    first = f"Rows of up to {measured:,} tokens were measured." if measured else "No length was measured."
+    if not found["bytes_a_token"]:
+        return f"{first} Two lengths or more (without --fast) make a line, which says what is the longest."
+    return (f"{first} {found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token, a line through "
+            f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest row "
+            f"is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
+            f"last one's. What ends it is {found['ended_by']}.")
 
 
 def told(row: Row) -> str:

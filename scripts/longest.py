@@ -349,8 +349,8 @@ def summary(found: dict[str, Any]) -> str:
     if not found["bytes_a_token"]:
         return f"{first} Two lengths or more (without --fast) make a line, which says what is the longest."
     return (f"{first} {found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token, a line through "
-            f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest row "
-            f"is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
+            f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest "
+            f"row is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
             f"last one's. What ends it is {found['ended_by']}.")
 
 

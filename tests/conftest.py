@@ -15,6 +15,7 @@ import torch
 
 from fxtune.config import Config, TrainConfig
 from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.model import Init, ModelConfig
 from fxtune.tracking import Display, TrackingConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
@@ -28,6 +29,13 @@ for name in ("WANDB_API_KEY", "HF_TOKEN", "COLUMNS"):  # secrets, and how wide t
 def _one_thread():
     """The same number of threads everywhere: sums on the CPU depend on it, and two test workers share two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """What other tests compiled counts towards the compiler's limit of recompilations of one function."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -65,6 +73,15 @@ def small(chats, tmp_path) -> Config:
     config.schedule.warmup_steps = 2
     config.optimizer.lr = 1e-3
     return config
+
+
+@pytest.fixture
+def narrow(small) -> Config:
+    """`small` with a model of two narrow layers, drawn at random: for runs whose subject is not what a model can do."""
+    small.model = ModelConfig(init=Init.random, architecture={
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16})
+    return small
 
 
 @pytest.fixture

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -227,8 +229,16 @@ def _context() -> Any:
 def _start_worker(worker: int) -> None:
     """torch gives each worker one thread; Ctrl-C, which reaches all processes, and its like are the main process's to answer."""
     left_to_main()
+    sys.excepthook = _unless_broken_off
     main = multiprocessing.parent_process()
     assert main is not None
     # torch's own watch looks for another parent, but a worker's is the fork server, which lives as long as its workers do:
     # of a main process that was killed both would be left, for ever.
     threading.Thread(target=lambda: (wait([main.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def _unless_broken_off(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    """A worker's excepthook: its thread that hands out file descriptors (multiprocessing.resource_sharer) reports by it that
+    the main process hung up half-way, which is what one does that is told to end."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)

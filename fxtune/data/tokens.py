@@ -10,19 +10,15 @@ documents are cut later.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +29,9 @@ from fxtune.data.formats import RowFormat
 from fxtune.data.rows import Row, Shard
 from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open_source
 from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, read_meta, tidy
+from fxtune.data.workers import WorkerDied, in_order
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
 from fxtune.host import cores
-from fxtune.signals import left_to_main
 
 __all__ = ["TokenTable", "tokenize"]
 
@@ -164,49 +160,29 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
             raise HardwareError(f"There is not enough memory to tokenise {source.name}. A row takes 300 times its size: make "
                                 "several of the longest.") from problem
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (pickle.dumps(encoder),))
-    waiting: deque[tuple[Future[Encoded], int]] = deque()
-    try:
+    sizes: deque[int] = deque()
+
+    def shards() -> Iterator[Shard]:
         for shard in source.shards():
-            waiting.append((pool.submit(_encode_in_worker, shard), shard.size))
-            if len(waiting) >= workers + 2:
-                yield _next(waiting)
-        while waiting:
-            yield _next(waiting)
-    except (BrokenProcessPool, MemoryError) as problem:
+            sizes.append(shard.size)
+            yield shard
+
+    try:
+        for part in in_order(_encoding, pickle.dumps(encoder), shards(), workers):
+            yield part, sizes.popleft()
+    except (WorkerDied, MemoryError) as problem:
         raise HardwareError(f"A process that tokenised {source.name} was killed, most likely for want of memory. Use fewer: "
                             f"data.workers={max(1, workers // 2)} (now {workers}).") from problem
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _next(waiting: deque[tuple[Future[Encoded], int]]) -> tuple[Encoded, int]:
-    future, size = waiting.popleft()
-    return future.result(), size
-
-
-_worker_encoder: Encoder | None = None
-
-
-def _start_worker(encoder: bytes) -> None:
+def _encoding(encoder: bytes) -> Callable[[Shard], Encoded]:
     """Set up one worker. torch is never imported here: a worker starts in about a second and stays small."""
-    global _worker_encoder
-    left_to_main()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # A killed parent cannot stop its workers, and they would wait for work for ever.
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     if b"transformers_modules" in encoder:  # a tokenizer whose code came with the model: make that importable here too
         from transformers.dynamic_module_utils import init_hf_modules
 
         init_hf_modules()
-    _worker_encoder = pickle.loads(encoder)
-
-
-def _encode_in_worker(shard: Shard) -> Encoded:
-    assert _worker_encoder is not None
-    return encode_shard(shard, _worker_encoder)
+    return partial(encode_shard, encoder=pickle.loads(encoder))
 
 
 def encode_shard(shard: Shard, encoder: Encoder) -> Encoded:

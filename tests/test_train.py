@@ -99,13 +99,13 @@ def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypa
         assert (gradients[micro] - gradients[8]).norm() < 1e-6 * gradients[8].norm()
 
 
-def test_lines_that_are_read_late_are_the_same(small, build):
+def test_lines_that_are_read_late_are_the_same(narrow, build):
     """As on a GPU, where the next step is issued before a line is written."""
-    small.train.log_every, small.checkpoint.every, small.train.max_steps = 2, 3, 9
+    narrow.train.log_every, narrow.checkpoint.every, narrow.train.max_steps = 2, 3, 9
     lines = []
     for late in (False, True):
-        small.run.name = f"late{late}"
-        trainer = build(small)
+        narrow.run.name = f"late{late}"
+        trainer = build(narrow)
         trainer.reads_late = late
         trainer.run()
         lines.append([{key: value for key, value in line.items() if "second" not in key and key not in VARYING}
@@ -149,13 +149,13 @@ def test_packed_and_unpacked_runs_give_every_document_the_same_loss(small, build
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_run_broken_off_anywhere_ends_with_the_same_weights(small, cwd, monkeypatch, lora, packing):
-    small.techniques.lora.enabled, small.data.packing = lora, packing
-    small.techniques.lora.dropout = 0.1  # random numbers must continue as well
-    small.checkpoint.every, small.run.dir = 2, "whole"
-    small.train.max_steps = 7
-    train.run(small)
-    small.run.dir = "broken"
+def test_a_run_broken_off_anywhere_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
+    narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
+    narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
+    narrow.checkpoint.every, narrow.run.dir = 2, "whole"
+    narrow.train.max_steps = 7
+    train.run(narrow)
+    narrow.run.dir = "broken"
     whole_step, seen = train.Trainer.step, []
 
     def dying(self, step, lr):
@@ -167,8 +167,8 @@ def test_a_run_broken_off_anywhere_ends_with_the_same_weights(small, cwd, monkey
     monkeypatch.setattr(train.Trainer, "step", dying)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train.run(small)
-    train.run(small)
+            train.run(narrow)
+    train.run(narrow)
     assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
     file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
     whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
@@ -178,9 +178,11 @@ def test_a_run_broken_off_anywhere_ends_with_the_same_weights(small, cwd, monkey
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_run_killed_with_9_resumes_by_the_same_command(small, cwd, chats):
+def test_a_run_killed_with_9_resumes_by_the_same_command(cwd, chats):
     command = [sys.executable, "-m", "fxtune", f"data.sources=[{{path: '{chats}'}}]", "data.sequence_length=128",
-               "data.cache_dir=cache", "train.max_steps=40", "train.epochs=100", "train.global_batch_size=4",
+               "data.cache_dir=cache", "train.max_steps=40", "train.epochs=100", "train.global_batch_size=4", "model.init=random",
+               "model.architecture={hidden_size: 64, intermediate_size: 96, num_attention_heads: 4, num_key_value_heads: 2, "
+               "head_dim: 16}",
                "techniques.lora.enabled=true", "checkpoint.every=5", "run.name=killed", "tracking.display=plain"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

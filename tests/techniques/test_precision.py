@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from fxtune import train
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.loss import Loss
-from fxtune.model import DType, Init, ModelConfig
+from fxtune.model import DType
 from fxtune.pipeline import make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
 from fxtune.world import Facts, World
@@ -152,20 +152,10 @@ def test_the_scale_can_grow_and_shrink_for_ever():
     assert ours.scale.item() == 2.0**99
 
 
-@pytest.fixture
-def narrow(small):
-    """Products in float16 are slow on a CPU: a small model, drawn at random, takes few."""
-    small.model = ModelConfig(init=Init.random, architecture={
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16})
-    small.train.global_batch_size = 4
-    return small
-
-
 def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cwd, monkeypatch):
-    """float16 matmuls over float32 weights, from a scale that is far too large."""
+    """float16 matmuls over float32 weights, from a scale that is far too large. (On a CPU they are slow: a model with few.)"""
     narrow.techniques.precision = Precision(True, Autocast.float16, initial_scale=2.0**34, scale_growth_interval=3)
-    narrow.train.max_steps, narrow.checkpoint.every = 22, 2
+    narrow.train.max_steps, narrow.train.global_batch_size, narrow.checkpoint.every = 22, 4, 2
     real, untouched, seen = train.Trainer.step, [], []
 
     def watched(self, step, lr):
@@ -201,7 +191,7 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
 
 
 def test_float16_learns_what_float32_learns(narrow, cwd):
-    narrow.train.max_steps, ends = 10, {}
+    narrow.train.max_steps, narrow.train.global_batch_size, ends = 10, 4, {}
     for autocast in (Autocast.none, Autocast.float16):
         narrow.techniques.precision.autocast, narrow.run.dir = autocast, autocast.value
         train.run(narrow)

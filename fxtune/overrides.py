@@ -19,8 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from fxtune import library
+from fxtune.document import Document, Keys, read
 from fxtune.errors import ConfigError
-from fxtune.vetting import Document, Keys, Vetting, is_free, read
+from fxtune.schema import is_free
+from fxtune.vetting import Vetting
 
 COMMAND_LINE = "on the command line"
 

@@ -8,28 +8,22 @@ value must have the field's type, text may point at other keys and at nothing el
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import BooleanNode, FloatNode, IntegerNode, OmegaConf
+from omegaconf import BooleanNode, FloatNode, IntegerNode
 from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.bounds import outside
-from fxtune.errors import ConfigError
-from fxtune.library import did_you_mean, nearest, place
+from fxtune.document import POINTER, Keys
+from fxtune.library import did_you_mean, nearest
+from fxtune.schema import all_keys, choices, hints, stripped, under
 
-Keys = tuple[str, ...]
-
-MAX_BYTES = 256 * 1024
-MAX_DEPTH = 24
 TRUST = "trust_remote_code"
 WRITTEN = ("run.dir", "data.cache_dir")
 """Keys that say where files are written."""
@@ -48,88 +42,8 @@ ELSEWHERE = {  # what other trainers call it
     "use_wandb": "tracking.wandb.mode", "wandb": "tracking.wandb", "lora": "techniques.lora",
 }
 
-_POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
-
-
-@dataclass
-class Document:
-    """A YAML file that is only data: what it says, and in which line it says it."""
-
-    path: Path
-    data: dict[str, Any]
-    lines: dict[Keys, int]
-    package: str | None
-    """What a `# @package` line says."""
-
-    def where(self, keys: Keys) -> str:
-        """`recipes/mine.yaml:7`, for the deepest of `keys` that the file holds."""
-        while keys and keys not in self.lines:
-            keys = keys[:-1]
-        return f"{place(self.path)}:{self.lines.get(keys, 1)}"
-
-
-def read(path: Path) -> Document:
-    """Read a YAML mapping that uses nothing but plain values. Raises ConfigError with file and line."""
-    name = place(path)
-    try:
-        if not path.is_file():  # a pipe would be waited for, a device never ends
-            raise ConfigError(f"{name}: this is no regular file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{name}: {path.stat().st_size} bytes are no recipe (the limit is {MAX_BYTES})")
-        text = path.read_text(encoding="utf-8")
-        _plain_yaml(text, name)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data: Any = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not UTF-8 text ({error})") from error
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        what = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
-        raise ConfigError(f"{name}{line}: this is not YAML: {what or error}") from error
-    except OmegaConfBaseException as error:
-        pointers = [n for n, line in enumerate(text.splitlines(), 1) if "${" in _POINTER.sub("", line)]
-        raise ConfigError(f"{name}:{pointers[0] if pointers else 1}: {_first_line(error)}") from error
-    if not isinstance(data, dict) or (node is not None and not isinstance(node, yaml.MappingNode)):
-        raise ConfigError(f"{name}:1: a recipe is `key: value` lines, and this is none")
-    lines: dict[Keys, int] = {}
-    if node is not None:
-        _mark(node, data, (), lines)
-    header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
-    return Document(path, data, lines, header[1] if header else None)
-
-
-def _plain_yaml(text: str, name: str) -> None:
-    """Refuse what YAML can do beyond data. Reading the events builds nothing, so a bomb cannot go off here."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        where = f"{name}:{event.start_mark.line + 1}"
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ConfigError(f"{where}: YAML anchors (&{event.anchor}, *{event.anchor}) are not read; "
-                              "write the value out, or point at a key: ${optimizer.lr}")
-        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
-            raise ConfigError(f"{where}: YAML merge keys (<<) are not read, write the values out")
-        if getattr(event, "tag", None):
-            raise ConfigError(f"{where}: YAML tags ({event.tag}) are not read, a recipe holds plain values only")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"{where}: more than {MAX_DEPTH} levels deep")
-
-
-def _mark(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
-    """Note the line of each key; `data` has what the mapping's keys became (`on:` is True)."""
-    if isinstance(node, yaml.MappingNode):
-        for (key_node, value_node), key in zip(node.value, data, strict=True):
-            lines[(*keys, str(key))] = key_node.start_mark.line + 1
-            _mark(value_node, data[key], (*keys, str(key)), lines)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[(*keys, str(index))] = item.start_mark.line + 1
-            _mark(item, data[index], (*keys, str(index)), lines)
 
 
 @dataclass
@@ -146,7 +60,7 @@ class Vetting:
     @property
     def sections(self) -> list[str]:
         """The keys at the top."""
-        return list(_hints(self.schema))
+        return list(hints(self.schema))
 
     def add(self, keys: Keys, text: str) -> None:
         self.problems.append(f"{self.where(keys)}: {text}")
@@ -155,11 +69,11 @@ class Vetting:
         """The type of the field that `keys` name, or None, with a problem noted, where there is none."""
         hint: Any = self.schema
         for depth, key in enumerate(keys):
-            inner, _ = _strip(hint)
+            inner, _ = stripped(hint)
             if _underscored(key):
                 self.add(keys, f"`{'.'.join(keys)}`: {_NO_CODE}")
                 return None
-            below = _below(inner, key)
+            below = under(inner, key)
             if below is None:
                 self.add(keys, self._unknown(keys[:depth], inner, key, keys[depth + 1:]))
                 return None
@@ -169,7 +83,7 @@ class Vetting:
     def value(self, hint: Any, value: Any, keys: Keys) -> None:
         """Note what is wrong with `value` at `keys`, whose field has the type `hint`."""
         name = ".".join(keys)
-        inner, optional = _strip(hint)
+        inner, optional = stripped(hint)
         if isinstance(value, str) and "${" in value:
             self._pointer(value, keys)
             return
@@ -199,13 +113,13 @@ class Vetting:
             return
         for key, item in value.items():
             below = (*keys, str(key))
-            hint = None if _underscored(str(key)) else _below(inner, str(key))
+            hint = None if _underscored(str(key)) else under(inner, str(key))
             if _underscored(str(key)):
                 self.add(below, f"`{'.'.join(below)}`: {_NO_CODE}")
             elif hint is None:
                 self.add(below, self._unknown(keys, inner, str(key), ()))
             else:
-                if isinstance(item, bool) and {"on", "off"} <= set(_options(hint)):
+                if isinstance(item, bool) and {"on", "off"} <= set(choices(hint)):
                     item = value[key] = "on" if item else "off"  # an unquoted `off`, as YAML reads it
                 self.value(hint, item, below)
 
@@ -264,21 +178,21 @@ class Vetting:
         name = ".".join(keys)
         if self.stranger and keys[-1] == TRUST:
             self.add(keys, f"`{name}` can be set on the command line only")
-        if "${" in _POINTER.sub("", value):
+        if "${" in POINTER.sub("", value):
             self.add(keys, f"`{name}={value}` is not read: a config is saved and shared, so it may point at other keys "
                            "(${optimizer.lr}) and never at the environment, a file or a function")
             return
-        for dots, target in _POINTER.findall(value):
+        for dots, target in POINTER.findall(value):
             path = tuple(re.sub(r"\[(\d+)\]", r".\1", target).split("."))
             full = (*keys[:-len(dots)], *path) if dots else path
             elsewhere = Vetting(self.schema, lambda _: "", self.stranger)
             hint = elsewhere.key(full)
             if hint is None:
                 self.add(keys, f"`{name}={value}` points at nothing: {elsewhere.problems[0].removeprefix(': ')}")
-            elif self.stranger and name in WRITTEN and full != ("run", "name") and _strip(hint)[0] is str:
+            elif self.stranger and name in WRITTEN and full != ("run", "name") and stripped(hint)[0] is str:
                 self.add(keys, f"`{name}={value}` points at a text that may be any path: of texts it can point at run.name only")
         if self.stranger and name in WRITTEN:
-            self._beyond(name, _POINTER.sub("x", value), keys)
+            self._beyond(name, POINTER.sub("x", value), keys)
 
     def _unknown(self, above: Keys, inner: Any, key: str, rest: Keys) -> str:
         name = ".".join((*above, key, *rest))
@@ -286,7 +200,7 @@ class Vetting:
             if typing.get_origin(inner) is list:
                 return f"`{name}`: `{'.'.join(above)}` is a list, its entries are counted from 0 (`{'.'.join(above)}.0`)"
             return f"unknown key `{name}`: `{'.'.join(above)}` is {_wanted(inner)} and has no keys"
-        siblings = list(_hints(inner))
+        siblings = list(hints(inner))
         if "." in key and self.stranger:
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
         better = self._better(above, siblings, key, rest)
@@ -320,68 +234,6 @@ def told_only(key: str) -> bool:
 _NO_CODE = "a config holds values, it cannot name code to run"
 
 
-def all_keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Every key there is, as it is typed: `optimizer`, `optimizer.lr`, `data.sources.0.path`, ..."""
-    for name, hint in _hints(schema).items():
-        yield prefix + name
-        inner, _ = _strip(hint)
-        if dataclasses.is_dataclass(inner):
-            yield from all_keys(inner, f"{prefix}{name}.")
-        elif typing.get_origin(inner) is list and dataclasses.is_dataclass(typing.get_args(inner)[0]):
-            yield from all_keys(typing.get_args(inner)[0], f"{prefix}{name}.0.")
-
-
-def is_free(schema: type, keys: Keys) -> bool:
-    """Whether `keys` lead to, or below, a field that takes keys of any name (`model.architecture`)."""
-    hint: Any = schema
-    for key in keys:
-        if _takes_any_key(hint):
-            return True
-        hint = _below(_strip(hint)[0], key)
-    return _takes_any_key(hint)
-
-
-def _takes_any_key(hint: Any) -> bool:
-    inner, _ = _strip(hint)
-    return inner is Any or typing.get_origin(inner) is dict
-
-
-def _hints(schema: Any) -> dict[str, Any]:
-    """Each field of a dataclass with its type."""
-    return _resolved(schema)
-
-
-@functools.cache
-def _resolved(schema: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(schema)
-    return {item.name: hints[item.name] for item in dataclasses.fields(schema)}
-
-
-def _strip(hint: Any) -> tuple[Any, bool]:
-    """Optional[X] as (X, True), anything else as (itself, False)."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        inner = [part for part in typing.get_args(hint) if part is not type(None)]
-        return inner[0], len(inner) < len(typing.get_args(hint))
-    return hint, False
-
-
-def _below(inner: Any, key: str) -> Any:
-    """The type of what stands under `key`, None where nothing can."""
-    if inner is Any:
-        return Any
-    if dataclasses.is_dataclass(inner):
-        return _hints(inner).get(key)
-    if typing.get_origin(inner) is list:
-        return typing.get_args(inner)[0] if key.isdigit() else None
-    return typing.get_args(inner)[1] if typing.get_origin(inner) is dict else None
-
-
-def _options(hint: Any) -> list[str]:
-    """The words of a closed choice; none where `hint` is something else."""
-    inner, _ = _strip(hint)
-    return [member.name for member in inner] if isinstance(inner, type) and issubclass(inner, Enum) else []
-
-
 def _underscored(key: str) -> bool:
     """Hydra's own words (`_target_`, `_partial_`, ...), which make data into calls."""
     return len(key) > 2 and key.startswith("_") and key.endswith("_")
@@ -389,7 +241,7 @@ def _underscored(key: str) -> bool:
 
 def _wanted(inner: Any) -> str:
     if dataclasses.is_dataclass(inner):
-        return ", ".join(_hints(inner))
+        return ", ".join(hints(inner))
     if isinstance(inner, type) and issubclass(inner, Enum):
         return f"one of {', '.join(member.name for member in inner)}"
     return {list: "a list", dict: "{name: value, ...}"}.get(typing.get_origin(inner), _TYPES.get(inner, str(inner)))
@@ -405,7 +257,3 @@ def _close(word: str, options: list[str]) -> str:
 
 def _shown(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

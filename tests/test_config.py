@@ -13,7 +13,8 @@ from fxtune.bounds import BOUNDS, out_of_bounds
 from fxtune.config import Config, load, typed
 from fxtune.errors import ConfigError
 from fxtune.library import nearest
-from fxtune.vetting import ELSEWHERE, Vetting, all_keys
+from fxtune.schema import all_keys
+from fxtune.vetting import ELSEWHERE, Vetting
 
 KEYS = sorted(all_keys(Config))
 

@@ -10,7 +10,7 @@ import pytest
 
 from fxtune import __main__ as command
 from fxtune import config
-from fxtune.vetting import all_keys
+from fxtune.schema import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

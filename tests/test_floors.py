@@ -17,6 +17,8 @@ FLOORS = [
     {"world", "shape", "library", "runfolder", "card", "hub", "inspection", "bounds", "wandb_link", "dynamo", "energy",
      "snapshot", "signals",
      "kernels.*"},  # our own fused operators, each with its plain reference
+    {"document"},  # what a recipe says
+    {"schema"},  # and may say
     {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled",
      "adapter_files",
      "update_rule"},  # what an optimizer may be asked

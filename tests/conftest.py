@@ -84,6 +84,15 @@ def narrow(small) -> Config:
     return small
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """The parent that runs of tests/faults are forked from: one for all tests of a worker, since importing takes seconds."""
+    from killing import ForkServer
+
+    with ForkServer() as server:
+        yield server
+
+
 @pytest.fixture
 def build(cwd):
     """A Trainer that is built and not yet run; its folder is released at the end."""

@@ -7,9 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -176,31 +173,6 @@ def test_a_run_broken_off_anywhere_ends_with_the_same_weights(narrow, cwd, monke
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     assert losses(Path("broken")) == losses(Path("whole"))
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_a_run_killed_with_9_resumes_by_the_same_command(cwd, chats):
-    command = [sys.executable, "-m", "fxtune", f"data.sources=[{{path: '{chats}'}}]", "data.sequence_length=128",
-               "data.cache_dir=cache", "train.max_steps=40", "train.epochs=100", "train.global_batch_size=4", "model.init=random",
-               "model.architecture={hidden_size: 64, intermediate_size: 96, num_attention_heads: 4, num_key_value_heads: 2, "
-               "head_dim: 16}",
-               "techniques.lora.enabled=true", "checkpoint.every=5", "run.name=killed", "tracking.display=plain"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.time() + 90
-    while not list(Path("runs/killed/checkpoints").glob("step-*")) and time.time() < deadline:
-        assert first.poll() is None
-        time.sleep(0.02)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    assert not Path("runs/killed/result.json").exists()
-    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert second.returncode == 0, second.stderr
-    assert "Going on with runs/killed after step" in second.stdout + second.stderr
-    whole = subprocess.run([*command, "run.name=whole"], env=env, capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0, whole.stderr
-    assert losses(Path("runs/killed")) == losses(Path("runs/whole"))
-    name = "adapter/adapter_model.safetensors"
-    assert Path("runs/killed", name).read_bytes() == Path("runs/whole", name).read_bytes()
 
 
 def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):

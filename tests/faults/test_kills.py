@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from killing import Aim, ForkServer, Reference, disturb, prepare
+from killing import Aim, Reference, disturb, prepare
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}
@@ -17,32 +17,26 @@ in the first epoch."""
 
 
 @pytest.fixture(scope="module")
-def server():
-    with ForkServer() as forks:
-        yield forks
-
-
-@pytest.fixture(scope="module")
-def whole(server, tmp_path_factory):
+def whole(forks, tmp_path_factory):
     """The undisturbed run of a mode, once."""
     made: dict[str, Reference] = {}
 
     def of(mode: str) -> Reference:
         if mode not in made:
             folder = tmp_path_factory.mktemp("whole") / mode
-            made[mode] = Reference.of(server, prepare(folder, mode), folder)
+            made[mode] = Reference.of(forks, prepare(folder, mode), folder)
         return made[mode]
 
     return of
 
 
 @pytest.fixture
-def killed(server, tmp_path):
+def killed(forks, tmp_path):
     """Kill a run by `aims`, let it end and compare it with the undisturbed one. Returns its kills."""
 
     def twin(mode: str, reference: Reference, *aims: Aim):
         prepare(tmp_path / mode, mode)
-        fate = disturb(server, reference, tmp_path / mode, list(aims))
+        fate = disturb(forks, reference, tmp_path / mode, list(aims))
         assert fate.code == 0, fate.differences
         assert fate.differences == []
         assert not fate.left, "a process of a killed run is still there"
@@ -61,10 +55,10 @@ def test_an_undisturbed_run_learns_from_every_document_once_an_epoch(whole):
     assert ending.leftovers == []
 
 
-def test_what_is_compared_tells_runs_apart(server, whole, tmp_path):
+def test_what_is_compared_tells_runs_apart(forks, whole, tmp_path):
     """Another seed of the same words changes all that is compared but what was held out."""
     words = prepare(tmp_path / "other", "lora")
-    other = Reference.of(server, [*words, "run.seed=1"], tmp_path / "other").ending
+    other = Reference.of(forks, [*words, "run.seed=1"], tmp_path / "other").ending
     differing = {line.partition(":")[0] for line in whole("lora").ending.differences(other)}
     assert differing == {"sums", "state", "lines", "result", "steps"}
 

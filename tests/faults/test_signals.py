@@ -17,17 +17,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from endings import Ending, Traced
 from harness import ENVIRON, ROOT, command, wait_for
-from killing import LEARNS, Forked, ForkServer, Reference, prepare, tail
+from killing import LEARNS, Forked, Reference, prepare, tail
 
 GOES_ON = "The same command goes on from there."
 WHOLE = 10**7
 """Of a log: a forked process's end can be chatty."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as running:
-        yield running
 
 
 def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
@@ -45,10 +39,10 @@ def logged(folder: Path) -> int:
     return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
 
 
-def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(server, tmp_path):
+def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp_path):
     """Start-up, the first question, a step, an evaluation, a save, the export: each time the same command goes on."""
     plain = prepare(tmp_path / "plain", "lora")
-    reference = Reference.of(server, plain, tmp_path / "plain")
+    reference = Reference.of(forks, plain, tmp_path / "plain")
     folder = tmp_path / "stopped"
     words = prepare(folder, "lora")
     said, attempts = [], []
@@ -57,14 +51,14 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(server, tm
             ("evaluating", 1, signal.SIGTERM, 75), ("training", 2, signal.SIGINT, 130), ("saving", 1, signal.SIGTERM, 75),
             ("exporting", 1, signal.SIGUSR1, 75)]):
         trace = f"trace-{number}.jsonl"
-        forked = server.start(words, folder, trace)
+        forked = forks.start(words, folder, trace)
         assert forked.until(phase, occurrence), tail(folder)
         assert stop(forked, how) == code, tail(folder)
         said.append([line for line in tail(folder, WHOLE).splitlines() if line.startswith("fxtune:")][-1])
         attempts.append(Traced.read(folder / trace))
         if occurrence > 1:
             assert newest(folder) == logged(folder), "what was done was not saved"
-    forked = server.start(words, folder, "trace-last.jsonl")
+    forked = forks.start(words, folder, "trace-last.jsonl")
     assert forked.wait() == 0, tail(folder)
     attempts.append(Traced.read(folder / "trace-last.jsonl"))
     assert not reference.ending.differences(Ending.of(folder / "run", attempts))
@@ -80,10 +74,10 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(server, tm
     ("training", ("loader.num_workers=2", *LEARNS), signal.SIGINT, 130),
     ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
 ])
-def test_workers_leave_the_answer_to_the_main_process(server, tmp_path, phase, words, how, code):
+def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, words, how, code):
     """Ctrl-C and schedulers signal every process of the group or job."""
     prepare(tmp_path / "run", "tokenisers" if phase == "tokenising" else "lora")
-    forked = server.start(command(tmp_path / "run", *words), tmp_path / "run")
+    forked = forks.start(command(tmp_path / "run", *words), tmp_path / "run")
     assert forked.until(phase, 2 if phase == "training" else 1)
     if phase == "tokenising":
         time.sleep(1.5)  # workers are starting, or at work
@@ -99,12 +93,12 @@ def test_workers_leave_the_answer_to_the_main_process(server, tmp_path, phase, w
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_the_second_signal_ends_at_once_what_the_first_cannot(server, tmp_path, how, code):
+def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, how, code):
     """The run stands in a write to a terminal that takes no more (Ctrl-S). One that comes with the first is the same one."""
     os.mkfifo(tmp_path / "log.txt")
     reader = os.open(tmp_path / "log.txt", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
-    forked = server.start(command(tmp_path, "train.epochs=500"), tmp_path)
+    forked = forks.start(command(tmp_path, "train.epochs=500"), tmp_path)
     assert forked.until("training", 1)
 
     def stuck() -> bool:
@@ -127,9 +121,9 @@ def test_the_second_signal_ends_at_once_what_the_first_cannot(server, tmp_path, 
     os.close(reader)
 
 
-def test_a_sweep_ends_with_the_run_that_was_told_to(server, tmp_path):
+def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
     words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3", "train.epochs=100")]
-    forked = server.start(words, tmp_path)
+    forked = forks.start(words, tmp_path)
     assert forked.until("training", 3)
     assert stop(forked, signal.SIGTERM) == 75
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["optimizer.lr=0.001"]
@@ -144,12 +138,12 @@ def test_a_sweep_ends_with_the_run_that_was_told_to(server, tmp_path):
     (["optimizer.lr=1e30", "train.max_skipped_steps=2"], 5, "not finite in 2 steps in a row"),
     (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
 ])
-def test_exit_codes(server, tmp_path, words, code, told):
+def test_exit_codes(forks, tmp_path, words, code, told):
     if code == 4:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
             pytest.skip("this machine has the GPU whose absence is shown")
-    forked = server.start(command(tmp_path, *words), tmp_path)
+    forked = forks.start(command(tmp_path, *words), tmp_path)
     assert forked.wait() == code, tail(tmp_path)
     text = tail(tmp_path, WHOLE)
     assert told in text
@@ -158,7 +152,7 @@ def test_exit_codes(server, tmp_path, words, code, told):
         assert newest(tmp_path) == logged(tmp_path)
         samples = json.loads((tmp_path / "run" / "skipped" / "step-00000002" / "samples.json").read_text())
         assert samples["micro_batches"][0][0][0]["source"] == "chats.jsonl"
-        assert server.start(command(tmp_path, *words), tmp_path).wait() == 5, "it went on past the limit"
+        assert forks.start(command(tmp_path, *words), tmp_path).wait() == 5, "it went on past the limit"
 
 
 def test_the_job_script_puts_a_preempted_job_back(tmp_path):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import command, kill, run, small_disk, start, wait_for
+from harness import command, small_disk, wait_for
+from killing import tail
 from safetensors.torch import save_file
 
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
@@ -92,35 +93,43 @@ def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is
         assert checkpoints.newest().state.step == 2  # the only whole one is not given up for one that may not become whole
 
 
-def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(tmp_path):
+@pytest.fixture
+def said(tmp_path):
+    """All that runs in this folder have printed so far."""
+    return lambda: tail(tmp_path, 10**7)
+
+
+def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "1m"):
-        done = run(command(tmp_path), tmp_path)
-    assert done.code == 6
-    assert "has no room for this run: a checkpoint takes 0." in done.text
-    assert "Traceback" not in done.text
-    assert "step=1/" not in done.text
+        code = forks.start(command(tmp_path), tmp_path).wait()
+    text = said()
+    assert code == 6
+    assert "has no room for this run: a checkpoint takes 0." in text
+    assert "Traceback" not in text
+    assert "step=1/" not in text
 
 
-def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_fails(tmp_path):
+def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_fails(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "40m") as disk:
         words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
-        process = start(words, tmp_path)
-        wait_for(lambda: paths(disk / "checkpoints"), process)
+        process = forks.start(words, tmp_path)
+        wait_for(lambda: paths(disk / "checkpoints"))
         filled = ballast(disk, leave=MIB)
-        wait_for(lambda: "could not be written" in (tmp_path / "log.txt").read_text(), process)
+        wait_for(lambda: "could not be written" in said())
         whole = paths(disk / "checkpoints")
         assert whole
         assert all(damaged(path) is None for path in whole)
         code = process.wait(90)
-        text = (tmp_path / "log.txt").read_text()
+        text = said()
         assert "step=180/180" in text  # to the end
         assert code == 6
         assert "Traceback" not in text
         assert paths(disk / "checkpoints")[-1] == whole[-1]
         filled.unlink()
-        again = run(words, tmp_path)
-    assert again.code == 0, again.text
-    assert f"after step {int(whole[-1].name[5:])} " in again.text
+        (tmp_path / "log.txt").unlink()
+        again = forks.start(words, tmp_path).wait()
+    assert again == 0, said()
+    assert f"after step {int(whole[-1].name[5:])} " in said()
 
 
 def _save_for_ever(folder: str, said: str) -> None:
@@ -268,31 +277,33 @@ def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
     assert "another recipe" in notes[0]
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path):
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path, forks, said):
     """Every other checkpoint of a real run is damaged by hand after the kill."""
     words = command(tmp_path, "train.epochs=8", "checkpoint.every=1", "checkpoint.keep=3")
-    process = start(words, tmp_path)
+    process = forks.start(words, tmp_path)
     folder = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: len(paths(folder)) >= 3, process)
-    kill(process)
+    wait_for(lambda: len(paths(folder)) >= 3)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     *_, whole, newest = (path for path in paths(folder) if damaged(path) is None)
     data = bytearray((newest / "weights.safetensors").read_bytes())
     data[-1] ^= 1
     (newest / "weights.safetensors").write_bytes(data)
-    done = run([*words, "checkpoint.every=0"], tmp_path)
-    assert done.code == 0, done.text
-    assert f"{newest.name}: weights.safetensors is not the file that was saved" in done.text
-    assert f"Going on with run after step {int(whole.name[5:])} " in done.text
+    code = forks.start([*words, "checkpoint.every=0"], tmp_path).wait()
+    assert code == 0, said()
+    assert f"{newest.name}: weights.safetensors is not the file that was saved" in said()
+    assert f"Going on with run after step {int(whole.name[5:])} " in said()
 
 
-def test_a_quarantine_that_cannot_be_written_is_an_error_with_its_place(tmp_path):
+def test_a_quarantine_that_cannot_be_written_is_an_error_with_its_place(tmp_path, forks, said):
     """The disk takes the lock and the config, and no row."""
     rows = [json.dumps({"messages": []}) for _ in range(3000)]
     command(tmp_path)  # makes the chats
     with (tmp_path / "chats.jsonl").open("a") as out:
         out.write("\n".join(rows) + "\n")
     with small_disk(tmp_path / "run", "64k"):
-        done = run(command(tmp_path, "data.on_bad_row=quarantine"), tmp_path)
-    assert done.code == 6, done.text
-    assert "run/quarantine.jsonl: No space left on device. Free space there" in " ".join(done.text.split())
-    assert "Traceback" not in done.text
+        code = forks.start(command(tmp_path, "data.on_bad_row=quarantine"), tmp_path).wait()
+    text = said()
+    assert code == 6, text
+    assert "run/quarantine.jsonl: No space left on device. Free space there" in " ".join(text.split())
+    assert "Traceback" not in text

@@ -171,6 +171,8 @@ def test_ablation_has_a_row_for_each_and_says_what_could_not_be_run(cwd, capsys,
     asked = []
 
     def apart(words, steps, warm_up):
+        if asked:  # what was measured before is on the disk
+            assert len(json.loads(Path("b.json").read_text())["without"]) == len(asked) - 1
         asked.append(([text for text in words if text not in TINY], steps, warm_up))
         return answers.get(words[-1], whole)
 

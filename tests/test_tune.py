@@ -337,8 +337,10 @@ def test_a_search_that_was_broken_off_goes_on(cwd, bench, monkeypatch, capsys):
         return real(*given)
 
     monkeypatch.setattr(trials, "measure", broken_off)
-    code, _ = tuned_as("--axes", "attention,micro_batch")
+    code, found = tuned_as("--axes", "attention,micro_batch")
     assert code == 130
+    assert found["winner"] is None
+    assert sum(row["tokens_per_second"] > 0 for row in found["rows"]) == 2
     assert "the same command goes on from them" in (out := capsys.readouterr().out)
     assert "attention.backend=eager" in out
     assert not RECIPE.exists()

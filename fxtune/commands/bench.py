@@ -119,11 +119,17 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
         say(note)
     say(figures_table(base))
     without: dict[str, dict[str, Any]] = {}
+
+    def keep() -> None:  # each time: what is measured outlives a job that is killed
+        if file is not None:
+            _write(file, {**base, "without": without})
+
+    keep()
     for name, keys in switched_off(base["techniques"]):
         say(f"without {name} ...")
-        without[name] = {"keys": keys, **priced(apart([*overrides, *keys], steps, warm_up), hour)}
-        if file is not None:
-            _write(file, {**base, "without": without})  # each time: what is measured outlives a job that is killed
+        found = without[name] = {"keys": keys, **priced(apart([*overrides, *keys], steps, warm_up), hour)}
+        say(f"  {found.get('error') or '{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB'.format(**found)}")
+        keep()
     say(ablation_table(base, without))
 
 

@@ -62,7 +62,14 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
         raise ConfigError("tune tries values of its own, so each key has one here: leave -m out, and name the axes with --axes")
     path = tuned.place_for(words, config.run.name, output)
     ground = survey(words, config, with_data=not dry_run)
-    search = Search(config, words, ground, names, budget, count, Cache(cache_home() / "tune", again), say)
+    file = Path(json) if json is not None and not dry_run else None
+
+    def tell(text: str) -> None:
+        say(text)
+        if file is not None:
+            _write(file, search)  # each time: what is measured outlives a job that is killed
+
+    search = Search(config, words, ground, names, budget, count, Cache(cache_home() / "tune", again), tell)
     if dry_run:
         say(planned_table(search.planned()))
         say(f"Nothing was run. Each axis goes on from the best before it, so the values above are those of the first round. "
@@ -86,8 +93,8 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
             "goes on from here.")
     tuned.write(path, header(search, winner, path), words, config, winner.deltas)
     say(f"The recipe is {path}: {_command(path)}")
-    if json is not None:
-        _write(Path(json), search, winner, why)
+    if file is not None:
+        _write(file, search, winner, why)
 
 
 def survey(overrides: list[str], config: Config, with_data: bool) -> Ground:
@@ -190,10 +197,11 @@ def _number(option: str, text: Optional[str], default: float, whole: bool = Fals
     return value
 
 
-def _write(file: Path, search: Search, winner: Row, why: str) -> None:
+def _write(file: Path, search: Search, winner: Optional[Row] = None, why: str = "") -> None:
+    """All rows so far; `winner` is null until the search is over."""
     rows = [{"deltas": row.deltas, "forecast_gib": row.outlook.need / GIB, "verdict": row.verdict, "loss_off": row.loss_off,
              "tokens_per_second": row.speed, "answers": [asdict(answer) for answer in row.answers]} for row in search.rows]
-    whole = {"winner": winner.deltas, "why": why, "not_tried": search.untried, "rows": rows,
+    whole = {"winner": None if winner is None else winner.deltas, "why": why, "not_tried": search.untried, "rows": rows,
              "device": search.ground.facts.device_name, "packages": search.ground.facts.packages}
     try:
         file.write_text(jsons.dumps(whole, indent=1, default=str) + "\n")

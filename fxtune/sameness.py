@@ -30,6 +30,7 @@ from fxtune.model import Init, ModelConfig
 from fxtune.runfolder import ANEW
 from fxtune.sealed import read_json, replace_text
 from fxtune.update_rule import OptimizerConfig, OptimizerName, library
+from fxtune.vetting import Vetting
 from fxtune.world import Facts
 
 FILE = "setting.json"
@@ -61,20 +62,35 @@ class Sameness:
 
     def decided(self, asked: Pipelike, now: Pipelike) -> Pipelike | None:
         """`asked` with what each `auto` was when the run started, where `now`, what it would become today, is something else.
-        None where nothing is.
+        None where nothing is. Raises StorageError for a value that no recipe could have.
+
+        The folder may be a stranger's: what the recipe says itself stays, and nothing is taken that a recipe may not say.
         """
         changes = {}
         for name, was in self._section("techniques").items():
             technique, today = getattr(asked, name, None), getattr(now, name, None)
             if not dataclasses.is_dataclass(technique) or isinstance(technique, type) or not isinstance(was, dict):
                 continue
-            differs = {key: _typed(getattr(technique, key), value) for key, value in was.items()
+            if "auto" not in _plain(list(dataclasses.asdict(technique).values())):
+                continue
+            differs = {key: self._typed(name, technique, key, value) for key, value in was.items()
                        if hasattr(technique, key) and _plain(getattr(today, key)) != value}
             if differs:
                 changes[name] = dataclasses.replace(technique, **differs)
                 self.note(f"{name}: as when the run was started, " + ", ".join(
                     f"{key}={_plain(value)} (today it would be {_plain(getattr(today, key))})" for key, value in differs.items()))
         return dataclasses.replace(asked, **changes) if changes else None  # type: ignore[type-var]
+
+    def _typed(self, name: str, asked: Any, key: str, value: Any) -> Any:
+        """A recorded value as the technique's field has it, for JSON knows no enums."""
+        vetting = Vetting(type(asked), lambda _: str(self.folder / FILE))
+        if (hint := vetting.key((key,))) is not None:
+            vetting.value(hint, value, ("techniques", name, key))
+        if vetting.problems:
+            raise StorageError(f"{vetting.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
+                               "file back as it was.")
+        kind = type(getattr(asked, key))
+        return kind(value) if issubclass(kind, Enum) else value
 
     def open(self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts) -> None:
         """hold() what is known before any row or weight is read. `techniques`: the options of those that are on, all decided."""
@@ -160,15 +176,6 @@ def _base(model: ModelConfig) -> dict[str, str]:
 def _plain(value: Any) -> Any:
     """As JSON gives it back."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _typed(asked: Any, value: Any) -> Any:
-    """A recorded value as the field of the dataclass has it, for JSON knows no enums; `asked`: what it is now."""
-    try:
-        return type(asked)(value) if isinstance(asked, Enum) else value
-    except ValueError as error:
-        raise StorageError(f"{FILE} of the run folder holds {value!r}, which this version of fxtune does not know. Use the "
-                           "version that the run was started with.") from error
 
 
 def _shown(section: Mapping[str, Any], key: str) -> str:

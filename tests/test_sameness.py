@@ -114,5 +114,22 @@ def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
 
 def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "psychic"}}}))
-    with pytest.raises(StorageError, match="psychic"):
-        Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(Pipeline(), Pipeline())
+    asked = Pipeline()
+    asked.checkpointing.policy = Policy.auto
+    with pytest.raises(StorageError, match=r"setting\.json: .*psychic.* is not one of .*Use the version of fxtune"):
+        Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(asked, Pipeline())
+
+
+@pytest.mark.parametrize(("was", "told"), [
+    ({"backend": "hub:evil/kernel@" + "a" * 40, "trust_remote_code": True}, "trust_remote_code` runs code of a stranger"),
+    ({"backend": 7}, "`techniques.attention.backend` is text"),
+])
+def test_what_is_recorded_runs_no_code(tmp_path, was, told):
+    """A run folder may be a stranger's, and `auto` in the recipe leaves its setting.json to say what it was."""
+    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"attention": was}}))
+    asked, today = Pipeline(), Pipeline()
+    today.attention.backend = "sdpa"
+    with pytest.raises(StorageError, match=told):
+        Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today)
+    asked.attention.backend = "sdpa"  # the recipe says it itself: nothing is taken
+    assert Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today) is None

@@ -338,6 +338,8 @@ def _state(values: dict[str, Any]) -> TrainState:
     for name in ("best_loss", "best_step"):
         if not isinstance(values.get(name), (int, float, type(None))):
             raise ValueError(f"{STATE}: `{name}` is no number")
+    if any(type(rows) is not int or rows < 1 for rows in values.get("rows", {}).values()):
+        raise ValueError(f"{STATE}: `rows` are no numbers of rows")
     return TrainState(**values)
 
 

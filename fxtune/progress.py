@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, moment_bytes
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, StorageError
 from fxtune.numbers import Numbers
 from fxtune.optimizer import Optimizer
 from fxtune.runfolder import ANEW, CHECKPOINTS, RunFolder, identity
@@ -62,9 +62,13 @@ class Progress:
         with torch.no_grad():
             for name, parameter in self.weights().items():
                 parameter.copy_(saved.weights[name])
-        self.optimizer.load(saved.moments, saved.state.optimizer)
-        self.loss_scale.load(saved.state.loss_scale)
-        self.numbers.load(saved.state.step, saved.state.numbers)
+        try:
+            self.optimizer.load(saved.moments, saved.state.optimizer)
+            self.loss_scale.load(saved.state.loss_scale)
+            self.numbers.load(saved.state.step, saved.state.numbers)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise StorageError(f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove "
+                               "this checkpoint, and the run goes on from the one before.") from error
         self.note(f"Going on with {self.folder.path} after step {saved.state.step} ({ANEW}, starts anew).")
         self.state, self.saved, self._rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state

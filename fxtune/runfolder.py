@@ -22,7 +22,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from fxtune.errors import ConfigError, StorageError, UserError
-from fxtune.sealed import replace_text
+from fxtune.sealed import read_json, replace_text
 
 FREE_ON_RESUME = ("run.dir", "run.resume", "run.device", "tracking", "loader", "checkpoint", "train.log_every",
                   "data.workers", "data.cache_dir", "data.questions")
@@ -31,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of the run's checkpoints, in its own."""
 ANEW = "run.resume=never, or another run.dir where that is set"
 """What starts a run anew."""
+_FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
 
 
@@ -49,11 +50,10 @@ class RunFolder:
         """The last figures of a finished run. Raises StorageError where they cannot be read."""
         file = self.path / "result.json"
         try:
-            figures = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+            return read_json(file)
+        except ValueError as error:
             raise StorageError(f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
                                "run again from its last checkpoint.") from error
-        return figures if isinstance(figures, dict) else {}
 
     def finish(self, result: dict[str, Any]) -> None:
         """Mark the run as finished, with its last figures. Raises StorageError."""
@@ -86,7 +86,7 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
     run of the same config, else takes a new folder; `never` always takes a new one; `must` fails where there is nothing to
     go on with. A `folder` that is given is used as it is: what stands in the way is an error.
     """
-    root = Path(folder) if folder else Path("runs") / name
+    root = Path(folder).expanduser() if folder else Path("runs") / name
     try:
         if folder is None:
             return _claim_numbered(root, resume, config)
@@ -112,7 +112,7 @@ def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
         taken = {number: path for number, path in _numbers(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
             with contextlib.suppress(StorageError):  # one that cannot be read is not of this config
-                if not differences(_recorded(path) or {}, config):
+                if not differences(recorded(path) or {}, config):
                     return path
     except OSError as error:
         raise StorageError(f"The run folder {root} cannot be used: {error}. "
@@ -128,7 +128,7 @@ def identity(config: dict[str, Any]) -> str:
 
 def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFolder:
     root = found.path
-    before = _recorded(root)
+    before = recorded(root)
     if before is None:
         if resume == "must":
             raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
@@ -150,7 +150,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
     for number in sorted(numbers, reverse=True) if resume != "never" else ():
         path = numbers[number]
         try:
-            before = _recorded(path)
+            before = recorded(path)
         except StorageError as error:
             unlike = unlike or [str(error)]
             continue
@@ -191,7 +191,7 @@ def _numbered(root: Path, number: int) -> Path:
 
 def _open(path: Path) -> RunFolder | None:
     path.mkdir(parents=True, exist_ok=True)
-    _require_own(path)
+    require_own(path)
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -205,7 +205,7 @@ def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
     return found
 
 
-def _recorded(path: Path) -> dict[str, Any] | None:
+def recorded(path: Path) -> dict[str, Any] | None:
     """The config of the run in `path`; None where there is none. Raises StorageError for one that cannot be read."""
     file = path / "config.yaml"
     if not file.exists():
@@ -225,12 +225,19 @@ def _recorded(path: Path) -> dict[str, Any] | None:
     return config
 
 
-def _require_own(path: Path) -> None:
-    """Refuse a run folder whose links would have us write elsewhere. Checkpoints may lie on another disk."""
+def require_own(path: Path) -> None:
+    """Refuse a run folder whose links would have us write elsewhere (checkpoints may lie on another disk), or in which something
+    lies that is no file: who opens a pipe waits for ever. Raises StorageError.
+    """
     for entry in path.iterdir():
-        if entry.is_symlink() and entry.name != "checkpoints" and not entry.resolve().is_relative_to(path.resolve()):
+        if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
             raise StorageError(f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
                                "it, or set run.dir to another folder.")
+        wanted = Path.is_dir if entry.name == CHECKPOINTS else Path.is_file if entry.suffix in _FILES else Path.exists
+        if entry.exists() and (not wanted(entry) or not (entry.is_dir() or entry.is_file())):
+            what = "a folder" if entry.is_dir() else "a file" if entry.is_file() else "a pipe, a socket or a device"
+            raise StorageError(f"{entry} is {what}, and a run has something else there. Remove it, or set run.dir to another "
+                               "folder.")
 
 
 def _require_plain(text: str) -> None:

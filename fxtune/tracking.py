@@ -31,6 +31,8 @@ from filelock import FileLock
 
 from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.redact import redact, redact_arguments
+from fxtune.runfolder import recorded, require_own
+from fxtune.sealed import replace_text
 from fxtune.signals import SIGNALS
 from fxtune.wandb_link import WandbLink, api_key_at_hand
 from fxtune.wandb_process import GOES_ON, STEP
@@ -126,7 +128,7 @@ class Tracker:
         self._note = note
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._step = resume_step
-        self._tensorboard = _open_tensorboard(self.run_dir, resume_step) if config.tensorboard else None
+        self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
         self._file: IO[bytes] | None = None
         self._file_fault = False
         self._resume_step = resume_step
@@ -209,6 +211,18 @@ class Tracker:
         while not self._notes.empty():
             self._note(redact(self._notes.get()))  # an address with a password may be part of an error's text
 
+    def _open_tensorboard(self, resume_step: int) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(_TENSORBOARD_MISSING) from error
+        purge = resume_step + 1 if resume_step else None  # hides the lines of steps that are done again
+        try:
+            return SummaryWriter(log_dir=str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
+        except OSError as error:
+            self._notes.put(f"TensorBoard's files cannot be written ({error}); training goes on without them")
+            return None
+
     def _open_file(self, resume_step: int) -> None:
         path = self.run_dir / "metrics.jsonl"
         try:
@@ -249,22 +263,26 @@ class Tracker:
 def upload(run_dir: Path, note: Callable[[str], None]) -> None:
     """Send W&B what it does not have of the run in `run_dir`, which is not under way.
 
-    Raises ConfigError (no such run, no API key) and StorageError (W&B did not take all of it).
+    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune leaves one, or W&B did not take
+    all of it).
     """
-    recorded = run_dir / "config.yaml"
-    if not (recorded.exists() and (run_dir / "metrics.jsonl").exists()):
+    if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
     if not api_key_at_hand():
         raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
-    import yaml
-
+    require_own(run_dir)
     with FileLock(run_dir / ".lock", timeout=0):
-        plain = yaml.safe_load(recorded.read_text(encoding="utf-8"))
-        settings = plain["tracking"]["wandb"]
-        config = WandbConfig(WandbMode.online, settings["project"], settings["entity"], settings["group"], settings["tags"],
-                             init_timeout=SYNC_PATIENCE)
+        plain = recorded(run_dir) or {}
+        try:
+            settings = plain["tracking"]["wandb"]
+            config = WandbConfig(WandbMode.online, settings["project"], settings["entity"], settings["group"], settings["tags"],
+                                 init_timeout=SYNC_PATIENCE)
+            name = str(plain["run"]["name"])
+        except (KeyError, TypeError) as error:
+            raise StorageError(f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
+                               "tracking.wandb is missing. Bring it back.") from error
         notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        link = _link(config, _identity(run_dir, None), run_dir, plain["run"]["name"], plain, ("online",), notes, UPLOAD_PATIENCE)
+        link = _link(config, _identity(run_dir, None), run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
         link.finish(0 if (run_dir / "result.json").exists() else 1, UPLOAD_PATIENCE)
     while not notes.empty():
         note(redact(notes.get()))
@@ -284,22 +302,14 @@ def _identity(run_dir: Path, given: str | None) -> str:
     """The W&B run that this folder belongs to: a run that was killed before its first checkpoint is still the same one."""
     file = run_dir / "wandb" / "id"
     known = given
-    with contextlib.suppress(OSError):
-        known = known or file.read_text(encoding="utf-8").strip()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if file.is_file() and not file.is_symlink():  # the folder may be a stranger's: no pipe, no file of ours
+            known = known or file.read_text(encoding="utf-8").strip()
     known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
     with contextlib.suppress(OSError):  # the folder cannot be written, as W&B will say itself
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(known, encoding="utf-8")
+        replace_text(file, known)
     return known
-
-
-def _open_tensorboard(run_dir: Path, resume_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(_TENSORBOARD_MISSING) from error
-    purge = resume_step + 1 if resume_step else None  # hides the lines of steps that are done again
-    return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
 
 def _keep_until(path: Path, step: int) -> set[frozenset[str]]:

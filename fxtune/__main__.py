@@ -237,7 +237,7 @@ class _Job:
             if self.multirun:
                 overrides = list(HydraConfig.get().overrides.task)
                 title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
-                whole = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
+                whole = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / config.run.name
                 plain = redact(json.loads(json.dumps(asdict(config))))  # as it is written to a run's folder
                 config.run.dir = str(place(whole / title, config.run.resume.value, plain))
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
@@ -261,11 +261,14 @@ def title_of(overrides: list[str], number: int) -> str:
 
 
 def show(error: UserError) -> None:
-    """Print an error to stderr: one block, no traceback. Brackets in it are text, not markup."""
+    """Print an error to stderr: one block, no traceback. Brackets in it are text, not markup, and control characters are shown:
+    it may quote a stranger's file."""
     from rich.console import Console
     from rich.text import Text
 
-    text = Text.assemble(("fxtune: ", "bold red"), redact_text(str(error)))
+    from fxtune.console import plain
+
+    text = Text.assemble(("fxtune: ", "bold red"), plain(redact_text(str(error))))
     Console(stderr=True, highlight=False, soft_wrap=True).print(text)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 POSITIVE, NOT_NEGATIVE, SHARE, BELOW_ONE, AT_LEAST_ONE = "above 0", "0 or more", "from 0 to 1", "from 0 to below 1", "1 or more"
 PART = "above 0 and below 1"
 
+_NOWHERE = re.compile("[\0\ud800-\udfff]")
 _HOLDS = {
     POSITIVE: lambda x: x > 0,
     NOT_NEGATIVE: lambda x: x >= 0,
@@ -70,9 +71,11 @@ def out_of_bounds(config: Any) -> Iterator[str]:
     for key, value in _leaves(config):
         if problem := outside(key, value):
             yield problem
-    if not re.fullmatch(r"[^/\\\0]+", config.run.name) or config.run.name.startswith("."):
-        yield (f"`run.name={config.run.name}` names a folder below runs/: no slashes, no dot at the start, not empty "
-               "(run.dir takes a path)")
+        if isinstance(value, str) and _NOWHERE.search(value):
+            yield f"`{key}={value!r}` has a character that no file and no name can have (NUL, or half of a surrogate pair)"
+    if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", config.run.name) or config.run.name.startswith("."):
+        yield (f"`run.name={config.run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, not "
+               "empty (run.dir takes a path)")
     if config.train.micro_batch_size >= 1 and config.train.global_batch_size % config.train.micro_batch_size:
         yield (f"`train.global_batch_size={config.train.global_batch_size}` must be a multiple of "
                f"`train.micro_batch_size={config.train.micro_batch_size}`")

@@ -29,6 +29,7 @@ TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 16 << 20
 """Of a config. Tokenizers and indices of weights may be longer."""
 LONG = {"tokenizer.json": 1 << 30, "vocab.json": 1 << 30, "model.safetensors.index.json": 256 << 20}
+MAX_TEMPLATE = 1 << 20
 MAX_DEPTH = 64
 MOST = 2**31 - 1
 """Of any whole number but a frequency's base."""
@@ -57,6 +58,9 @@ def inspect_folder(folder: Path, told: str) -> None:
                 _require_own(file, folder, told)
                 if file.suffix == ".json":
                     _inspect_json(file, told)
+                elif file.suffix == ".jinja" and (size := file.stat().st_size) > MAX_TEMPLATE:
+                    raise ConfigError(f"{told}: {file} has {size:,} bytes, more than a chat template ever has "
+                                      f"({MAX_TEMPLATE:,}).")
     except OSError as error:
         raise StorageError(f"{told}: {folder} cannot be read: {error}") from error
 

@@ -15,6 +15,8 @@ from fxtune.errors import ConfigError
 
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
+HEADER = 4096
+"""Characters of a recipe that are looked at for its first comment line."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Recipe:
     def title(self) -> str:
         """The file's first comment line, which says in one line what the recipe does."""
         try:
-            with self.path.open(encoding="utf-8") as lines:
-                for line in lines:
+            with self.path.open(encoding="utf-8") as file:
+                for line in file.read(HEADER).splitlines():
                     text = line.strip().removeprefix("#").strip()
                     if not line.startswith("#"):
                         break

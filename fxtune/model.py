@@ -270,7 +270,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. A "
                           "model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error
@@ -368,8 +368,8 @@ def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch
             origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=model.trust_remote_code, **placed)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded: "
-                           f"{_first_line(error)}") from error
+        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded as its config.json says: "
+                           f"{_first_line(error)}. Use a complete copy.") from error
     shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
               for name, stored, wanted in seen["mismatched_keys"]]
     troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
@@ -412,5 +412,6 @@ def _fetch_weights(origin: Origin) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}".rstrip(".")
+    """The name of an error and the first line of its message; where that only introduces the next one, both."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
+    return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxtune import library
+from fxtune.console import say
 from fxtune.errors import ConfigError, StorageError
 
 _USAGE = "fxtune recipes                      list the recipes\nfxtune recipes copy NAME mine.yaml  copy one, to edit it"
@@ -13,7 +14,7 @@ _USAGE = "fxtune recipes                      list the recipes\nfxtune recipes c
 def run(*arguments: str) -> None:
     """List the recipes, or copy one. Raises ConfigError for anything else."""
     if not arguments:
-        print(listing())
+        say(listing())
     elif arguments[0] == "copy" and len(arguments) == 3:
         target = copy(arguments[1], Path(arguments[2]))
         found = library.recipes().get(target.stem)
@@ -44,7 +45,10 @@ def copy(name: str, target: Path) -> Path:
         target = target / f"{source.name}.yaml"
     if target.suffix != ".yaml":
         raise ConfigError(f"{target}: a recipe's file ends in .yaml; use {target.with_suffix('.yaml')}")
-    text = source.path.read_text(encoding="utf-8")
+    try:
+        text = source.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source.path} cannot be read as a text file: {error}") from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:  # "x": fails where there is a file, in one step

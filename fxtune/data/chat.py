@@ -33,6 +33,8 @@ from fxtune.fence import Exceeded, fence
 
 IGNORED = -100
 """The label that pre-tokenised data gives to tokens which are not targets, as everywhere in PyTorch."""
+MOST = 1 << 20
+"""Bytes of a chat template. Long ones have 30,000; a longer one would only be slow."""
 
 
 @dataclass
@@ -191,6 +193,8 @@ def read_template(path: str) -> str:
     try:
         file = Path(path).expanduser()
         require_file(file)
+        if (size := file.stat().st_size) > MOST:
+            raise DataError(f"data.chat_template={path}: {size:,} bytes are no chat template (the limit is {MOST:,})")
         source = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"data.chat_template={path}: there is no such file") from None

@@ -197,30 +197,32 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
     try:
         # Not through a memory map: a file that shrinks meanwhile would end the process (SIGBUS), not raise an error.
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
-            decode = _datasets_decoder(file.schema_arrow)
-            for batch in file.iter_batches(batch_size=256):
-                size = max(1, batch.nbytes // max(1, len(batch)))
-                for value in decode(batch):
+            decode, columns = _datasets_decoder(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in arrow_rows(batch, name, number, decode):
                     number += 1
-                    yield arrow_row(f"{name} row {number}", value, size)
+                    yield row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
         after = f"after row {number}" if number else "as Parquet"
         raise DataError(f"{name} cannot be read {after}: {str(problem).splitlines()[0]}. Is the file whole?") from problem
 
 
-def _datasets_decoder(schema: Any) -> Callable[[Any], Iterable[dict[str, Any]]]:
+def _datasets_decoder(schema: Any) -> tuple[Callable[[Any], Iterable[dict[str, Any]]], list[str] | None]:
+    """What makes rows of a batch, and the columns that it wants (None: all): no images and sounds."""
     if b"huggingface" not in (schema.metadata or {}):
-        return lambda batch: batch.to_pylist()
+        return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
     from datasets import Dataset, DatasetInfo, Features
 
-    info = DatasetInfo(features=Features(undecoded(Features.from_arrow_schema(schema))))
+    features = Features(undecoded(Features.from_arrow_schema(schema)))
+    left_out = media(features)
+    kept = Features({name: feature for name, feature in features.items() if name not in left_out})
+    info = DatasetInfo(features=kept)
 
     def decode(batch: Any) -> Iterator[dict[str, Any]]:
-        whole = Dataset(pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)]), info=info)
-        return iter(whole.remove_columns(media(whole.features)))
+        return iter(Dataset(pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)]), info=info))
 
-    return decode
+    return decode, list(kept) if left_out else None
 
 
 def media(features: Any) -> list[str]:
@@ -244,10 +246,21 @@ def undecoded(feature: Any) -> Any:
     return feature
 
 
-def arrow_row(where: str, value: dict[str, Any], size: int) -> Row:
-    """A row of an Arrow table. Arrow gives every struct all keys, null where a row had none: those are dropped again
-    (`content` stays: chat templates look at it, and a turn that only calls tools has it null)."""
-    return Row(where, {key: _without_nulls(item) for key, item in value.items() if item is not None}, size=size)
+def arrow_rows(table: Any, name: str, done: int, decode: Callable[[Any], Iterable[dict[str, Any]]]) -> Iterator[Row]:
+    """Some hundred rows of Arrow, which come after `done` others. One that is too long is left as it is in Arrow's memory.
+
+    Arrow gives every struct all keys, null where a row had none: those are dropped again (`content` stays: chat templates look
+    at it, and a turn that only calls tools has it null).
+    """
+    sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > ROW_BYTES else []
+    size, begin = max(1, table.nbytes // max(1, len(table))), 0
+    for end in [*(at for at, each in enumerate(sizes) if each > ROW_BYTES), len(table)]:
+        for at, value in enumerate(decode(table.slice(begin, end - begin)) if end > begin else (), done + begin + 1):
+            kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+            yield Row(f"{name} row {at}", kept, size=size)
+        if end < len(table):
+            yield bad(f"{name} row {done + end + 1}", too_long(sizes[end]), None)
+        begin = end + 1
 
 
 def _without_nulls(value: Any) -> Any:

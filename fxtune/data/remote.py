@@ -14,7 +14,7 @@ from typing import Any
 
 from fxtune import hub
 from fxtune.console import say
-from fxtune.data.readers import arrow_row, media, undecoded
+from fxtune.data.readers import arrow_rows, media, undecoded
 from fxtune.data.rows import Row
 from fxtune.errors import DataError
 
@@ -80,11 +80,13 @@ def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
     dataset = dataset.remove_columns(media(dataset.features)).with_format("arrow")
     info = DatasetInfo(features=Features(undecoded(dataset.features)))
     count = len(dataset) if limit is None else min(limit, len(dataset))
-    size = max(1, (dataset.data.nbytes if count else 0) // max(1, len(dataset)))
+
+    def decode(table: Any) -> Iterator[dict[str, Any]]:
+        columns = Dataset(table, info=info)[:]
+        return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
     for start in range(0, count, 256):
-        columns = Dataset(dataset[start : min(start + 256, count)], info=info)[:]
-        for index, values in enumerate(zip(*columns.values(), strict=True), start + 1):
-            yield arrow_row(f"{name} row {index}", dict(zip(columns, values, strict=True)), size)
+        yield from arrow_rows(dataset[start : min(start + 256, count)], name, start, decode)
 
 
 def files(dataset: Any) -> list[Path]:

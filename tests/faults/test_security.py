@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -25,8 +27,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from fxtune import __main__ as program
 from fxtune import model as models
+from fxtune.commands import sync
 from fxtune.commands.merge import merge
+from fxtune.config import Config, TrainConfig
 from fxtune.data.chat import Encoder
 from fxtune.data.sources import DataConfig, RowFormat, SourceConfig, open_source
 from fxtune.data.tokens import tokenize
@@ -34,10 +39,44 @@ from fxtune.errors import ConfigError, DataError, StorageError, UserError
 from fxtune.fence import Exceeded, fence
 from fxtune.hub import locate
 from fxtune.model import Init, ModelConfig, load_tokenizer
-from fxtune.runfolder import claim
-from fxtune.tracking import WandbMode
+from fxtune.runfolder import RunFolder, claim
+from fxtune.tracking import Display, TrackingConfig, WandbMode
+from fxtune.tracking import _identity as wandb_identity
 from fxtune.train import run as train
 from fxtune.world import World
+
+# --- recipes
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    (b'# @package _global_\n"a\\e[31mb": 1\n', "unknown key `a\u241b[31mb`"),
+    (b'# @package _global_\nrun: {name: "\\ud800"}\n', r"`run.name='\ud800'` has a character that no file"),
+    (b'# @package _global_\nrun: {dir: "a\\0b"}\n', r"`run.dir='a\x00b'` has a character that no file"),
+    (b'# @package _global_\nrun: {name: "a\\nb"}\n', "no line breaks"),
+], ids=["escape", "surrogate", "nul", "line"])
+def test_characters_that_drive_a_terminal_or_fit_no_file_are_refused(text, told, cwd, capfd):
+    Path("odd.yaml").write_bytes(text)
+    assert program.main(["+recipe=./odd.yaml", "data.sources=[{path: rows.jsonl}]"]) == 2
+    out, err = capfd.readouterr()
+    assert told in err
+    assert "\x1b" not in out + err
+
+
+def test_recipes_that_are_none_are_listed_at_once_and_cannot_be_copied(cwd, capfd):
+    Path("recipes").mkdir()
+    with Path("recipes/huge.yaml").open("wb") as file:
+        file.truncate(4 << 30)
+    Path("recipes/binary.yaml").write_bytes(b"\xff\xfe\0")
+    Path("recipes/\x1b[31m.yaml").write_text("# \x1b[2J cleared\n")
+    began = time.process_time()
+    assert program.main(["recipes"]) == 0
+    assert time.process_time() - began < 5
+    told = capfd.readouterr().out
+    assert "\x1b" not in told
+    assert "\u241b[2J cleared" in told
+    assert program.main(["recipes", "copy", "binary", "mine.yaml"]) == 2
+    assert "recipes/binary.yaml cannot be read as a text file" in capfd.readouterr().err.replace(f"{cwd}/", "")
+
 
 # --- chat templates
 
@@ -104,6 +143,16 @@ def test_a_template_does_not_leave_its_sandbox(escape, cwd, tokenizer):
         text = tokenizer.decode(made.ids)
         assert "class" not in text
         assert "root:" not in text
+
+
+def test_a_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
+    for path in (Path("long.jinja"), stranger / "chat_template.jinja"):
+        with path.open("wb") as file:
+            file.truncate(4 << 30)
+    with pytest.raises(DataError, match=r"4,294,967,296 bytes are no chat template"):
+        Encoder(tokenizer, RowFormat.messages, "long.jinja")
+    with pytest.raises(ConfigError, match="more than a chat template ever has"):
+        opened(stranger)
 
 
 def _fenced_in_a_process(seconds: float, more: int, work: str) -> str:
@@ -239,6 +288,8 @@ ODD_CONFIGS = {
     "a size": ({"hidden_size": 10**30}, "hidden_size=1000.* is beyond"),
     "a negative size": ({"vocab_size": -(10**12)}, "is beyond"),
     "experts": ({"num_experts": 10**8}, "is beyond"),
+    "no heads": ({"num_attention_heads": 0}, "modulo by zero"),
+    "a size in words": ({"hidden_size": "large"}, "'hidden_size'.* int"),
 }
 
 
@@ -470,6 +521,22 @@ def test_a_cache_of_tokens_that_somebody_else_filled_runs_nothing(cwd, tokenizer
     assert not Path("ran").exists()
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_row_of_a_column_file_that_is_too_long_is_not_decoded(saved, cwd):
+    """30 kB of Parquet may hold a text of a gigabyte, and a tokenizer needs 300 bytes for each of its bytes."""
+    import datasets
+
+    table = pa.table({"text": ["a", "x" * (17 << 20), "b", "c"]})
+    if saved:
+        datasets.Dataset(table).save_to_disk("rows.parquet")
+    else:
+        pq.write_table(table, "rows.parquet", compression="zstd")
+    rows = list(open_source(SourceConfig(path="rows.parquet")).rows())
+    assert [row.value and row.value["text"] for row in rows] == ["a", None, "b", "c"]
+    assert [row.where for row in rows] == [f"rows.parquet row {number}" for number in range(1, 5)]
+    assert rows[1].error.startswith("a row of 17.0 MiB; one may have 16 MiB")
+
+
 # --- a run folder and its checkpoints
 
 
@@ -505,11 +572,79 @@ def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
     assert not Path("ran").exists()
 
 
-def test_a_pipe_in_place_of_a_run_s_config_is_not_waited_for(cwd):
+@pytest.mark.parametrize(("name", "make"), [
+    *((name, os.mkfifo) for name in ("config.yaml", "metrics.jsonl", "result.json", ".lock", "adapter", "checkpoints")),
+    ("metrics.jsonl", os.mkdir), ("result.json", os.mkdir), ("checkpoints", Path.touch)])
+def test_what_stands_in_the_place_of_a_run_s_file_is_said_and_not_waited_for(name, make, cwd):
     Path("run").mkdir()
-    os.mkfifo("run/config.yaml")
-    with pytest.raises(StorageError, match="no regular file"):
+    make(Path("run", name))
+    with pytest.raises(StorageError, match=rf"run/{name} is a (pipe|folder|file).*set run\.dir to another"):
         claim("run", "run", "auto", {})
+
+
+def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):
+    Path("mine").write_text("private")
+    for number, make in enumerate((os.mkfifo, lambda path: Path(path).symlink_to(cwd / "mine"))):
+        Path(f"run{number}/wandb").mkdir(parents=True)
+        make(f"run{number}/wandb/id")
+        assert re.fullmatch("[a-z0-9]{8}", wandb_identity(Path(f"run{number}"), None))
+    assert Path("mine").read_text() == "private"
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '"x"'], ids=["deep", "text"])
+def test_the_result_of_a_run_folder_is_no_bomb(text, cwd):
+    found = claim("run", "run", "auto", {})
+    Path("run/result.json").write_text(text)
+    with pytest.raises(StorageError, match=r"result\.json, which says that this run is finished, cannot be read"):
+        RunFolder.result(found)
+    found.release()
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    ({"rows": {"training": 0}}, "`rows` are no numbers of rows"), ({"rows": {"training": "x"}}, "`rows` are no numbers of rows"),
+    ({"optimizer": {"groups": [1]}}, "its state is not as fxtune writes it"),
+    ({"numbers": {"window": 3}}, "its state is not as fxtune writes it"),
+])
+def test_a_state_that_nobody_saved_is_an_error_of_the_checkpoint(values, told, begun, cwd):
+    """With a manifest that says it is whole."""
+    shutil.copytree(begun.run.dir, "run")
+    begun = dataclasses.replace(begun, run=dataclasses.replace(begun.run, dir="run"))
+    folder = Path("run/checkpoints/step-00000001")
+    change(folder / "state.json", **values)
+    text, manifest = (folder / "state.json").read_bytes(), json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StorageError, match=told):
+        train(begun)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The config of a run that was killed after its first step; its folder is `run.dir`."""
+    home = tmp_path_factory.mktemp("begun")
+    (home / "rows.jsonl").write_text('{"text": "a b c"}\n' * 4)
+    config = Config(data=DataConfig(sources=[SourceConfig(path=str(home / "rows.jsonl"))], cache_dir=str(home / "cache"),
+                                    sequence_length=16), tracking=TrackingConfig(display=Display.none),
+                    train=TrainConfig(max_steps=1, micro_batch_size=1, global_batch_size=1))
+    config.run.dir, config.techniques.lora.enabled = str(home / "run"), True
+    train(config)
+    (home / "run" / "result.json").unlink()
+    return config
+
+
+@pytest.mark.parametrize("text", ["", "[]", "a: b", "a: [", "tracking: {wandb: 3}", "run: {name: x}", "[" * 20_000,
+                                  "!!python/object/apply:os.system ['touch ran']", "a: &a [x]\nb: [*a, *a]", None])
+def test_a_run_folder_that_is_to_be_synced_is_no_bomb_either(text, cwd, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    if text is None:
+        os.mkfifo("run/config.yaml")
+    else:
+        Path("run/config.yaml").write_text(text)
+    with pytest.raises(StorageError, match=r"run/config\.yaml"):
+        sync.run("run")
+    assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", ".lock", "quarantine.jsonl", "wandb", "skipped"])

@@ -128,8 +128,7 @@ def _deterministic(monkeypatch):
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("shape", reference.SHAPES)
+@pytest.mark.parametrize(("shape", "lora"), [*((shape, True) for shape in reference.SHAPES), ("llama", False)])
 def test_recomputing_eagerly_changes_no_bit(shape, lora):
     given = reference.batch(shape)
     plain = reference.ours(pipeline(False, "sdpa", policy=Policy.none), shape, given, lora=lora)
@@ -141,9 +140,10 @@ def test_recomputing_eagerly_changes_no_bit(shape, lora):
         assert not wrong, (name, wrong[:3], reference.apart(seen, plain))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("shape", reference.SHAPES)
+@pytest.mark.parametrize(("shape", "compiled"), [
+    *((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)])
 def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
+    """Compiled, the two that are least like the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     none = reference.apart(reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact)
@@ -158,6 +158,8 @@ def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
 def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
+        if fused is Fused.off and name in ("attention", "offload"):  # what they add to the forecast does not hang on adapters
+            continue
         measured = Measured(pipeline(fused=fused, **options), BIG, 8192)
         peaks[name], forecasts[name] = measured.peak(), expected(measured, BIG, 8192)
         print(f"\n{name:14} measured {peaks[name] / GIB:6.2f} GiB, forecast {forecasts[name] / GIB:6.2f} "
@@ -174,19 +176,28 @@ def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused)
     assert all(abs(error) < 0.15 for error in off.values()), off
 
 
-@pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
-def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options):
-    """Gradients as near to those without checkpointing as attention's sums in any order leave them."""
+@pytest.fixture(scope="module")
+def plain_gradients() -> dict[str, torch.Tensor]:
+    """Of BIG without checkpointing, on the CPU."""
     plain = Measured(pipeline(policy=Policy.none), BIG, 8192)
     plain.step()
-    expected_gradients = plain.gradients()
+    gradients = {name: gradient.cpu() for name, gradient in plain.gradients().items()}
     del plain
     freed()
+    return gradients
+
+
+@pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
+def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options, plain_gradients):
+    """Gradients as near to those without checkpointing as attention's sums in any order leave them."""
     measured = Measured(pipeline(**options), BIG, 8192)
     for _ in range(3):
         measured.step()
-    for key, value in measured.gradients().items():
-        assert reference.relative(expected_gradients[key], value) < 2e-2, key
+    gradients = measured.gradients()
+    assert gradients.keys() == plain_gradients.keys()
+    for key, value in gradients.items():
+        assert reference.relative(value, plain_gradients[key]) < 2e-2, key
+    del gradients
     peak, said = measured.peak(), expected(measured, BIG, 8192)
     report = measured.pipeline.compile.report()
     host = getattr(measured.model, "offload", None)

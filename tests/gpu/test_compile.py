@@ -21,6 +21,10 @@ from fxtune.update_rule import OptimizerConfig, OptimizerName
 LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 """Rows of 1,800 tokens with three documents each."""
 
+EACH = pytest.mark.parametrize(("shape", "scope"), [
+    *((shape, Scope.layers) for shape in reference.SHAPES), ("gemma", Scope.model)])
+"""The whole decoder at once, which takes longest to compile, of one."""
+
 
 def pipeline(compiled: Compile | None = None, backend: str = "eager", **techniques) -> Pipeline:
     made = Pipeline(**techniques)
@@ -34,8 +38,7 @@ def asked(scope: Scope, mode: CompileMode = CompileMode.default, **options) -> C
     return Compile(True, scope=scope, mode=mode, **options)
 
 
-@pytest.mark.parametrize("scope", list(Scope))
-@pytest.mark.parametrize("shape", reference.SHAPES)
+@EACH
 def test_compiled_float32_is_float32(shape, scope):
     given = reference.batch(shape)
     seen = reference.ours(pipeline(asked(scope)), shape, given, dtype="float32")
@@ -48,8 +51,7 @@ def test_compiled_float32_is_float32(shape, scope):
     print(f"\n{shape} {scope.value} float32: from eager {to_eager}, from plain transformers {to_plain}")
 
 
-@pytest.mark.parametrize("scope", list(Scope))
-@pytest.mark.parametrize("shape", reference.SHAPES)
+@EACH
 def test_compiled_bfloat16_is_no_farther_from_float32_than_eager_is(shape, scope):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)

@@ -23,7 +23,7 @@ from fxtune.config import Config, OutOfMemory, TrainConfig
 from fxtune.data.sources import DataConfig, SourceConfig
 from fxtune.display import display
 from fxtune.errors import HardwareError
-from fxtune.model import Init, ModelConfig
+from fxtune.model import DType, Init, ModelConfig
 from fxtune.runfolder import claim
 from fxtune.techniques.checkpointing import Policy
 from fxtune.techniques.compile import CompileMode, Scope, Switch
@@ -42,7 +42,7 @@ def eager(config: Config) -> None:
 def full(config: Config) -> None:
     """Every weight is trained: half of a sum would be in all of them."""
     eager(config)
-    config.techniques.lora.enabled, config.model.dtype = False, "float32"
+    config.techniques.lora.enabled, config.model.dtype = False, DType.float32
 
 
 def compiled(config: Config) -> None:

@@ -8,7 +8,7 @@
 Each row is a process of its own, through the whole data path: documents are read, tokenised and packed into rows of full
 length, weights are drawn at random (speed and memory do not depend on their values), LoRA r=16 is trained. Its figures are
 those of `fxtune bench`: of the steps after the first WARM_UP ones, and the peak of all of it. What is refused or does not fit
-is a row that says so. A case that stands in the JSON file is not run again (--again does).
+is a row that says so. A case that stands in the JSON file is not run again (--again does), unless it failed for another reason.
 
 A technique is put on top of a base: `plain` where that fits (LoRA, bfloat16, torch's own attention), at lengths where plain
 does not fit what it needs to fit, which the row's name tells (`full + fused_loss`). Ratios are to that base.
@@ -85,7 +85,7 @@ def main() -> None:
         for shape, length, case in wanted(args.shapes, args.lengths, args.cases):
             key = f"{shape} {length} {case}"
             seconds = args.minutes * 60 - (time.monotonic() - began)
-            if key in rows and not args.again:
+            if key in rows and not args.again and not rows[key].get("error", "").startswith("failed"):
                 continue
             siblings = [row["seconds"] for row in rows.values() if (row["shape"], row["length"]) == (shape, length)]
             if seconds <= max(siblings, default=0):  # it would be broken off

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import tempfile
 import time
 from itertools import islice
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a checkout that is not installed
 
 from fxtune import config as configs
 from fxtune.display import Display

@@ -13,7 +13,8 @@
    extended model, loaded from the folder that fxtune saved. Loss by position, the loss of short rows, and whether a pass key is
    found at lengths and depths (exact match, see retrieval.accuracy).
 
-Writes extended.json, extended.png and the models to --out, and prints the table. Nothing is downloaded.
+Writes extended.json, extended.png and the models to --out, and prints the table. Nothing is downloaded. The JSON file is written
+after each stage and each model that was measured: the same command after one that was broken off goes on behind the last of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -307,46 +309,87 @@ def arguments() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.again and not (asked.out / "base" / "result.json").exists():
         parser.error(f"{asked.out} holds no base to go on with")
-    if not asked.again and not asked.plot and asked.out.exists() and any(asked.out.iterdir()):
+    going_on = any("short_loss_change" not in record for record in records(asked.out).values())
+    if not asked.again and not asked.plot and not going_on and asked.out.exists() and any(asked.out.iterdir()):
         parser.error(f"{asked.out} is not empty: name a new folder, or say --again")
     return asked
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of each extension in a folder, by its name, the oldest first."""
+    files = sorted(folder.glob("extended*.json"), key=lambda file: (len(file.stem), file.stem))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def opened(asked: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The name and the record of the extension that was broken off, or of a new one. Ends the script where the settings of the
+    former were others.
+    """
+    known = records(asked.out)
+    settings = {key: value if isinstance(value, (int, float)) else str(value) for key, value in vars(asked).items()
+                if key not in ("again", "plot")}
+    for name, record in known.items():
+        if "short_loss_change" not in record:
+            theirs = record["asked"]
+            if apart := [f"{key}={theirs.get(key)}" for key, value in settings.items() if theirs.get(key) != value]:
+                raise SystemExit(f"{asked.out / name} was broken off with {', '.join(apart)}: give the same, or a new folder.")
+            return name, record
+    name = f"extended-{len(known)}" if known else "extended"
+    return name, {"asked": settings, "seconds": {}, "runs": {}, "models": {}}
 
 
 def main() -> None:
     asked = arguments()
     if asked.plot:
         return plot(asked.plot)
-    started = time.perf_counter()
-    seconds: dict[str, float] = {}
-    runs: dict[str, Any] = {}
+    name, record = opened(asked)
+    seconds, runs, found = record["seconds"], record["runs"], record["models"]
+    data, base, extended = (asked.out / folder for folder in ("data", "base", name))
+    began = time.perf_counter()
 
     def done(what: str) -> None:
-        seconds[what] = time.perf_counter() - started - sum(seconds.values())
+        nonlocal began
+        seconds[what] = time.perf_counter() - began
+        began = time.perf_counter()
         print(f"{what}: {seconds[what]:.0f} s", flush=True)
+        keep()
 
-    if not asked.again:
-        gather_corpus(asked, asked.out / "data")
-    corpus = open_corpus(asked, asked.out / "data")
+    def keep() -> None:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        (asked.out / f"{name}.json").write_text(json.dumps(record, indent=1, default=str))
+
+    keep()
+    fresh = not (base / "result.json").exists()
+    if fresh and not (data / "whole").exists():
+        shutil.rmtree(data, ignore_errors=True)
+        gather_corpus(asked, data)
+        (data / "whole").touch()
+    corpus = open_corpus(asked, data)
     done("text and tokenizer")
-    if not asked.again:
-        runs["base"] = train_for(pretraining(asked, corpus), 60 * asked.minutes, asked.pretrain_steps)
+    if fresh:
+        runs["base"] = train_anew(pretraining(asked, corpus), 60 * asked.minutes, asked.pretrain_steps)
         done("pre-training")
-    before = len(list(asked.out.glob("extended*/result.json")))
-    name = f"extended-{before // 2 + 1}" if before else "extended"  # each has its trial beside it
-    runs["extended"] = train_for(extension(asked, corpus, name), 60 * asked.extend_minutes, asked.extend_steps)
-    done("extension")
+    if not (extended / "result.json").exists():
+        runs["extended"] = train_anew(extension(asked, corpus, name), 60 * asked.extend_minutes, asked.extend_steps)
+        done("extension")
     judge = Judge(asked, corpus)
-    found = {"base": judge.measure(asked.out / "base" / "model"),
-             "base with YaRN, not tuned": judge.measure(asked.out / "base" / "model", yarn=True),
-             "extended": judge.measure(asked.out / name / "model")}
+    for title, folder, yarn in (("base", base, False), ("base with YaRN, not tuned", base, True), ("extended", extended, False)):
+        if title not in found:
+            found[title] = judge.measure(folder / "model", yarn)
+            keep()
     done("measuring")
-    change = found["extended"]["short_loss"] / found["base"]["short_loss"] - 1
-    (asked.out / f"{name}.json").write_text(json.dumps(
-        {"asked": vars(asked), "seconds": seconds, "runs": runs, "models": found, "short_loss_change": change}, indent=1,
-        default=str))
+    change = record["short_loss_change"] = found["extended"]["short_loss"] / found["base"]["short_loss"] - 1
+    keep()
     print(table(found, asked))
     print(f"The loss of rows of {asked.context} tokens changed by {change:+.2%}. {sum(seconds.values()):.0f} s in all.")
     plot(asked.out / f"{name}.json")
+
+
+def train_anew(config: Any, seconds: float, most: int) -> dict[str, Any]:
+    """train_for(), without what a call that was broken off left of it."""
+    for folder in (config.run.dir, f"{config.run.dir}-trial"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return train_for(config, seconds, most)
 
 
 if __name__ == "__main__":

@@ -102,3 +102,66 @@ def test_the_judge_measures_what_plain_transformers_computes(scripts, tmp_path):
     (tmp_path / "plot.json").write_text(json.dumps({"models": {"base": seen, "extended": scaled}, "asked": vars(asked)}))
     extend.plot(tmp_path / "plot.json")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_a_call_that_was_broken_off_goes_on_behind_its_last_stage(scripts, tmp_path, monkeypatch, capsys):
+    extend, _ = scripts
+    out, calls = tmp_path / "out", []
+    breaks = {"train base", "measure base, scaled"}
+    """What is broken off when it comes first."""
+
+    def call(name: str) -> None:
+        calls.append(name)
+        if name in breaks:
+            breaks.remove(name)
+            raise KeyboardInterrupt
+
+    def train_for(config, seconds, most):
+        folder = Path(config.run.dir)
+        folder.mkdir(parents=True)  # which fails where what an earlier call has left is not away
+        call(f"train {folder.name}")
+        (folder / "result.json").write_text("{}")
+        return {"steps": most}
+
+    class Judge:
+        def __init__(self, *_):
+            pass
+
+        def measure(self, folder, yarn):
+            call(f"measure {folder.parent.name}{', scaled' * yarn}")
+            return {"short_loss": 2.0 if folder.parent.name == "base" else 1.0}
+
+    def config(asked, corpus, name="base"):
+        return argparse.Namespace(run=argparse.Namespace(dir=str(asked.out / name)))
+
+    def gather_corpus(asked, folder):
+        folder.mkdir()
+        call("text")
+
+    for name, stand_in in {"train_for": train_for, "Judge": Judge, "pretraining": config, "extension": config,
+                           "gather_corpus": gather_corpus, "open_corpus": lambda *_: None, "table": lambda *_: "the table",
+                           "plot": lambda file: None}.items():
+        monkeypatch.setattr(extend, name, stand_in)
+
+    def main(*words: str) -> list[str]:
+        calls.clear()
+        monkeypatch.setattr(sys, "argv", ["extend.py", "--out", str(out), "--smoke", *words])
+        extend.main()
+        return calls
+
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert calls == ["text", "train base"]
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert calls == ["train base", "train extended", "measure base", "measure base, scaled"]
+    with pytest.raises(SystemExit, match=r"was broken off with extend_lr=0\.0003"):
+        main("--extend-lr", "1")
+    assert main() == ["measure base, scaled", "measure extended"]
+    assert "the table" in capsys.readouterr().out
+    record = json.loads((out / "extended.json").read_text())
+    assert record["short_loss_change"] == -0.5
+    assert set(record["runs"]) == {"base", "extended"}
+    with pytest.raises(SystemExit):  # it is done
+        main()
+    assert main("--again") == ["train extended-1", "measure base", "measure base, scaled", "measure extended-1"]

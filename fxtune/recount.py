@@ -110,7 +110,7 @@ class _Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = name_of(func)
         if name.startswith("fxtune.lora_mlp"):
-            self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2 if name.endswith("backward") else -1])
+            self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2])
         group = group_of(name)
         if group is not None and self.inside:
             shape = weight_shape(name, args) if group == "matmuls" else None

@@ -277,7 +277,7 @@ def _mlp_kind(kind: Any) -> Any:
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
-    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operator's arguments after b."""
+    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the arguments of both operators after b."""
     device, operators = x.device.type, torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:
@@ -286,7 +286,7 @@ def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: 
         return [dx if asked[0] else None, *(da if asked[1] else [None] * len(a)), *(db if asked[2] else [None] * len(b))]
 
     flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
-    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest)[0], backward, flat, [*a, *b]).view(x.shape)
+    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b]).view(x.shape)
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:

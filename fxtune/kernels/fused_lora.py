@@ -79,7 +79,7 @@ def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[T
     """
     keep = keep and tiles == 1 and torch.is_grad_enabled()
     y = torch.ops.fxtune.lora_mlp(_flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep,
-                                  tiles)[0]
+                                  tiles, None)[0]
     return y.view(x.shape)
 
 
@@ -147,10 +147,14 @@ def _(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias:
 
 
 @torch.library.custom_op("fxtune::lora_mlp", mutates_args=(),
-                         schema=f"(Tensor x, {_MLP_PARTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+                         schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)")
 def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
-         down_kind: str, act: str, keep: bool, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """lora_mlp() of x [rows, hidden] -> y, and for the backward pass gate_up, x A^T, p A^T: empty unless `keep`."""
+         down_kind: str, act: str, keep: bool, tiles: int,
+         residual: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """lora_mlp() of x [rows, hidden] -> y, and for the backward pass gate_up, x A^T, p A^T: empty unless `keep`.
+
+    `residual` [rows, hidden]: what y is to be added to. It has no gradient here: residual.py puts it in, after autograd.
+    """
     assert act in ACTS, act
     with torch.autocast(x.device.type, enabled=False):
         first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
@@ -162,7 +166,7 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
             if not keep:
                 del gate_up
             product, pa = second.apart(p, y[rows])
-            added(product, pa, second.b.t(), y[rows])
+            added(product, pa, second.b.t(), y[rows], None if residual is None else _rows(residual[rows]))
             if keep:
                 kept = gate_up, xa, pa
             del p, product  # or they would still be there when the next tile's are made
@@ -171,7 +175,8 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
 
 @_mlp.register_fake
 def _(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
-      down_kind: str, act: str, keep: bool, tiles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      down_kind: str, act: str, keep: bool, tiles: int,
+      residual: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
     rows, ranks, wide = x.shape[0], [one.shape[0] for one in a], 2 * b[0].shape[0]
@@ -301,14 +306,15 @@ def _linear_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, a, b, up, down, *ctx.options = inputs
+    x, a, b, up, down, *ctx.options, residual = inputs
+    assert residual is None
     ctx.mark_non_differentiable(*output[1:])
     # Without `keep` x alone: then a recomputation needs no result of this operator, and leaves it out.
     _save(ctx, [a, b, up, down], x, *(output[1:] if ctx.options[4] else ()))
 
 
 def _mlp_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
-    wanted, nothing = _wanted(ctx), [None] * 6
+    wanted, nothing = _wanted(ctx), [None] * 7
     if dy is None:
         return *_returned([False] * 3, ctx.lengths, *[None] * 3), *nothing  # type: ignore[arg-type]
     if ctx.options[4]:

@@ -100,8 +100,9 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     return product
 
 
-def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """y + narrow factor: `y` [rows, width] with contiguous rows, `narrow` [rows, R], `factor` [R, width].
+def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None) -> Tensor:
+    """y + narrow factor + residual: `y` and `residual` [rows, width] with contiguous rows, `narrow` [rows, R], `factor`
+    [R, width].
 
     In place, or written to `out` of y's shape, which may be y.
     """
@@ -109,8 +110,9 @@ def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None)
     if by_triton(y, len(factor)):
         from fxtune.kernels.lora_triton import add as launch
 
-        return launch(y, narrow, factor, into)
-    return torch.addmm(y, narrow, factor, out=into)
+        return launch(y, narrow, factor, into, residual)
+    torch.addmm(y, narrow, factor, out=into)
+    return into if residual is None else into.add_(residual)
 
 
 class Sums:

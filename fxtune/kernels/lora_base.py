@@ -234,9 +234,10 @@ class Dequantized(Base):
         return added(mm(operand.x, self.weight(), out), dyb, self.a)
 
 
-def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """The adapters' product, added in place; or into `out`, which may be the product."""
-    return product if narrow is None else add(product, narrow, factor, out)
+def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor, out: Optional[Tensor] = None,
+          residual: Optional[Tensor] = None) -> Tensor:
+    """The adapters' product, and `residual`, added in place; or into `out`, which may be the product."""
+    return product if narrow is None else add(product, narrow, factor, out, residual)
 
 
 def spaced(like: Tensor, rows: int, width: int) -> Tensor:

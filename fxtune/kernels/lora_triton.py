@@ -3,7 +3,7 @@
     pack        A and B of all siblings, scaled and cast, into the places that the matmul reads: one small launch
     project     t = x F, rank wide, in one pass over x that also copies x, and t behind it, to where the matmul reads them
     reduce      x^T t, as wide as x and a rank high: a sum over all rows, cut into parts so that it fills the card
-    add         y += t F, in one pass over y
+    add         y += t F, in one pass over y, with the residual stream where it is added next
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
 project, reduce and add are bound by memory. cuBLAS takes such shapes for compute-bound ones: without a split of the sum a card
@@ -114,18 +114,20 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
     return made
 
 
-def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """Write y + t F to `out`, which may be y, added in float32 and rounded once; out is returned.
+def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
+    """Write y + t F + residual to `out`, which may be y, added in float32 and rounded once; out is returned.
 
-    `y`, `out`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any strides.
+    `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any
+    strides.
     """
     (rows, width), ranks = y.shape, len(factor)
     assert (t.shape, factor.shape[1], y.stride(1), t.stride(1), y.dtype.itemsize) == ((rows, ranks), width, 1, 1, 2)
-    assert (out.shape, out.stride(1), out.dtype) == (y.shape, 1, y.dtype)
+    more = y if residual is None else residual
+    assert (out.shape, out.stride(1), out.dtype) == (more.shape, more.stride(1), more.dtype) == (y.shape, 1, y.dtype)
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), out, out.stride(0), rows, width, ranks,
-            RANKS=max(triton.next_power_of_2(ranks), 16), **ADD)
+            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), more, more.stride(0), out, out.stride(0), rows, width,
+            ranks, MORE=residual is not None, RANKS=max(triton.next_power_of_2(ranks), 16), **ADD)
     return out
 
 
@@ -301,8 +303,9 @@ def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, ea
 
 
 @triton.jit
-def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, out_ptr, out_stride, rows, width, ranks,
-         RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, more_ptr, more_stride, out_ptr, out_stride,
+         rows, width, ranks, MORE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+         TILES: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
     factor = tl.load(factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
@@ -315,4 +318,6 @@ def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_acros
         y = tl.load(y_ptr + row * y_stride + column, mask=inside, other=0.0)
         t = tl.load(t_ptr + row * t_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
         total = y.to(tl.float32) + tl.dot(t, factor)
+        if MORE:
+            total += tl.load(more_ptr + row * more_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)

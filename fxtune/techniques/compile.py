@@ -44,6 +44,7 @@ from torch import nn
 from fxtune.backends import BY_DOCUMENTS
 from fxtune.compiled import keep_on_disk
 from fxtune.dynamo import CompileReport, Watch
+from fxtune.kernels import residual
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, last_norm, observed, skeleton
 from fxtune.world import Facts, World, c_compiler
 
@@ -197,6 +198,7 @@ class Compile(Technique):
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         keep_on_disk()
+        residual.install()
         # Code of a model before this one in the process (a sweep's) would be taken for this one's: it would run, uncounted, and
         # hold that model's memory where it is recorded as CUDA graphs.
         torch._dynamo.reset()

@@ -212,8 +212,8 @@ def test_torchs_own_check_of_operators():
     bases = [augment(weights(linears[:2]), [2, 3])], [augment(weights(linears[2:]), [1])]
     for keep, tiles in ((True, 1), (False, 2)):
         given = (own["a"], own["b"], *bases, own["scaling"], "dense", "dense", "silu", keep, tiles)
-        y, *kept = torch.ops.fxtune.lora_mlp(x, *given)
-        torch.library.opcheck(torch.ops.fxtune.lora_mlp.default, (x, *given))
+        y, *kept = torch.ops.fxtune.lora_mlp(x, *given, None)
+        torch.library.opcheck(torch.ops.fxtune.lora_mlp.default, (x, *given, None))
         detached = [[one.detach() for one in half] for half in given[:2]]
         torch.library.opcheck(torch.ops.fxtune.lora_mlp_backward.default,
                               (y.detach(), x.detach(), *(one.detach() for one in kept), *detached, *given[2:], [True] * 3))
@@ -266,7 +266,7 @@ def test_without_gradients_the_result_is_the_same_and_nothing_is_kept():
                 torch.testing.assert_close(fused(x), y)
     with torch.no_grad(), Calls() as seen:
         mlp(6, 8, [2, 3, 1])[1](inputs(7, 6))
-    assert seen.arguments["fxtune.lora_mlp"][-2] is False, "gate_up was to be returned where nobody could use it"
+    assert seen.arguments["fxtune.lora_mlp"][-3] is False, "gate_up was to be returned where nobody could use it"
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 6), (1, 1, 6), (6,)])

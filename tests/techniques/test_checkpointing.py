@@ -692,7 +692,7 @@ def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, ke
     down = [lora_base.augment([torch.ones(h, i)], [r])]
     options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
     x, dy = torch.ones(rows, h), torch.ones(rows, h)
-    _, *kept = torch.ops.fxtune.lora_mlp(x, *options)
+    _, *kept = torch.ops.fxtune.lora_mlp(x, *options, None)
     peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
     shape = dict(LLAMA, hidden_size=h, intermediate_size=i, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
                  head_dim=4)

@@ -84,9 +84,9 @@ def test_losses_gradients_and_names_are_those_of_peft(family):
     ({"rslora": True}, ALL), ({"r": 17, "alpha": 3.0}, ALL), ({"modules_to_save": ["norm"]}, ALL),
     ({"target_modules": ["o_proj", "lm_head"]}, {"linear": 3})])
 def test_a_part_of_the_linears_and_other_scalings(options, groups):
-    plain, fused = pair(random_model("llama"), **options)
+    plain, fused = (one.double() for one in pair(random_model("llama"), **options))  # rslora's scale costs float32 two digits
     assert dict(fused.fusion.groups) == groups
-    close(gradients(fused), gradients(plain), 1e-5)
+    close(gradients(fused), gradients(plain), 1e-12)
 
 
 def test_what_is_not_fused_is_told():

@@ -1,0 +1,92 @@
+"""The residual stream in a fused MLP's last pass: found in graphs, left alone where the sum is another, and the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import built, lora, random_model
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxtune.kernels import residual
+from fxtune.kernels.fused_lora import lora_mlp
+from fxtune.kernels.lora_base import augment
+from fxtune.pipeline import make_probe
+from fxtune.techniques.compile import Compile
+from fxtune.techniques.lora import Fused
+
+HIDDEN, WIDE, RANK = 8, 12, 4
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=DRAW) / shape[-1] ** 0.5
+
+
+DRAW = torch.Generator().manual_seed(0)
+INS, OUTS = (HIDDEN, HIDDEN, WIDE), (WIDE, WIDE, HIDDEN)
+A, B = [drawn(RANK, one) for one in INS], [drawn(one, RANK) for one in OUTS]
+UP, DOWN = augment([drawn(WIDE, HIDDEN), drawn(WIDE, HIDDEN)], [RANK] * 2), augment([drawn(HIDDEN, WIDE)], [RANK])
+
+
+def mlp(x):
+    return lora_mlp(x, A, B, [UP], [DOWN], [1.0] * 3)
+
+
+def twice(stream):
+    y = mlp(stream)
+    return stream + y, y * 2
+
+
+@pytest.mark.parametrize(("layer", "folds"), [
+    (lambda stream: stream + mlp(stream * 2), 1), (lambda stream: mlp(stream) + stream, 1),
+    (lambda stream: stream + mlp(stream) + mlp(stream + 1), 2),
+    (lambda stream: (stream * 3 + mlp(stream)).relu(), 1),
+    (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
+    (lambda stream: stream + mlp(stream).relu(), 0), (lambda stream: stream + mlp(stream) * 0.5, 0),
+    (twice, 0),  # what the MLP made is read by others, too
+    (lambda stream: stream[:1] + mlp(stream), 0),  # other shapes
+    (lambda stream: stream.double() + mlp(stream), 0),  # another dtype
+    (lambda stream: mlp(stream) + 1, 0),
+    (lambda stream: (lambda y: y.new_ones(y.shape) + y)(mlp(stream)), 0),  # comes after it
+])
+def test_only_a_sum_with_what_was_there_before_is_folded(layer, folds):
+    stream = torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        graph = make_fx(layer)(stream)
+    assert residual.fold(graph.graph) == folds
+    graph.graph.lint()
+    graph.recompile()
+    torch.testing.assert_close(graph(stream), layer(stream), rtol=1e-5, atol=1e-5)
+    assert residual.fold(graph.graph) == 0, "each once"
+
+
+def test_shapes_that_are_left_open_keep_them_apart():
+    def layer(stream, *weights):
+        return stream + lora_mlp(stream, weights[:3], weights[3:6], weights[6:7], weights[7:], [1.0] * 3)
+
+    with torch.no_grad():
+        graph = make_fx(layer, tracing_mode="symbolic")(torch.randn(2, 5, HIDDEN), *A, *B, UP, DOWN)
+    assert any("lora_mlp" in str(node.target) for node in graph.graph.nodes)
+    assert residual.fold(graph.graph) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "folds"), [("llama", True), ("gemma2", False)])
+def test_compiled_layers_have_it_and_change_no_gradient(family, folds, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else an earlier run's graphs would be taken, and no pass run
+    found, fold = [], residual.fold
+    monkeypatch.setattr(residual, "fold", lambda graph: found.append(fold(graph)) or found[-1])
+    plain, pipeline = lora(fused=Fused.on), lora(fused=Fused.on)
+    pipeline.compile = Compile(enabled=True)
+    results = []
+    for each in (plain, pipeline):
+        model = built(each, random_model(family)).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+        loss = model(**make_probe(model)).logits.logsumexp(-1).mean()
+        loss.backward()
+        results.append([loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert found, "the compiler never asked"
+    assert any(found) is folds

@@ -24,7 +24,8 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats):
+@pytest.mark.slow
+def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, capsys):
     common = ("--smoke", "--data", str(chats), "--json", "out.json")
     out = run(*common, "--cases", "plain,flash4")
     rows = json.loads(Path("out.json").read_text())
@@ -37,7 +38,9 @@ def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats):
     assert f"| tiny | 1 x 256 | plain | {plain['tokens_per_second']:,.0f} |" in out
     assert "1.00x" in out
 
-    out = run(*common, "--cases", "plain,full", "--minutes", "0", "--plot", "plot.svg")
+    monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,full", "--minutes", "0", "--plot", "plot.svg"])
+    ablate.main()
+    out = capsys.readouterr().out
     assert "Not run, the time (0 minutes) was over: tiny 256 full" in out, "plain stands in the file"
     assert json.loads(Path("out.json").read_text()) == rows
     drawing = Path("plot.svg").read_text()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -93,13 +92,12 @@ def test_chats_are_learned_whole_with_nothing_left_out(told, cwd):
     assert seen["supervised_tokens"] == seen["tokens"] - seen["segments"]
 
 
-def test_fxtune_runs_a_peer_that_is_not_here_is_told_and_what_was_measured_is_not_run_again(cwd):
+def test_fxtune_runs_a_peer_that_is_not_here_is_told_and_what_was_measured_is_not_run_again(cwd, monkeypatch, capsys):
     def run(*words: str) -> str:
-        command = [sys.executable, str(SCRIPTS / "bench_peers.py"), "--smoke", "--cases", "smoke", "--scratch",
-                   str(cwd / "scratch"), "--json", "p.json", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--smoke", "--cases", "smoke", "--scratch", str(cwd / "scratch"),
+                                          "--json", "p.json", *words])
+        bench_peers.main()
+        return capsys.readouterr().out
 
     out = run("--tools", "fxtune,unsloth", "--steps", "1")
     rows = json.loads(Path("p.json").read_text())

@@ -40,12 +40,12 @@ def test_attention_that_promises_nothing_is_refused(backend):
     assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [*backend.refuses(FIXED)]
 
 
-def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(small, cwd):
-    small.run.deterministic, small.techniques.lora.dropout = True, 0.1
+def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(narrow, cwd):
+    narrow.run.deterministic, narrow.techniques.lora.dropout = True, 0.1
     seen = []
     for name in ("one", "two"):
-        small.run.name = name
-        train.run(small)
+        narrow.run.name = name
+        train.run(narrow)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
         seen.append(((cwd / "runs" / name / "adapter" / "adapter_model.safetensors").read_bytes(),

@@ -19,7 +19,7 @@ from fxtune.tracking import Display
 from fxtune.update_rule import OptimizerName
 
 
-def test_numbers_that_are_not_finite_never_reach_the_weights(small, cwd, monkeypatch, capsys):
+def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkeypatch, capsys):
     """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
     real, poisoned = Loss.sum, {2, 3}
     calls = []
@@ -30,17 +30,17 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(small, cwd, monkeyp
         return real(self, batch) * (float("nan") if step in poisoned else 1.0)
 
     monkeypatch.setattr(Loss, "sum", loss)
-    small.run.dir, small.tracking.display = "skips", Display.plain
-    result = train.run(small)
+    narrow.run.dir, narrow.tracking.display = "skips", Display.plain
+    result = train.run(narrow)
     assert result["train/skipped_steps"] == 2
     assert "2 of 6 steps were skipped" in capsys.readouterr().out
     assert [value is None for value in losses(Path("skips"))] == [False, False, True, True, False, False]
     assert all(torch.isfinite(t).all() for t in load_file("skips/adapter/adapter_model.safetensors").values())
     calls.clear()
     poisoned.update(range(100))
-    small.run.dir, small.train.max_skipped_steps, small.train.max_steps = "stops", 3, 10
+    narrow.run.dir, narrow.train.max_skipped_steps, narrow.train.max_steps = "stops", 3, 10
     with pytest.raises(NumbersError, match=r"3 steps in a row, up to step 3\. .*saved: stops/checkpoints"):
-        train.run(small)
+        train.run(narrow)
 
 
 def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
@@ -58,10 +58,10 @@ def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
     return seen
 
 
-def test_a_step_that_is_not_finite_leaves_its_samples_and_its_batches(small, build, monkeypatch):
+def test_a_step_that_is_not_finite_leaves_its_samples_and_its_batches(narrow, build, monkeypatch):
     disturb(monkeypatch, {2: math.nan})
     notes = []
-    trainer = build(small, notes.append)
+    trainer = build(narrow, notes.append)
     trainer.run()
     folder = trainer.folder.path / "skipped"
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
@@ -83,22 +83,22 @@ def rows_of(trainer, step) -> list[int]:
     return [document for micro in range(trainer.plan.micro_batches(step)) for _, document in trainer.plan.documents(step, micro)]
 
 
-def test_no_more_than_a_few_bad_batches_are_kept(small, build, monkeypatch):
+def test_no_more_than_a_few_bad_batches_are_kept(narrow, build, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(1, 40, 3), math.nan))
-    small.train.max_steps = 40
-    trainer = build(small)
+    narrow.train.max_steps = 40
+    trainer = build(narrow)
     assert trainer.run()["train/skipped_steps"] == 13
     assert len(list((trainer.folder.path / "skipped").glob("step-*"))) == 8
 
 
 @pytest.mark.parametrize("spikes", ["report", "skip", "off"])
-def test_loss_spikes(small, build, monkeypatch, spikes):
+def test_loss_spikes(narrow, build, monkeypatch, spikes):
     """One step of twelve has fifty times the loss and the gradient."""
     disturb(monkeypatch, {9: 50.0})
-    small.train.max_steps, small.train.spike_window, small.train.spikes = 12, 8, Spikes(spikes)
-    small.train.max_grad_norm, small.schedule.warmup_steps, small.optimizer.name = 0.0, 0, OptimizerName.sgd
+    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes = 12, 8, Spikes(spikes)
+    narrow.train.max_grad_norm, narrow.schedule.warmup_steps, narrow.optimizer.name = 0.0, 0, OptimizerName.sgd
     notes, weights = [], []
-    trainer = build(small, notes.append)
+    trainer = build(narrow, notes.append)
     whole = trainer.optimizer.step
 
     def step(lr, finite):
@@ -118,13 +118,13 @@ def test_loss_spikes(small, build, monkeypatch, spikes):
         assert any("1 loss spikes" in note for note in notes)
 
 
-def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(small, cwd, monkeypatch):
+def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkeypatch):
     """The window of losses is part of the state: broken off just before a spike, the run must still know it for one."""
     seen = disturb(monkeypatch, {9: 50.0})
-    small.train.max_steps, small.train.spike_window, small.train.spikes, small.checkpoint.every = 12, 8, Spikes.skip, 3
-    small.run.dir = "whole"
-    assert train.run(small)["train/skipped_steps"] == 1
-    small.run.dir = "broken"
+    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = 12, 8, Spikes.skip, 3
+    narrow.run.dir = "whole"
+    assert train.run(narrow)["train/skipped_steps"] == 1
+    narrow.run.dir = "broken"
     taken = train.Trainer.step
 
     def dying(self, step, lr):
@@ -136,36 +136,36 @@ def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(small, cwd, monkeyp
     broken = []
     monkeypatch.setattr(train.Trainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        train.run(small)
+        train.run(narrow)
     seen.clear()
-    assert train.run(small)["train/skipped_steps"] == 1
+    assert train.run(narrow)["train/skipped_steps"] == 1
     assert [step for step in seen if step >= 0] == [9, 10, 11]
     name = "adapter/adapter_model.safetensors"
     assert Path("whole", name).read_bytes() == Path("broken", name).read_bytes()
 
 
-def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(small, cwd, monkeypatch, capsys):
+def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(narrow, cwd, monkeypatch, capsys):
     disturb(monkeypatch, {4: math.nan, 5: math.nan})
-    small.run.dir, small.tracking.display = "run", Display.plain
-    assert train.run(small)["train/skipped_steps"] == 2
+    narrow.run.dir, narrow.tracking.display = "run", Display.plain
+    assert train.run(narrow)["train/skipped_steps"] == 2
     assert "2 of 6 steps were skipped: their loss or gradient was not finite. The last 2 too, but" in capsys.readouterr().out
     assert all(torch.isfinite(t).all() for t in load_file("run/adapter/adapter_model.safetensors").values())
 
 
-def test_weights_that_give_no_finite_loss_are_never_exported(small, cwd):
+def test_weights_that_give_no_finite_loss_are_never_exported(narrow, cwd):
     """The first step takes them beyond all measure; the two after it are skipped, fewer than max_skipped_steps."""
-    small.run.dir, small.train.max_steps, small.optimizer.lr, small.schedule.warmup_steps = "run", 3, 1e30, 0
+    narrow.run.dir, narrow.train.max_steps, narrow.optimizer.lr, narrow.schedule.warmup_steps = "run", 3, 1e30, 0
     for _ in range(2):  # the same command again ends alike
         with pytest.raises(NumbersError, match=r"2 of 3 steps were skipped.*nothing was exported.*run/checkpoints"):
-            train.run(small)
+            train.run(narrow)
         assert not Path("run/adapter").exists()
         assert not Path("run/result.json").exists()
         assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-def test_bad_steps_in_a_row_are_counted_over_a_resume(small, cwd, monkeypatch):
+def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(2, 6), math.nan))
-    small.run.dir, small.checkpoint.every, small.train.max_skipped_steps = "run", 4, 3
+    narrow.run.dir, narrow.checkpoint.every, narrow.train.max_skipped_steps = "run", 4, 3
     taken = train.Trainer.step
     broken = []
 
@@ -177,13 +177,13 @@ def test_bad_steps_in_a_row_are_counted_over_a_resume(small, cwd, monkeypatch):
 
     monkeypatch.setattr(train.Trainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        train.run(small)
+        train.run(narrow)
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
-        train.run(small)
+        train.run(narrow)
 
 
-def test_skipped_steps_between_log_lines_are_in_the_checkpoint(small, cwd, monkeypatch):
-    small.run.dir, small.train.log_every, small.checkpoint.every = "run", 6, 2
+def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monkeypatch):
+    narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
     real, whole_step, seen = Loss.sum, train.Trainer.step, []
     monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
 
@@ -195,15 +195,15 @@ def test_skipped_steps_between_log_lines_are_in_the_checkpoint(small, cwd, monke
 
     monkeypatch.setattr(train.Trainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        train.run(small)
-    assert train.run(small)["train/skipped_steps"] == 1
+        train.run(narrow)
+    assert train.run(narrow)["train/skipped_steps"] == 1
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5]
 
 
-def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(small, cwd, monkeypatch):
-    small.train.log_every, small.checkpoint.every, small.run.dir = 6, 2, "whole"
-    train.run(small)
-    small.run.dir = "broken"
+def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(narrow, cwd, monkeypatch):
+    narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
+    train.run(narrow)
+    narrow.run.dir = "broken"
     taken, broken = train.Trainer.step, []
 
     def dying(self, step, lr):
@@ -214,7 +214,7 @@ def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(small, cwd,
 
     monkeypatch.setattr(train.Trainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        train.run(small)
-    train.run(small)
+        train.run(narrow)
+    train.run(narrow)
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [6]
     assert losses(Path("broken")) == losses(Path("whole"))

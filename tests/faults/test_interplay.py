@@ -57,9 +57,9 @@ def said(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def run_(small, cwd) -> Config:
-    small.run.dir, small.checkpoint.every = "run", 0
-    return small
+def run_(narrow, cwd) -> Config:
+    narrow.run.dir, narrow.checkpoint.every = "run", 0
+    return narrow
 
 
 def state(run: str = "run") -> dict:
@@ -395,27 +395,27 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
 
 
 @pytest.mark.parametrize("resume", list(Resume))
-def test_what_a_stopped_run_says_is_what_works(small, cwd, monkeypatch, said, resume):
+def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, resume):
     """In a numbered folder, where each of the three begins a run; `must` goes on with one."""
     at_step(monkeypatch, 2, tell)
-    small.run.resume = Resume.auto if resume is Resume.must else resume
+    narrow.run.resume = Resume.auto if resume is Resume.must else resume
     with pytest.raises(Stopped):
-        train.run(small)
-    small.run.resume = Resume.auto if resume is Resume.never else resume
+        train.run(narrow)
+    narrow.run.resume = Resume.auto if resume is Resume.never else resume
     at_step(monkeypatch, 4, tell)
     with pytest.raises(Stopped) as stop:
-        train.run(small)
+        train.run(narrow)
     assert str(stop.value) == "SIGTERM: saved after step 4 of 6 in runs/run. The same command goes on from there."
     assert [note for note in said if note.endswith("after step 2 (run.resume=never, or another run.dir where that is set, "
                                                    "starts anew).")]
-    small.run.resume = Resume.never
+    narrow.run.resume = Resume.never
     at_step(monkeypatch, 1, tell)
     with pytest.raises(Stopped) as stop:
-        train.run(small)
+        train.run(narrow)
     assert str(stop.value).endswith("in runs/run-2. The same command with run.resume=auto goes on from there.")
-    small.run.dir = "runs/run"
+    narrow.run.dir = "runs/run"
     with pytest.raises(ConfigError, match=r"Set run\.dir to a new folder, or use run\.resume=auto"):
-        train.run(small)
+        train.run(narrow)
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(small, cwd, monkeypatch):

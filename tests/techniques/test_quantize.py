@@ -179,13 +179,13 @@ def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8_torchao"])
-def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, small, cwd, monkeypatch):
-    small.techniques.quantize = qlora(kind).quantize
-    small.techniques.quantize.compute_dtype = ComputeDtype.auto
-    small.techniques.precision.autocast = Autocast.bfloat16
-    small.data.packing, small.checkpoint.every, small.run.dir = True, 2, "whole"
-    small.train.max_steps, small.train.global_batch_size, small.train.micro_batch_size = 5, 2, 1
-    train.run(small)
+def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
+    narrow.techniques.quantize = qlora(kind).quantize
+    narrow.techniques.quantize.compute_dtype = ComputeDtype.auto
+    narrow.techniques.precision.autocast = Autocast.bfloat16
+    narrow.data.packing, narrow.checkpoint.every, narrow.run.dir = True, 2, "whole"
+    narrow.train.max_steps, narrow.train.global_batch_size, narrow.train.micro_batch_size = 5, 2, 1
+    train.run(narrow)
     real, seen = train.Trainer.step, []
 
     def dying(self, step, lr):
@@ -195,10 +195,10 @@ def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, small, cwd, mo
         return real(self, step, lr)
 
     monkeypatch.setattr(train.Trainer, "step", dying)
-    small.run.dir = "broken"
+    narrow.run.dir = "broken"
     with pytest.raises(KeyboardInterrupt):
-        train.run(small)
-    train.run(small)
+        train.run(narrow)
+    train.run(narrow)
     assert seen == [0, 1, 2, 3, 2, 3, 4]
     assert losses(Path("broken")) == losses(Path("whole"))
     whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))

@@ -23,7 +23,7 @@ quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, about
 	$(BIN)/python -m fxtune +recipe=quickstart
 
 test: setup  ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: setup audit  ## Lint, type-check and audit
 	$(BIN)/ruff check .

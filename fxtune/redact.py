@@ -35,6 +35,7 @@ _SECRET_SHAPES = re.compile("|".join((
     r"\bwandb_v\d_\w{16,}", r"\b(?:npm_|pypi-|nvapi-|dckr_pat_)[\w\-]{16,}",
     r"\blocal-[0-9a-f]{32,}", r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+", r"(?<=[Bb]earer )\S{8,}",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*")))
+_URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
 _URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # a path has one slash left of the two
 _PAIR = re.compile(r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
                    r"(?P<value>[^\s'\"`,;}\])]+)", re.MULTILINE)
@@ -151,9 +152,10 @@ def _unless_commit(found: re.Match[str]) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Values of the environment variables with a secret's name, also as URLs, JSON and Python write them; longest first. Short
-    ones would match ordinary words."""
+    """Values of the environment variables with a secret's name, and passwords in the URLs of others (a proxy's), also as URLs,
+    JSON and Python write them; longest first. Short ones would match ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
+    values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}
     forms = {form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1])}
     return sorted(forms, key=len, reverse=True)

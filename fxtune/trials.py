@@ -31,6 +31,7 @@ from typing import IO, Any, NoReturn
 
 import fxtune
 from fxtune.errors import ConfigError, HardwareError
+from fxtune.redact import redact_text
 
 WARM_UP = 3
 """Steps before those that are measured; the first ones compile and fill caches."""
@@ -116,7 +117,8 @@ def measure(words: list[str], steps: int, limit: float) -> Answer:
         file = Path(scratch) / "figures.json"
         code, text, seconds = ended(command(words, steps, file), limit)
         if code is None:
-            return Answer(Outcome.hung, seconds, reason=f"no figures after {limit:.0f} s: {_last(text) or 'it said nothing'}")
+            said = redact_text(_last(text)) or "it said nothing"
+            return Answer(Outcome.hung, seconds, reason=f"no figures after {limit:.0f} s: {said}")
         if code == 0:
             return _read(file, seconds)
         return failed(code, text, seconds)
@@ -144,7 +146,7 @@ def ended(command: list[str], limit: float | None = None) -> tuple[int | None, s
 
 def failed(code: int, text: str, seconds: float) -> Answer:
     """The answer of a process that ended with `code` after it said `text`."""
-    told = " ".join(text.rpartition("fxtune: ")[2].split()) if "fxtune: " in text else _last(text)
+    told = redact_text(" ".join(text.rpartition("fxtune: ")[2].split()) if "fxtune: " in text else _last(text))
     if "out of memory" in text or "OutOfMemoryError" in text or code == -signal.SIGKILL:
         return Answer(Outcome.memory, seconds, reason=told if code > 0 else "killed, most often for the host's memory")
     if code in (ConfigError.exit_code, HardwareError.exit_code):

@@ -21,6 +21,7 @@ from fxtune.axes import Deltas, applied, value_of
 from fxtune.config import Config, load
 from fxtune.errors import ConfigError, StorageError
 from fxtune.overrides import Choice, Kind, Shelf, given
+from fxtune.redact import redact
 from fxtune.vetting import told_only
 
 MARK = "# Found by: fxtune tune "
@@ -54,9 +55,9 @@ def choices(overrides: list[str]) -> list[Choice]:
 def write(path: Path, header: Iterable[str], overrides: list[str], config: Config, deltas: Deltas) -> str:
     """Write the recipe and return its text. `config`: what `overrides` come to, before `deltas`. Raises StorageError."""
     made = applied(config, deltas)
-    top = "".join(f"# {line}".rstrip() + "\n" for line in header)
+    top = "".join(f"# {redact(line)}".rstrip() + "\n" for line in header)
     for body in (_building_on(overrides, config, deltas), _whole(made)):
-        text = f"{top}# @package _global_\n{_yaml(body)}"
+        text = f"{top}# @package _global_\n{_yaml(redact(body))}"
         if _comes_to(path.name, text, made):
             break
     else:
@@ -147,8 +148,8 @@ def _set(body: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """For comparing: all but the run's name, and what only a command line says."""
-    plain: dict[str, Any] = _shareable(dataclasses.asdict(config))
+    """For comparing: all but the run's name, secrets, and what only a command line says."""
+    plain: dict[str, Any] = redact(_shareable(dataclasses.asdict(config)))
     plain["run"].pop("name")
     return plain
 

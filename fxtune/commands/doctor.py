@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -83,7 +83,8 @@ def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
     Raises CheckError where something is broken.
     """
     findings: list[Finding] = []
-    for title, seen in _sections(config):
+    for title, found in _sections(config):
+        seen = [replace(one, what=redact(one.what), seen=redact(one.seen)) for one in found]  # a run's name is anybody's text
         say(_page(title, seen))
         findings += seen
     for state, title in ((State.broken, "To mend"), (State.warning, "To look at"), (State.missing, "To have what is not here")):

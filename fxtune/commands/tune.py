@@ -34,6 +34,7 @@ from fxtune.axes import AXES, Ground
 from fxtune.console import say, table
 from fxtune.errors import ConfigError, HardwareError, StorageError
 from fxtune.point import Row
+from fxtune.redact import redact_arguments
 from fxtune.search import TOLERANCE, Search
 from fxtune.trials import Cache
 from fxtune.world import cache_home
@@ -161,7 +162,7 @@ def header(search: Search, winner: Row, path: Path) -> list[str]:
     return [f"{search.config.run.name}, the fastest of {count} measured setting{'s' if count != 1 else ''}"
             f"{'' if winner.deltas else ': as it was'}", "",
             f"  {_command(path)}", "",
-            f"{tuned.MARK.removeprefix('# ')}{shlex.join([*search.overrides, *options])} ({date.today()})",
+            f"{tuned.MARK.removeprefix('# ')}{shlex.join([*redact_arguments(search.overrides), *options])} ({date.today()})",
             f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
             f"Packages: fxtune {__version__}, {', '.join(packages)}.",
             f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",

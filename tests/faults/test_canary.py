@@ -1,7 +1,7 @@
 """Secrets are planted in the environment, on command lines and in git, and looked for in all that is written and printed.
 
-A real train with a real, offline W&B, then verify, bench, eval, merge, preview, --cfg, and commands that fail. What is
-searched: each file below the home and the working directory, byte by byte, and all that came out of the processes.
+A real train with a real, offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and commands that
+fail. What is searched: each file below the home and the working directory, byte by byte, and all that came out of the processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from fxtune import __main__ as command
+from fxtune import tracking, trials
+from fxtune.commands import doctor
+from fxtune.trials import Answer, Outcome, failed
 
 ENVIRONMENT = {
     "HF_TOKEN": "hf_" + "CanaryOne" * 4,
@@ -111,6 +114,32 @@ def test_no_secret_is_written_or_printed_by_a_run_and_what_follows_it(planted, c
     assert ".hydra" not in written
 
 
+def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, monkeypatch):
+    """tune with two trials, one of which failed with secrets in its last words, and its cache; doctor; sync, which fails."""
+    argv = [*RUN, f"tracking.wandb.group={TYPED['token']}", f"tracking.wandb.tags=[{TYPED['key']}]", f"run.name={TYPED['hex']}"]
+    answers = [Answer(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
+               failed(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0)]
+    monkeypatch.setattr(trials, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
+    monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
+    monkeypatch.setattr(doctor, "probe", lambda *_: {"state": "missing", "seen": ""})
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    run = planted / "work" / "sent"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 1.0}\n')
+    (run / "config.yaml").write_text("run: {name: a}\ntracking: {wandb: {project: p, entity: null, group: null, tags: []}}\n")
+    for words, code in ((["tune", *argv, "--axes", "micro_batch", "--steps", "2", "--json", "tune.json"], 0),
+                        (["doctor", *argv, "--json", "doctor.json"], 1), (["sync", "sent"], 6)):
+        monkeypatch.setattr(sys, "argv", ["fxtune", *words])
+        ended, told = in_process(capfd, *words)
+        assert ended == code, told
+        assert told
+        require_silent(told, f"the output of {words[0]}")
+    assert list((planted / ".cache" / "fxtune" / "tune").glob("*.json"))
+    written = {path.name for path in (planted / "work").rglob("*")}
+    assert {"quickstart_tuned.yaml", "tune.json", "doctor.json"} <= written
+    require_none_written(planted)
+
+
 WRONG = [
     [f"tracking.wandb_api_key={TYPED['named']}"], [f"+hub_token={TYPED['named']}"], [f"model.hub_token='{TYPED['named']}'"],
     [f"model.path=https://me:{TYPED['url']}@huggingface.co/a/b"], [f"model.adapter={TYPED['token']}"],
@@ -130,15 +159,17 @@ def test_no_secret_is_in_what_a_wrong_command_is_told(words, planted, capfd):
 
 
 def test_no_secret_is_in_what_libraries_print_and_in_a_traceback(planted):
-    """A bug: an error with a token in its text, after a print and a warning with one."""
+    """A bug: an error with a token in its text, after a print and a warning with one, and with a proxy's password."""
     script = ("import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
-              "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token)\n    warnings.warn(token)\n"
+              "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"
+              "    warnings.warn(token)\n"
               "    logging.getLogger().error(token)\n    raise RuntimeError(f'url https://me:CanarySevenPassword@x/ {token}')\n"
               "command._run = broken\nsys.exit(command.main([]))\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])})
+                          env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1]),
+                               "HTTPS_PROXY": f"http://me:{TYPED['url']}@proxy:3128"})
     assert done.returncode == 1
     assert "RuntimeError: url https://[redacted]@x/ [redacted]" in done.stderr
     assert "Traceback" in done.stderr
-    assert done.stdout.startswith("got [redacted]")
+    assert done.stdout.startswith("got [redacted] http://me:[redacted]@proxy:3128")
     require_silent(done.stdout + done.stderr, "the traceback")

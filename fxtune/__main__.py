@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxtune import __version__, library
-from fxtune.errors import ConfigError, HardwareError, Stopped, UserError
+from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.redact import redact_text, redacted_output
 from fxtune.signals import SIGNALS
 from fxtune.words import HELP, WORDS, Word
@@ -77,6 +77,10 @@ def _without_memory(error: MemoryError | RuntimeError) -> int:
 
 
 def _run(argv: list[str]) -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StorageError("The working directory is not there any more. Change to one that is.") from error
     bare = not argv
     name, argv = _word(argv)
     word = WORDS[name]
@@ -237,7 +241,7 @@ class _Job:
             if self.multirun:
                 overrides = list(HydraConfig.get().overrides.task)
                 title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
-                whole = Path(config.run.dir).expanduser() if config.run.dir else Path("runs") / config.run.name
+                whole = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
                 plain = redact(json.loads(json.dumps(asdict(config))))  # as it is written to a run's folder
                 config.run.dir = str(place(whole / title, config.run.resume.value, plain))
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ it would with a network, whatever the recipe names; and a commit that is here wh
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -58,7 +59,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
     """
     if name.startswith(BUILTIN):
         return _builtin(name, key)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if revision is not None:
             raise ConfigError(f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision.")

@@ -7,6 +7,7 @@ here, so that `fxtune recipes` answers at once.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def recipes() -> dict[str, Recipe]:
 def find(name: str) -> Recipe:
     """The recipe called `name`, or the one in the file `name` when that ends in .yaml. Raises ConfigError."""
     if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if not path.is_file():
             raise ConfigError(f"there is no recipe file {name}")
         return Recipe(path.stem, path, shipped=False)

@@ -75,8 +75,8 @@ def host() -> Iterator[Finding]:
 
 def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[Finding]:
     """Free space where runs, tokenised data and models are kept. `runs`, `tokens`: folders in place of the usual ones."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    home = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME") or cache / "huggingface"))
     places = {"runs": Path(runs or "runs"), "token cache": Path(tokens or cache / "fxtune"),
               "hub cache": Path(os.environ.get("HF_HUB_CACHE") or home / "hub")}
     for what, folder in places.items():
@@ -92,8 +92,8 @@ def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[
 
 def hub() -> Finding:
     """Whether the Hugging Face hub answers, and whether there is a token."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
-    stored = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    stored = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or home / "token"))
     token = next((f"a token in {name}" for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)),
                  f"a token in {stored}" if stored.is_file() else "no token (gated models need `hf auth login`)")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):

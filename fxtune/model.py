@@ -250,7 +250,7 @@ def _vet(model: ModelConfig) -> None:
     if model.path is None and "model_type" not in model.architecture:
         raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an "
                           "architecture (model_type and its sizes) with model.init=random.")
-    local = model.path is None or model.path.startswith("builtin:") or Path(model.path).expanduser().exists()
+    local = model.path is None or model.path.startswith("builtin:") or Path(os.path.expanduser(model.path)).exists()
     if model.trust_remote_code and (local or not is_commit(model.revision)):
         raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
                           f"needs a hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision "
@@ -367,7 +367,9 @@ def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch
         built, seen = loader(
             origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=model.trust_remote_code, **placed)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError) as error:
+        if shortage(error):
+            raise
         raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded as its config.json says: "
                            f"{_first_line(error)}. Use a complete copy.") from error
     shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
     run of the same config, else takes a new folder; `never` always takes a new one; `must` fails where there is nothing to
     go on with. A `folder` that is given is used as it is: what stands in the way is an error.
     """
-    root = Path(folder).expanduser() if folder else Path("runs") / name
+    root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
     try:
         if folder is None:
             return _claim_numbered(root, resume, config)

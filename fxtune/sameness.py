@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -158,7 +159,7 @@ def _base(model: ModelConfig) -> dict[str, str]:
     revision, which is compared when the model is built. Raises StorageError for a file that cannot be read.
     """
     digests = {}
-    local = model.path and model.init is not Init.random and Path(model.path).expanduser()
+    local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
     for file in sorted(local.glob("*.safetensors")) if local else ():
         try:
             size = file.stat().st_size

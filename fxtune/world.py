@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.errors import ConfigError, HardwareError, StorageError
 from fxtune.host import cores, memory
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
@@ -169,8 +169,11 @@ def _packages() -> dict[str, str]:
 
 
 def cache_home() -> Path:
-    """Where fxtune keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxtune"
+    """Where fxtune keeps what it can make again. Raises StorageError for a user without a home, as containers have them."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")
+    return Path(home) / "fxtune"
 
 
 def c_compiler() -> str | None:

@@ -16,6 +16,7 @@ template, a template that does not compile, a slow tokenizer) is a DataError at 
 from __future__ import annotations
 
 import copy
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,14 +192,14 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str,
 def read_template(path: str) -> str:
     """The Jinja text of `data.chat_template`. Raises DataError where there is none."""
     try:
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         require_file(file)
         if (size := file.stat().st_size) > MOST:
             raise DataError(f"data.chat_template={path}: {size:,} bytes are no chat template (the limit is {MOST:,})")
         source = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"data.chat_template={path}: there is no such file") from None
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template={path} cannot be read as a text file: {error}") from None
     if not source.strip():
         raise DataError(f"data.chat_template={path}: the file is empty")

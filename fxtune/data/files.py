@@ -89,6 +89,8 @@ def find(written: str) -> list[Path] | None:
         if not found:
             raise DataError(f"{written}: the glob matches no file (looked from {Path.cwd()}).{_nearest_path(path)}")
         return found
+    if os.path.islink(path):
+        raise DataError(f"{written} is a link to {os.readlink(path)}, which is not there. Correct the link, or name the file.")
     if _looks_local(written, path):
         raise DataError(f"{written}: there is no such file or folder (looked for {path.absolute()}).{_nearest_path(path)}")
     return None
@@ -154,10 +156,7 @@ def _builtin(name: str) -> Path:
 
 def expanded(written: str) -> Path:
     """The path that `written` means, with the home folder for `~`."""
-    try:
-        return Path(written).expanduser()
-    except RuntimeError:  # ~somebody who has no home here
-        return Path(written)
+    return Path(os.path.expanduser(written))  # unlike Path.expanduser, it leaves ~somebody who has no home here as it is
 
 
 def _walk(folder: Path) -> list[Path]:

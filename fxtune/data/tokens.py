@@ -94,8 +94,10 @@ def _tidy(root: Path, days: int) -> None:
 
 def cache_root(data: DataConfig) -> Path:
     if data.cache_dir:
-        return Path(data.cache_dir).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxtune"
+        return Path(os.path.expanduser(data.cache_dir)).absolute()
+    from fxtune.world import cache_home  # which brings torch, and the processes that tokenise need none
+
+    return cache_home()
 
 
 def _fingerprint(source: Source, data: DataConfig, format: RowFormat, tokenizer: Any) -> str:

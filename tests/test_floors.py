@@ -48,7 +48,8 @@ DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversatio
 """Inside data/: each may import those before it."""
 
 KERNELS = ["gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
-           "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "fused_forwards", "liger_forwards"]
+           "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "residual", "fused_forwards",
+           "liger_forwards"]
 """Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 
 

@@ -55,7 +55,8 @@ def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Seque
 
     Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
-    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, room)[0]
+    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, room,
+                                     None)[0]
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -101,18 +102,22 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
-@torch.library.custom_op("fxtune::lora_linear", mutates_args=(), schema=f"(Tensor x, {_PARTS}, bool room) -> (Tensor, Tensor)")
+@torch.library.custom_op("fxtune::lora_linear", mutates_args=(),
+                         schema=f"(Tensor x, {_PARTS}, bool room, Tensor? residual) -> (Tensor, Tensor)")
 def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-            kind: str, room: bool) -> tuple[Tensor, Tensor]:
-    """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs."""
+            kind: str, room: bool, residual: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs.
+
+    `residual` [rows, out]: what y is to be added to. It has no gradient here: residual.py puts it in, after autograd.
+    """
     with torch.autocast(x.device.type, enabled=False):
         group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
-        return group.whole(_rows(x))
+        return group.whole(_rows(x), None if residual is None else _rows(residual))
 
 
 @_linear.register_fake
 def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-      kind: str, room: bool) -> tuple[Tensor, Tensor]:
+      kind: str, room: bool, residual: Optional[Tensor]) -> tuple[Tensor, Tensor]:
     out, width = sum(one.shape[0] for one in b), padded_rank([one.shape[0] for one in a], bool(bias))
     return x.new_empty(x.shape[0], out), x.new_empty(x.shape[0], width)
 
@@ -153,7 +158,7 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
          residual: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """lora_mlp() of x [rows, hidden] -> y, and for the backward pass gate_up, x A^T, p A^T: empty unless `keep`.
 
-    `residual` [rows, hidden]: what y is to be added to. It has no gradient here: residual.py puts it in, after autograd.
+    `residual` [rows, hidden]: as for _linear().
     """
     assert act in ACTS, act
     with torch.autocast(x.device.type, enabled=False):
@@ -290,7 +295,8 @@ def _returned(wanted: list[bool], lengths: list[int], dx: Tensor, da: list[Tenso
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, a, b, bias, base, *ctx.options = inputs
+    x, a, b, bias, base, *ctx.options, residual = inputs
+    assert residual is None
     ctx.mark_non_differentiable(output[1])
     _save(ctx, [a, b, bias, base], x, output[1])
 
@@ -298,11 +304,11 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _linear_gradients(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
     wanted = _wanted(ctx)
     if dy is None:
-        return *_returned([False] * 3, ctx.lengths, *[None] * 3), None, None, None  # type: ignore[arg-type]
+        return *_returned([False] * 3, ctx.lengths, *[None] * 3), *[None] * 4  # type: ignore[arg-type]
     x, xa, *lists = _saved(ctx, 2)
     scaling, kind, room = ctx.options
     found = torch.ops.fxtune.lora_linear_backward(dy, x, xa, *lists, scaling, kind, wanted, room)
-    return *_returned(wanted, ctx.lengths, *found), None, None, None
+    return *_returned(wanted, ctx.lengths, *found), *[None] * 4
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:

@@ -61,6 +61,14 @@ def is_dense(kind: str) -> bool:
     return kind in (DENSE, DENSE_CUTE)
 
 
+def rides(kind: str, inner: int, out: int, bias: bool) -> bool:
+    """Whether whole() has B in the product, in place of a pass over y that adds it.
+
+    A copy of x beside xa, or that pass: by what is the narrower. A bias is opposite ones that x A^T, taken in passing, lacks.
+    """
+    return is_dense(kind) and (out > inner or bias)
+
+
 @torch.no_grad()
 def augment(weights: Sequence[Tensor], ranks: Sequence[int], bias: bool = False) -> Tensor:
     """M of kind `dense` for siblings' weights [out_i, in], of their dtype and device; A and B are zero in it."""
@@ -126,10 +134,10 @@ class Base:
         operand, dyb = self.operand(dy, self.b)
         return self.backward(operand, None, out), dyb
 
-    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x W^T + xa B^T, [rows, out], and xa."""
+    def whole(self, x: Tensor, residual: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """x W^T + xa B^T, [rows, out], and xa. `residual`, of the former's shape, is added to it: only where not rides()."""
         operand, xa = self.operand(x, self.a.t())
-        return self.forward(operand, xa), xa
+        return added(self.forward(operand, None), xa, self.b.t(), residual=residual), xa
 
     def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
         """dy W + dyb A, [rows, in], and dyb. `room`: between dy's rows may be some that is nobody's."""
@@ -185,12 +193,13 @@ class Dense(Base):
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return mm(operand.more, self.made[:, :self.inner], out, self.by)
 
-    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # A copy of x beside xa, or a pass over y to add B: by what is the narrower. (A bias is opposite ones that x A^T lacks.)
-        if self.out > self.inner or self.adapters.bias:
-            return super().whole(x)
+    def whole(self, x: Tensor, residual: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        if rides(DENSE, self.inner, self.out, bool(self.adapters.bias)):
+            assert residual is None
+            operand, xa = self.operand(x, self.a.t())
+            return self.forward(operand, xa), xa
         product, xa = self.apart(x)
-        return added(product, xa, self.b.t(), product.new_empty(product.shape)), xa
+        return added(product, xa, self.b.t(), product.new_empty(product.shape), residual), xa
 
     def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
         if room or self.inner > self.out or self.adapters.bias:  # with room there is no copy

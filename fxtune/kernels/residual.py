@@ -1,13 +1,15 @@
-"""The residual stream is added where a fused MLP writes its result: a pass over the graph of a compiled layer.
+"""The residual stream is added where fused adapters write their result: a pass over the graph of a compiled layer.
 
 `residual + mlp(norm(residual))` is how a pre-norm decoder layer ends. Fused LoRA's last act in it is a pass over something
 hidden_size wide, y + (p A^T) B^T (lora_adapters.add), and the residual stream is added in another one. Together they read and
-write three such tensors in place of five, and the sum is rounded once in place of twice. By arithmetic that is 2 ms of a step of
-16,384 tokens of an 8B model on an H200.
+write three such tensors in place of five, and the sum is rounded once in place of twice. So it is where attention's o_proj ends,
+though there a norm reads the sum in the same pass: five in place of six. By arithmetic this is 3 ms of a step of 16,384 tokens
+of an 8B model on an H200.
 
 The two are found in the graph that Inductor is about to write code for: after autograd, for which they stay what they were, and
-whatever the model's own code looks like. A norm after the MLP (Gemma 2), a factor (Granite), another dtype (autocast over a
-float32 stream) or shapes that the compiler leaves open keep them apart, and so does eager mode.
+whatever the model's own code looks like. A norm in between (Gemma 2), a factor (Granite), another dtype (autocast over a
+float32 stream), shapes that the compiler leaves open, and a linear whose adapters ride in its matmul keep them apart, and so does
+eager mode.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any, Optional
 
 import torch
 from torch import fx
+
+from fxtune.kernels.lora_base import rides
 
 _ADD = torch.ops.aten.add.Tensor
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
@@ -49,21 +53,21 @@ def install() -> None:
 
 
 def fold(graph: fx.Graph) -> int:
-    """Let each fused MLP whose result is only added to a tensor that is there before it add that tensor itself, and return how
-    many do."""
+    """Let each fused operator whose result is only added to a tensor that is there before it add that tensor itself, and return
+    how many do."""
     folded, order = 0, {node: index for index, node in enumerate(graph.nodes)}
     for total in graph.find_nodes(op="call_function", target=_ADD):
         if total.kwargs or not all(isinstance(one, fx.Node) for one in total.args):
             continue
         for result, residual in (total.args, total.args[::-1]):
-            mlp = _mlp_of(result)
-            if mlp is None or order[residual] > order[mlp] or not _alike(residual, result):
+            fused = _fused(result)
+            if fused is None or order[residual] > order[fused] or not _alike(residual, result):
                 continue
-            y = next(node for node in mlp.users if node.args[1] == 0)
-            with graph.inserting_before(mlp):
+            y = next(node for node in fused.users if node.args[1] == 0)
+            with graph.inserting_before(fused):
                 flat = graph.call_function(torch.ops.aten.reshape.default, (residual, list(y.meta["val"].shape)))
                 flat.meta["val"] = residual.meta["val"].reshape(y.meta["val"].shape)
-            mlp.args = (*mlp.args[:-1], flat)
+            fused.args = (*fused.args[:-1], flat)
             total.replace_all_uses_with(result)
             graph.erase_node(total)
             folded += 1
@@ -71,13 +75,17 @@ def fold(graph: fx.Graph) -> int:
     return folded
 
 
-def _mlp_of(node: fx.Node) -> Optional[fx.Node]:
-    """The lora_mlp whose first result `node` is, seen through views, if nobody reads it but one; and no residual is in it yet."""
+def _fused(node: fx.Node) -> Optional[fx.Node]:
+    """The operator whose first result `node` is, seen through views, if nobody reads it but one, and it has no residual yet."""
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
     made: Any = node.args[0]
+    if made.target is torch.ops.fxtune.lora_linear.default:
+        _, a, b, bias, _, _, kind, *_ = made.args
+        inner, out = a[0].meta["val"].shape[1], sum(one.meta["val"].shape[0] for one in b)
+        return made if made.args[-1] is None and not rides(kind, inner, out, bool(bias)) else None
     return made if made.target is torch.ops.fxtune.lora_mlp.default and made.args[-1] is None else None
 
 

@@ -202,8 +202,8 @@ def test_torchs_own_check_of_operators():
     own, x = halves(linears), inputs(7, 6)
     base, bias = augment(weights(linears), [2, 3], True), [one.base_layer.bias.detach() for one in linears]
     given = (own["a"], own["b"], bias, [base], own["scaling"], "dense")
-    y, xa = torch.ops.fxtune.lora_linear(x, *given, False)  # which also packs A and B: once more changes no number
-    torch.library.opcheck(torch.ops.fxtune.lora_linear.default, (x, *given, False))
+    y, xa = torch.ops.fxtune.lora_linear(x, *given, False, None)  # which also packs A and B: once more changes no number
+    torch.library.opcheck(torch.ops.fxtune.lora_linear.default, (x, *given, False, None))
     detached = [[one.detach() for one in half] for half in given[:2]]
     torch.library.opcheck(torch.ops.fxtune.lora_linear_backward.default,
                           (y.detach(), x.detach(), xa.detach(), *detached, *given[2:], [True] * 3, False))

@@ -1,4 +1,5 @@
-"""The residual stream in a fused MLP's last pass: found in graphs, left alone where the sum is another, and the same numbers."""
+"""The residual stream in the last pass of fused adapters: found in graphs, left alone where the sum is another, with the
+same numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from architectures import built, lora, random_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxtune.kernels import residual
-from fxtune.kernels.fused_lora import lora_mlp
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.lora_base import augment
 from fxtune.pipeline import make_probe
 from fxtune.techniques.compile import Compile
@@ -24,11 +25,18 @@ def drawn(*shape):
 DRAW = torch.Generator().manual_seed(0)
 INS, OUTS = (HIDDEN, HIDDEN, WIDE), (WIDE, WIDE, HIDDEN)
 A, B = [drawn(RANK, one) for one in INS], [drawn(one, RANK) for one in OUTS]
+WEIGHTS = {out: (drawn(out, HIDDEN), drawn(out)) for out in (HIDDEN, 2 * HIDDEN)}
 UP, DOWN = augment([drawn(WIDE, HIDDEN), drawn(WIDE, HIDDEN)], [RANK] * 2), augment([drawn(HIDDEN, WIDE)], [RANK])
 
 
 def mlp(x):
     return lora_mlp(x, A, B, [UP], [DOWN], [1.0] * 3)
+
+
+def linear(x, out=HIDDEN, bias=False):
+    weight, offset = WEIGHTS[out]
+    made = augment([weight], [RANK], bias)
+    return lora_linear(x, [A[0]], [B[0][:1].expand(out, -1).contiguous()], [made], [1.0], bias=[offset] if bias else [])
 
 
 def twice(stream):
@@ -40,6 +48,9 @@ def twice(stream):
     (lambda stream: stream + mlp(stream * 2), 1), (lambda stream: mlp(stream) + stream, 1),
     (lambda stream: stream + mlp(stream) + mlp(stream + 1), 2),
     (lambda stream: (stream * 3 + mlp(stream)).relu(), 1),
+    (lambda stream: stream + linear(stream), 1), (lambda stream: stream + mlp(stream + linear(stream)), 2),
+    (lambda stream: stream + linear(stream, bias=True), 0),  # rides in the matmul
+    (lambda stream: torch.cat([stream, stream], -1) + linear(stream, 2 * HIDDEN), 0),  # likewise
     (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
     (lambda stream: stream + mlp(stream).relu(), 0), (lambda stream: stream + mlp(stream) * 0.5, 0),
     (twice, 0),  # what the MLP made is read by others, too

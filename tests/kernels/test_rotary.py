@@ -268,7 +268,7 @@ def test_a_gradient_without_room_is_copied():
     for dy in (above, torch.randn(5 * 40)[:4 * 40 + 24].as_strided((5, 24), (40, 1)).copy_(above),
                F.pad(above, (0, 16))[:, :24]):
         kept = dy.clone()
-        y = torch.ops.fxtune.lora_linear(x, a, b, [], made, [1.0], "dense", True)[0]
+        y = torch.ops.fxtune.lora_linear(x, a, b, [], made, [1.0], "dense", True, None)[0]
         found.append(torch.autograd.grad(y, [x, *b], dy))
         assert torch.equal(dy, kept)
     for one in found[1:]:

@@ -303,6 +303,13 @@ def test_a_config_asks_for_no_code_and_no_size_that_no_model_has(what, stranger)
         models.load_config(ModelConfig(init=Init.random, architecture={**values}))
 
 
+@pytest.mark.parametrize("values", [{"intermediate_size": -5}, {"pad_token_id": 10**6}])
+def test_sizes_that_torch_refuses_are_an_error_of_the_model(values, stranger):
+    change(stranger / "config.json", **values)
+    with pytest.raises(StorageError, match=r"the weights in .* cannot be loaded as its config\.json says"):
+        opened(stranger)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",
                                   "model.safetensors.index.json"])
 @pytest.mark.parametrize("text", ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, "{" + " " * (300 << 20) + "}"],

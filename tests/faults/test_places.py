@@ -1,0 +1,131 @@
+"""Where a command is started and what it is started with: no home, a folder that is gone, no terminal, odd names; and what
+its end says to who started it.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import ENVIRON, wait_for
+
+from fxtune import __main__ as command
+from fxtune import train
+from fxtune.commands import recipes
+from fxtune.data.sources import SourceConfig, open_source
+from fxtune.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    HardwareError,
+    HubError,
+    MemoryShortError,
+    NumbersError,
+    Stopped,
+    StorageError,
+)
+from fxtune.hub import locate
+from fxtune.runfolder import claim, place
+from fxtune.world import cache_home
+
+RUN = ["+recipe=quickstart", "run.dir=run"]
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user whom the system does not know, as containers have them."""
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_tilde_is_the_home_folder(cwd, monkeypatch):
+    monkeypatch.setenv("HOME", str(cwd / "home"))
+    claim("run", "~/run", "auto", {"run": {"seed": 1}}).release()
+    assert (cwd / "home" / "run" / "config.yaml").exists()
+    assert not Path("~").exists()
+    assert command.main([*RUN[:1], "run.dir='~/sweep'", "-m", "train.max_steps=0,1"]) == 2  # 0 steps are none
+    monkeypatch.setattr(train, "run", lambda config: given.append(config.run.dir))
+    given: list[str] = []
+    assert command.main(["-m", *RUN[:1], "run.dir='~/sweep'", "train.max_steps=1,2"]) == 0
+    assert given == [str(cwd / "home" / "sweep" / f"train.max_steps={steps}") for steps in (1, 2)]
+    assert place(Path("~nobody-of-that-name/x"), "auto", {}) == Path("~nobody-of-that-name/x")
+
+
+def test_without_a_home_it_is_said_what_to_set(homeless, cwd, monkeypatch):
+    with pytest.raises(StorageError, match=r"no home folder.* Set HOME or XDG_CACHE_HOME"):
+        cache_home()
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        locate("~/model")
+    with pytest.raises(DataError, match="there is no such file"):
+        open_source(SourceConfig(path="~/rows.jsonl"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cwd))
+    assert cache_home() == cwd / "fxtune"
+
+
+def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
+    Path("gone").mkdir()
+    os.chdir("gone")
+    Path("../gone").rmdir()
+    for words in (["recipes"], RUN):
+        assert command.main(words) == 6
+        assert capfd.readouterr().err.startswith("fxtune: The working directory is not there any more.")
+
+
+def test_a_link_to_data_that_is_not_there_is_named(cwd):
+    Path("rows.jsonl").symlink_to("elsewhere/rows.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl is a link to elsewhere/rows\.jsonl, which is not there"):
+        open_source(SourceConfig(path="rows.jsonl"))
+
+
+# --- exit codes
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize(("error", "code"), [
+    (None, 0), (CheckError("x"), 1), (ConfigError("x"), 2), (DataError("x"), 3), (HardwareError("x"), 4),
+    (MemoryShortError("x"), 4), (NumbersError("x"), 5), (StorageError("x"), 6), (HubError("x"), 6),
+    (Stopped(signal.SIGTERM), 75), (Stopped(signal.SIGUSR1), 75), (Stopped(signal.SIGINT), 130), (KeyboardInterrupt(), 130)])
+def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkeypatch, capfd):
+    """`python -m fxtune`, its own last line included. test_signals.py has the faults themselves; a bug is 1 (test_canary.py)."""
+    def run():
+        if error:
+            raise error
+
+    monkeypatch.setattr(recipes, "run", run)
+    monkeypatch.setattr(sys, "argv", ["fxtune", "recipes"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fxtune", run_name="__main__")
+    assert ended.value.code == code
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd):
+    process = subprocess.Popen([sys.executable, "-m", "fxtune", *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRON})
+    status = Path(f"/proc/{process.pid}/status")
+    if not status.exists():
+        process.kill()
+        pytest.skip("this system does not show which signals a process answers")
+
+    def answers() -> bool:
+        caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+    wait_for(answers)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert process.stderr.read().strip().endswith("ended before anything was at stake. Give the same command again.")
+    assert not Path("run").exists()

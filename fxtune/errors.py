@@ -78,3 +78,9 @@ class Stopped(KeyboardInterrupt):
     def __str__(self) -> str:
         name = "Ctrl-C" if self.signal is signal.SIGINT else self.signal.name
         return f"{name}: {self.told or 'ended before anything was at stake. Give the same command again.'}"
+
+
+def first_line(error: BaseException) -> str:
+    """The name of an error and the first line of its message; where that only introduces the next one, both."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
+    return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")

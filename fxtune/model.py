@@ -22,10 +22,10 @@ from typing import Any, Optional
 
 import torch
 
+from fxtune import weights
 from fxtune.card import write_card
-from fxtune.errors import ConfigError, StorageError
-from fxtune.halving import shortage
-from fxtune.hub import Origin, fetch, is_commit, locate, locate_adapter
+from fxtune.errors import ConfigError, StorageError, first_line
+from fxtune.hub import Origin, is_commit, locate, locate_adapter
 from fxtune.inspection import inspect_config, inspect_folder
 from fxtune.world import World
 
@@ -109,7 +109,7 @@ def scaled_as(config: Any, adapter: Origin) -> Any:
         kind = json.loads(file.read_text())["model_type"]
         theirs = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StorageError(f"{file} cannot be used: {_first_line(error)}. It holds the RoPE scaling that the adapter was trained "
+        raise StorageError(f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
                            "with: use a complete copy of the adapter.") from error
     if theirs is None:
         raise ConfigError(f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a "
@@ -142,7 +142,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=own and model.trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
-        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {_first_line(error)}. Use a "
+        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a "
                            "complete copy of it, or name another in model.tokenizer.") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
@@ -167,14 +167,16 @@ def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: 
     """
     quiet()
     dtype = resolve_dtype(model, world)
-    if shrinks and not _drawn_there(model, hf_config, dtype, world):
+    drawing, code = model.init is Init.random, model.trust_remote_code
+    if shrinks and not weights.made_there(drawing, hf_config, dtype, world, code):
         world = dataclasses.replace(world, device=torch.device("cpu"))
-    if model.init is Init.random:
-        return _random(model, hf_config, dtype, world, seed)
+    if drawing:
+        built = weights.draw(hf_config, dtype, world, seed, code)
+        built.name_or_path, built.base_revision, built.config_edited = "", None, True
+        return built
     assert model.path is not None
-    origin = locate(model.path, model.revision, code=model.trust_remote_code)
-    _fetch_weights(origin)
-    built = _pretrained(model, origin, hf_config, dtype, world)
+    origin = locate(model.path, model.revision, code=code)
+    built = weights.read(origin, hf_config, dtype, world, code, model.path)
     built.name_or_path, built.base_revision = origin.name, origin.revision
     built.config_edited = hf_config.to_dict() != _read_config(origin, model).to_dict()
     return built
@@ -271,7 +273,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {_first_line(error)}. A "
+        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {first_line(error)}. A "
                           "model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -320,100 +322,3 @@ def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any
         return kind(**values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
-
-
-def _drawn_there(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World) -> bool:
-    """Whether whole weights that are to be made smaller had best be on world.device at first.
-
-    Random ones where they fit: a card draws them a hundred times faster than a host. Weights that are read pass through host
-    memory anyway, and go to the card when they are small, unless they only fit there: a card that held all of them once would
-    keep its memory cut into their pieces.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if world.device.type == "cpu":
-        return True
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=model.trust_remote_code)
-    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
-    facts = world.facts()
-    return needed < 0.9 * facts.free_memory if model.init is Init.random else needed > 0.9 * facts.host_memory
-
-
-def _random(model: ModelConfig, hf_config: Any, dtype: torch.dtype, world: World, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    cards = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cards), world.device:
-        torch.manual_seed(seed)
-        try:
-            built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=model.trust_remote_code)
-        except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
-            if shortage(error):
-                raise
-            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: "
-                              f"{_first_line(error)}") from error
-    built.name_or_path, built.base_revision, built.config_edited = "", None, True
-    return built
-
-
-def _pretrained(model: ModelConfig, origin: Origin, hf_config: Any, dtype: torch.dtype, world: World) -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves out output_loading_info
-    placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
-    try:
-        built, seen = loader(
-            origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=model.trust_remote_code, **placed)
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError) as error:
-        if shortage(error):
-            raise
-        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} cannot be loaded as its config.json says: "
-                           f"{_first_line(error)}. Use a complete copy.") from error
-    shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
-              for name, stored, wanted in seen["mismatched_keys"]]
-    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
-        (seen["missing_keys"], "weights of the architecture are not in the files"),
-        (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
-        (shapes, "weights have another shape"),
-        (list(seen["error_msgs"]), "errors")) if names]
-    if troubles:
-        raise StorageError(f"model.path={model.path}: the weights in {origin.folder} do not fit its config.json "
-                           f"({hf_config.model_type}): "
-                           + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
-    return built
-
-
-def _fetch_weights(origin: Origin) -> None:
-    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones."""
-    from safetensors import SafetensorError, safe_open
-
-    files = ["model.safetensors"]
-    index = origin.folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise StorageError(f"{index} is not a safetensors index: {_first_line(error)}. Use a complete copy of the "
-                               "model.") from error
-    pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
-    if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
-        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
-                          "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
-                          "safetensors).")
-    fetch(origin, files)
-    for file in files:
-        try:
-            with safe_open(origin.folder / file, framework="pt") as opened:
-                opened.keys()
-        except (SafetensorError, OSError) as error:
-            raise StorageError(f"{origin.folder / file} is broken or cut short ({_first_line(error)}). Delete it and fetch or "
-                               "copy it again.") from error
-
-
-def _first_line(error: BaseException) -> str:
-    """The name of an error and the first line of its message; where that only introduces the next one, both."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
-    return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")

@@ -20,7 +20,7 @@ FLOORS = [
     {"document"},  # what a recipe says
     {"schema"},  # and may say
     {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled",
-     "adapter_files",
+     "adapter_files", "weights",
      "update_rule"},  # what an optimizer may be asked
     {"pace", "witness", "stored"},  # what checkpointing decides by, and what proves that it acted
     {"recomputation"},  # and what it may be asked

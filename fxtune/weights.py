@@ -1,0 +1,107 @@
+"""A model's weights: drawn at random, or read from safetensors, whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+
+from fxtune.errors import ConfigError, StorageError, first_line
+from fxtune.halving import shortage
+from fxtune.hub import Origin, fetch
+from fxtune.world import World
+
+
+def made_there(drawing: bool, hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> bool:
+    """Whether whole weights that are to be made smaller had best be on world.device at first. `drawing`: they are random.
+
+    Random ones where they fit: a card draws them a hundred times faster than a host. Weights that are read pass through host
+    memory anyway, and go to the card when they are small, unless they only fit there: a card that held all of them once would
+    keep its memory cut into their pieces.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if world.device.type == "cpu":
+        return True
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=code)
+    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    facts = world.facts()
+    return needed < 0.9 * facts.free_memory if drawing else needed > 0.9 * facts.host_memory
+
+
+def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:
+    """A model of random weights."""
+    from transformers import AutoModelForCausalLM
+
+    cards = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cards), world.device:
+        torch.manual_seed(seed)
+        try:
+            built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
+        except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+            if shortage(error):
+                raise
+            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: "
+                              f"{first_line(error)}") from error
+    return built
+
+
+def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, name: str) -> Any:
+    """A model of the weights in a folder. `name`: what the user calls it, for errors."""
+    _fetch(origin)
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves out output_loading_info
+    placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
+    try:
+        built, seen = loader(
+            origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=code, **placed)
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError) as error:
+        if shortage(error):
+            raise
+        raise StorageError(f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "
+                           f"{first_line(error)}. Use a complete copy.") from error
+    shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
+              for name, stored, wanted in seen["mismatched_keys"]]
+    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
+        (seen["missing_keys"], "weights of the architecture are not in the files"),
+        (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
+        (shapes, "weights have another shape"),
+        (list(seen["error_msgs"]), "errors")) if names]
+    if troubles:
+        raise StorageError(f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
+                           f"({hf_config.model_type}): "
+                           + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
+    return built
+
+
+def _fetch(origin: Origin) -> None:
+    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones."""
+    from safetensors import SafetensorError, safe_open
+
+    files = ["model.safetensors"]
+    index = origin.folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise StorageError(f"{index} is not a safetensors index: {first_line(error)}. Use a complete copy of the "
+                               "model.") from error
+    pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
+    if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
+        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
+                          "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
+                          "safetensors).")
+    fetch(origin, files)
+    for file in files:
+        try:
+            with safe_open(origin.folder / file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise StorageError(f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or "
+                               "copy it again.") from error

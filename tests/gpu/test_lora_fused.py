@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 
+from fxtune.kernels import residual
 from fxtune.pipeline import Pipeline
 from fxtune.techniques.checkpointing import Policy
 from fxtune.techniques.compile import Compile
@@ -46,6 +47,15 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
     assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), found.evidence
     off = reference.apart(found, exact)
     assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
+
+
+def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
+    """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found, fold = [], residual.fold
+    monkeypatch.setattr(residual, "fold", lambda graph: found.append(fold(graph)) or found[-1])
+    reference.build(pipeline(Fused.on, True), "llama", reference.batch("llama"), lora=True)
+    assert max(found) == 2, found
 
 
 @pytest.mark.parametrize("options", [

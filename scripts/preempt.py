@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import cycle, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "faults"))
@@ -65,16 +66,19 @@ def main() -> None:
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="fxtune-preempt-"))
     try:
-        line = [*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else command(folder, *ENDLESS)
+        line = ([*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else
+                command(folder, "run.device=cpu", *ENDLESS))
+        saved, ended = [], []
         with ForkServer() as server:
-            found = [stop_once(server, line, folder, how, draw.uniform(0, options.within))
-                     for how in ((signal.SIGTERM, signal.SIGUSR1) * options.stops)[:options.stops]]
-        saved, ended = [at for at, _ in found if at is not None], [at for _, at in found]
-        print(f"{len(found)} stops by SIGTERM and SIGUSR1, each ended with 75 and with the last step's checkpoint")
+            for how in islice(cycle((signal.SIGTERM, signal.SIGUSR1)), options.stops):
+                at, end = stop_once(server, line, folder, how, draw.uniform(0, options.within))
+                saved += [at] if at is not None else []
+                ended.append(end)
+                if options.json:  # each time: what is measured outlives a job that is killed
+                    options.json.write_text(json.dumps({"saved": saved, "ended": ended}, indent=1))
+        print(f"{len(ended)} stops by SIGTERM and SIGUSR1, each ended with 75 and with the last step's checkpoint")
         print(told("signal to saved checkpoint", saved), f"  ({len(saved)} with something new to save)")
         print(told("signal to the process's end", ended))
-        if options.json:
-            options.json.write_text(json.dumps({"saved": saved, "ended": ended}, indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -354,17 +354,6 @@ def test_the_compiler_has_its_budget_for_this_model_alone():
     assert torch._functorch.config.activation_memory_budget == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
-def test_selective_acts_under_inductor():
-    pipeline = checkpointed(lora(), **NARROW)
-    pipeline.compile = Compile(enabled=True)
-    architecture = random_model("llama", num_hidden_layers=1)  # each layer more is C++ to compile
-    model = moved(built(pipeline, architecture, rows=(24,)))
-    seen(pipeline, model)
-    assert close(gradients(model), gradients(moved(built(lora(), architecture))), 1e-5)
-
-
 # --- offload: on a CPU the same bookkeeping copies from host memory to host memory
 
 @pytest.mark.parametrize(("options", "compiled"), [({}, False), (NARROW, False), ({}, True)],

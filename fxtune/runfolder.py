@@ -234,6 +234,9 @@ def require_own(path: Path) -> None:
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
             raise StorageError(f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
                                "it, or set run.dir to another folder.")
+        if entry.name == CHECKPOINTS and not entry.exists():
+            raise StorageError(f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the "
+                               "link.")
         wanted = Path.is_dir if entry.name == CHECKPOINTS else Path.is_file if entry.suffix in _FILES else Path.exists
         if entry.exists() and (not wanted(entry) or not (entry.is_dir() or entry.is_file())):
             what = "a folder" if entry.is_dir() else "a file" if entry.is_file() else "a pipe, a socket or a device"

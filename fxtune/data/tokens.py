@@ -280,7 +280,8 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=1)
     except Timeout:
-        print(f"Another process is tokenising {name}; waiting for it.", flush=True)
+        print(f"Another process is tokenising {name}; waiting for it. (With a data.cache_dir of its own a run waits for nobody.)",
+              flush=True)
         lock.acquire()
     try:
         yield

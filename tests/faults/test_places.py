@@ -4,12 +4,15 @@ its end says to who started it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,8 @@ from harness import ENVIRON, wait_for
 from fxtune import __main__ as command
 from fxtune import train
 from fxtune.commands import recipes
-from fxtune.data.sources import SourceConfig, open_source
+from fxtune.data.sources import DataConfig, SourceConfig, open_source
+from fxtune.data.tokens import tokenize
 from fxtune.errors import (
     CheckError,
     ConfigError,
@@ -33,6 +37,7 @@ from fxtune.errors import (
     StorageError,
 )
 from fxtune.hub import locate
+from fxtune.model import ModelConfig, load_tokenizer
 from fxtune.runfolder import claim, place
 from fxtune.world import cache_home
 
@@ -87,6 +92,18 @@ def test_a_link_to_data_that_is_not_there_is_named(cwd):
     Path("rows.jsonl").symlink_to("elsewhere/rows.jsonl")
     with pytest.raises(DataError, match=r"rows\.jsonl is a link to elsewhere/rows\.jsonl, which is not there"):
         open_source(SourceConfig(path="rows.jsonl"))
+
+
+def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
+    Path("rows.jsonl").write_text('{"text": "a b c"}\n')
+    data, tokenizer = DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache"), load_tokenizer(ModelConfig())
+    shutil.rmtree(tokenize(data.sources[0], data, tokenizer, progress=False).folder)
+    [lock] = Path("cache/tokens").glob("*.lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(1.5, fcntl.flock, [held, fcntl.LOCK_UN]).start()
+        assert len(tokenize(data.sources[0], data, tokenizer, progress=False)) == 1
+    assert "Another process is tokenising rows.jsonl; waiting for it." in capsys.readouterr().out
 
 
 # --- exit codes

@@ -589,6 +589,14 @@ def test_what_stands_in_the_place_of_a_run_s_file_is_said_and_not_waited_for(nam
         claim("run", "run", "auto", {})
 
 
+def test_a_disk_for_checkpoints_that_is_not_mounted_is_said_at_once(cwd):
+    """And not after hours, when the last one cannot be written either."""
+    Path("run").mkdir()
+    Path("run/checkpoints").symlink_to("/scratch/not-mounted")
+    with pytest.raises(StorageError, match=r"run/checkpoints is a link to /scratch/not-mounted, which is not there\. Mount"):
+        claim("run", "run", "auto", {})
+
+
 def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):
     Path("mine").write_text("private")
     for number, make in enumerate((os.mkfifo, lambda path: Path(path).symlink_to(cwd / "mine"))):

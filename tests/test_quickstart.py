@@ -1,4 +1,5 @@
-"""The first thing that a newcomer runs, whole: it learns what it could not do, and plain peft and transformers load it."""
+"""The first thing that a newcomer runs, in half of its steps: it learns what it could not do, and plain peft and transformers
+load it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, (before, after), said = trained("quickstart")
+    folder, (before, after), said = trained("quickstart", "train.max_steps=44")
     assert before <= 0.1
     assert after >= 0.9
     assert "Exactly right on 100 held-out questions" in said

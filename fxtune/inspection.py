@@ -126,6 +126,9 @@ def _inspect_json(file: Path, told: str) -> None:
 def _inspect_adapter(values: dict[str, Any], told: str) -> None:
     if values.get("megatron_config"):
         raise ConfigError(f"{told}: megatron_config has a library import modules by name. fxtune trains no Megatron models.")
+    for name in ("base_model_name_or_path", "revision"):
+        if not isinstance(values.get(name), (str, type(None))):
+            raise ConfigError(f"{told}: {name}={str(values[name])[:24]} is no text. Use another copy of the adapter.")
     start = values.get("init_lora_weights")
     if start not in _STARTS and not str(start).startswith("pissa_niter_"):
         raise ConfigError(f"{told}: init_lora_weights={start!r} reads other files or needs data. Use an adapter that was saved "

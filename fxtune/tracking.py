@@ -326,7 +326,7 @@ def _keep_until(path: Path, step: int) -> set[frozenset[str]]:
             try:
                 values = json.loads(line)
                 keep = step > 0 and values[STEP] <= step
-            except (ValueError, TypeError, LookupError):
+            except (ValueError, TypeError, LookupError, RecursionError):
                 continue
             if keep:
                 new.write(line if line.endswith(b"\n") else line + b"\n")

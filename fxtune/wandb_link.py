@@ -153,7 +153,7 @@ class WandbLink:
         end = 0
         for line in _lines(self._run_dir / "metrics.jsonl"):
             end += len(line)
-            with contextlib.suppress(ValueError, AttributeError):  # what a full disk left of a line
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):  # what a full disk left
                 row = {name: value for name, value in json.loads(line).items() if value is not None}
                 if STEP in row:
                     row["_timestamp"] = row.pop("time", None) or time.time()

@@ -87,7 +87,11 @@ def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
     _try_patterns(base, description, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted: Any = peft.get_peft_model(base, description)
+        try:
+            adapted: Any = peft.get_peft_model(base, description)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ConfigError(f"adapter {name}: what its adapter_config.json describes does not fit its base: {error}. Use "
+                              "another copy of the adapter.") from error
     load_weights(adapted, origin, name, key="adapter")
     for layer in [module for module in adapted.modules() if isinstance(module, LoraLayer)]:
         base_layer: Any = layer.get_base_layer()  # a linear, or a mixture's experts, whose weights have other names

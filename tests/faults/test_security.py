@@ -40,7 +40,7 @@ from fxtune.fence import Exceeded, fence
 from fxtune.hub import locate
 from fxtune.model import Init, ModelConfig, load_tokenizer
 from fxtune.runfolder import RunFolder, claim
-from fxtune.tracking import Display, TrackingConfig, WandbMode
+from fxtune.tracking import Display, Tracker, TrackingConfig, WandbMode
 from fxtune.tracking import _identity as wandb_identity
 from fxtune.train import run as train
 from fxtune.world import World
@@ -402,6 +402,10 @@ ODD_ADAPTERS = {
     "pattern": ({"target_modules": "([a-z._0-9]+)+!"}, r"target_modules cannot be used .* processor time"),
     "patterns": ({"rank_pattern": {"([a-z._0-9]+)+!": 2}}, r"rank_pattern cannot be used .* processor time"),
     "no pattern": ({"target_modules": "(("}, "target_modules cannot be used"),
+    "no such module": ({"target_modules": ["nope"]}, "does not fit its base"),
+    "alpha": ({"lora_alpha": "x"}, "does not fit its base"),
+    "token": ({"trainable_token_indices": [10**9]}, "does not fit its base"),
+    "base": ({"base_model_name_or_path": 7}, "base_model_name_or_path=7 is no text"),
 }
 
 
@@ -595,6 +599,12 @@ def test_a_disk_for_checkpoints_that_is_not_mounted_is_said_at_once(cwd):
     Path("run/checkpoints").symlink_to("/scratch/not-mounted")
     with pytest.raises(StorageError, match=r"run/checkpoints is a link to /scratch/not-mounted, which is not there\. Mount"):
         claim("run", "run", "auto", {})
+
+
+def test_lines_of_metrics_that_nobody_wrote_are_dropped(cwd):
+    Path("metrics.jsonl").write_text("[" * 200_000 + '\n{"train/step": "x"}\n{"train/step": 1e999}\n[]\n{"train/step": 1}\n')
+    with Tracker(TrackingConfig(display=Display.none), cwd, "name", {}, resume_step=1):
+        assert Path("metrics.jsonl").read_text() == '{"train/step": 1}\n'
 
 
 def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):

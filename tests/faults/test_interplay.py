@@ -27,6 +27,7 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
 from fxtune.halving import Halving
 from fxtune.loss import Loss
 from fxtune.spikes import Spikes
+from fxtune.techniques.checkpointing import Checkpointing, Policy
 from fxtune.tracking import Tracker
 
 ADAPTER = "adapter/adapter_model.safetensors"
@@ -226,7 +227,7 @@ def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
 
 def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_, monkeypatch, said):
     """checkpointing=auto was `none` for the recipe's rows when the run started; today it would be another."""
-    run_.techniques.checkpointing.enabled = True
+    run_.techniques.checkpointing = Checkpointing(enabled=True, policy=Policy.auto)
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped):

@@ -90,7 +90,7 @@ def find(written: str) -> list[Path] | None:
             raise DataError(f"{written}: the glob matches no file (looked from {Path.cwd()}).{_nearest_path(path)}")
         return found
     if os.path.islink(path):
-        raise DataError(f"{written} is a link to {os.readlink(path)}, which is not there. Correct the link, or name the file.")
+        raise DataError(f"{written} is a link that leads nowhere, to {os.readlink(path)}. Correct it, or name the file.")
     if _looks_local(written, path):
         raise DataError(f"{written}: there is no such file or folder (looked for {path.absolute()}).{_nearest_path(path)}")
     return None

@@ -90,7 +90,7 @@ def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
 
 def test_a_link_to_data_that_is_not_there_is_named(cwd):
     Path("rows.jsonl").symlink_to("elsewhere/rows.jsonl")
-    with pytest.raises(DataError, match=r"rows\.jsonl is a link to elsewhere/rows\.jsonl, which is not there"):
+    with pytest.raises(DataError, match=r"rows\.jsonl is a link that leads nowhere, to elsewhere/rows\.jsonl"):
         open_source(SourceConfig(path="rows.jsonl"))
 
 

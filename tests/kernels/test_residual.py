@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
 from architectures import built, lora, random_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -81,16 +82,15 @@ def test_shapes_that_are_left_open_keep_them_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "folds"), [("llama", True), ("gemma2", False)])
-def test_compiled_layers_have_it_and_change_no_gradient(family, folds, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else an earlier run's graphs would be taken, and no pass run
+def test_compiled_layers_have_it_and_change_no_gradient(monkeypatch):
     found, fold = [], residual.fold
     monkeypatch.setattr(residual, "fold", lambda graph: found.append(fold(graph)) or found[-1])
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # for graphs of an earlier run no pass would run
     plain, pipeline = lora(fused=Fused.on), lora(fused=Fused.on)
     pipeline.compile = Compile(enabled=True)
     results = []
     for each in (plain, pipeline):
-        model = built(each, random_model(family)).train()
+        model = built(each, random_model("llama", num_hidden_layers=1)).train()
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -99,5 +99,4 @@ def test_compiled_layers_have_it_and_change_no_gradient(family, folds, monkeypat
         results.append([loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert found, "the compiler never asked"
-    assert any(found) is folds
+    assert max(found) == 2, "attention's and the MLP's"

@@ -130,8 +130,12 @@ def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkey
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd):
-    process = subprocess.Popen([sys.executable, "-m", "fxtune", *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRON})
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored
+    try:
+        process = subprocess.Popen([sys.executable, "-m", "fxtune", *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRON})
+    finally:
+        signal.signal(signal.SIGINT, usual)
     status = Path(f"/proc/{process.pid}/status")
     if not status.exists():
         process.kill()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor.config
 from architectures import built, lora, random_model
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxtune.kernels import residual
@@ -83,11 +84,8 @@ def test_shapes_that_are_left_open_keep_them_apart():
 def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
     found, fold = [], residual.fold
     monkeypatch.setattr(residual, "fold", lambda graph: found.append(fold(graph)))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # for graphs of an earlier run no pass would run
-    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", None)
     pipeline = lora(fused=Fused.on)
     pipeline.compile = Compile(enabled=True)
-    built(pipeline, random_model("llama", num_hidden_layers=1))  # which is when the compiler is told
 
     def layer(stream):
         stream = stream + linear(stream)
@@ -96,7 +94,9 @@ def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
     stream, trained = torch.randn(2, 5, HIDDEN, requires_grad=True), [*A, *B]
     for one in trained:
         monkeypatch.setattr(one, "requires_grad", True)
-    wanted, mine = (torch.autograd.grad(run(stream).square().sum(), [stream, *trained])
-                    for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
+    with config.patch(post_grad_custom_post_pass=None), fresh_cache():  # for graphs of an earlier run no pass would run
+        built(pipeline, random_model("llama", num_hidden_layers=1))  # which is when the compiler is told
+        wanted, mine = (torch.autograd.grad(run(stream).square().sum(), [stream, *trained])
+                        for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False)))
     torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
     assert max(found) == 2

@@ -112,6 +112,16 @@ def forks():
 
 
 @pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """What runs of this process tell beside their figures, as it comes."""
+    from fxtune import display
+
+    notes: list[str] = []
+    monkeypatch.setattr(display.Display, "note", lambda self, text: notes.append(text))
+    return notes
+
+
+@pytest.fixture
 def build(cwd):
     """A Trainer that is built and not yet run; its folder is released at the end."""
     from fxtune import train

@@ -19,6 +19,21 @@ from fxtune.tracking import Display
 from fxtune.update_rule import OptimizerName
 
 
+def broken_off(config, index, monkeypatch):
+    """Run `config` up to the step `index`, at which Ctrl-C comes, once."""
+    taken, broken = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        if step.index == index and not broken:
+            broken.append(True)
+            raise KeyboardInterrupt
+        return taken(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(config)
+
+
 def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkeypatch, capsys):
     """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
     real, poisoned = Loss.sum, {2, 3}
@@ -125,18 +140,7 @@ def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkey
     narrow.run.dir = "whole"
     assert train.run(narrow)["train/skipped_steps"] == 1
     narrow.run.dir = "broken"
-    taken = train.Trainer.step
-
-    def dying(self, step, lr):
-        if step.index == 9 and not broken:
-            broken.append(True)
-            raise KeyboardInterrupt
-        return taken(self, step, lr)
-
-    broken = []
-    monkeypatch.setattr(train.Trainer, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(narrow)
+    broken_off(narrow, 9, monkeypatch)
     seen.clear()
     assert train.run(narrow)["train/skipped_steps"] == 1
     assert [step for step in seen if step >= 0] == [9, 10, 11]
@@ -166,18 +170,7 @@ def test_weights_that_give_no_finite_loss_are_never_exported(narrow, cwd):
 def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(2, 6), math.nan))
     narrow.run.dir, narrow.checkpoint.every, narrow.train.max_skipped_steps = "run", 4, 3
-    taken = train.Trainer.step
-    broken = []
-
-    def dying(self, step, lr):
-        if step.index == 4 and not broken:
-            broken.append(True)
-            raise KeyboardInterrupt
-        return taken(self, step, lr)
-
-    monkeypatch.setattr(train.Trainer, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(narrow)
+    broken_off(narrow, 4, monkeypatch)
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
         train.run(narrow)
 
@@ -204,17 +197,7 @@ def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(narrow, cwd
     narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
     train.run(narrow)
     narrow.run.dir = "broken"
-    taken, broken = train.Trainer.step, []
-
-    def dying(self, step, lr):
-        if step.index == 3 and not broken:
-            broken.append(True)
-            raise KeyboardInterrupt
-        return taken(self, step, lr)
-
-    monkeypatch.setattr(train.Trainer, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(narrow)
+    broken_off(narrow, 3, monkeypatch)
     train.run(narrow)
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [6]
     assert losses(Path("broken")) == losses(Path("whole"))

@@ -9,18 +9,10 @@ import pytest
 
 from fxtune import train
 from fxtune.config import Config
-from fxtune.display import Display
 from fxtune.errors import ConfigError, StorageError
 from fxtune.pipeline import Pipeline
 from fxtune.sameness import Sameness
 from fxtune.techniques.checkpointing import Policy
-
-
-@pytest.fixture
-def said(monkeypatch) -> list[str]:
-    notes: list[str] = []
-    monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
-    return notes
 
 
 @pytest.fixture

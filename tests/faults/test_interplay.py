@@ -22,7 +22,6 @@ from fxtune import held_out, stored, train
 from fxtune.__main__ import main
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.config import Config, Resume
-from fxtune.display import Display
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
 from fxtune.halving import Halving
 from fxtune.loss import Loss
@@ -48,13 +47,6 @@ def _answered():
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, usual)
-
-
-@pytest.fixture
-def said(monkeypatch) -> list[str]:
-    notes: list[str] = []
-    monkeypatch.setattr(Display, "note", lambda self, text: notes.append(text))
-    return notes
 
 
 @pytest.fixture

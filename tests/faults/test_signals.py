@@ -117,7 +117,7 @@ def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, h
     assert not forked.ended()
     began = time.monotonic()
     assert stop(forked, how) == code
-    assert time.monotonic() - began < 10, "the terminal would keep it for ever"
+    assert time.monotonic() - began < 2
     os.close(reader)
 
 

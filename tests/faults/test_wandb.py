@@ -77,7 +77,7 @@ def test_a_server_that_does_not_take_the_run_costs_no_time_and_one_command_after
     tracker = start(tmp_path / "run", notes, wandb_id=RUN, init_timeout=1.0)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step})
-    assert time.monotonic() - begun < 1.0, "starting and logging do not wait for init_timeout"
+    assert time.monotonic() - begun < 0.5, "starting and logging do not wait"
     tracker.finish()
     assert time.monotonic() - begun < 15
     assert len([note for note in notes if "W&B did not take the run" in note]) == 1, notes
@@ -187,7 +187,7 @@ def test_a_run_that_was_told_to_stop_does_not_wait_for_a_server_that_is_gone(tmp
     tracker.log(2, {"train/loss": 1.0})
     begun = time.monotonic()
     tracker.finish(exit_code=75)
-    assert time.monotonic() - begun < 10  # a run that ends by itself waits for UPLOAD_TIMEOUT
+    assert time.monotonic() - begun < 4
 
 
 def test_sync_says_what_is_in_its_way(tmp_path, monkeypatch, capsys):

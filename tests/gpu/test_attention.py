@@ -10,7 +10,7 @@ from reference import LIMITS, SHAPES, apart, batch, build, ours, plain, relative
 
 from fxtune.errors import ConfigError
 from fxtune.kernels import packed_attention
-from fxtune.kernels.flash4 import flash4, reference, reference_backward
+from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
 from fxtune.loss import Loss
 from fxtune.pipeline import Pipeline
 
@@ -82,6 +82,33 @@ def test_rows_of_one_document_each(window):
 def test_slots_that_are_empty(lengths):
     """More than 256 documents are looked up in another way."""
     within(errors(*qkv([sum(lengths)], 8, 2, 128), bounds(lengths)))
+
+
+@HOPPER
+def test_a_document_of_400k_tokens():
+    """q, k and v lie in one projection of more numbers than int32 counts. The last queries see all keys, so that these alone need
+    gradients for every key and value to have one."""
+    length, last, scale = 409_600, 200, 128 ** -0.5
+    fused = torch.randn(length, 48, 128, device="cuda", dtype=torch.bfloat16)
+    assert fused.numel() > 2**31
+    q, k, v = fused.split((32, 8, 8), dim=1)
+    cu_seqlens = bounds((length, 0))
+    out, lse = flash4(q, k, v, cu_seqlens, length, scale, 0, 0.0)
+    dout = torch.zeros_like(out)
+    heads = {0: 0, 31: 7}  # query head: its key head
+    for head in heads:
+        dout[-last:, head] = torch.randn(last, 128, device="cuda")
+    dq, dk, dv = flash4_backward(dout, q, k, v, out, lse, cu_seqlens, length, scale, 0, 0.0)
+    hidden = torch.arange(length, device="cuda") > torch.arange(length - last, length, device="cuda")[:, None]
+    for head, of in heads.items():
+        wide = [x.float().requires_grad_() for x in (q[-last:, head], k[:, of], v[:, of])]
+        scores = (wide[0] @ wide[1].t() * scale).masked_fill(hidden, float("-inf"))
+        expected = scores.softmax(-1) @ wide[2]
+        wanted = torch.autograd.grad(expected, wide, dout[-last:, head].float())
+        seen = (out[-last:, head], dq[-last:, head], dk[:, of], dv[:, of], lse[head, -last:])
+        within({name: relative(ours, theirs) for name, ours, theirs in zip(
+            ("out", "dq", "dk", "dv", "lse"), seen, (expected, *wanted, scores.logsumexp(-1)), strict=True)})
+    assert not dq[:-last].any()
 
 
 @HOPPER

@@ -72,6 +72,21 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
         assert torch.isfinite(found).all()
 
 
+def test_more_numbers_than_int32_can_count():
+    """A row of 400k tokens: q, k and v, and their gradients, have 2.5e9 numbers."""
+    (out, inner, rank), rows = SHAPES["qkv"], 409_600
+    assert rows * out > 2**31
+    made = drawn(out + rank, inner + rank)
+    at = torch.cat([torch.arange(64), torch.arange(2**31 // out - 64, 2**31 // out + 64), torch.arange(rows - 300, rows)]).to(GPU)
+    for left, right in ((drawn(rows, inner + rank), made[:out].t()), (drawn(rows, out + rank), made[:, :inner])):
+        into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=torch.bfloat16)
+        assert served(left, right, into)
+        mm(left, right, into, CUTE)
+        assert reference.relative(into[at], left[at].float() @ right.float()) < reference.LIMITS["bfloat16"]
+        assert torch.isfinite(into.sum(1)).all()
+        del left, into
+
+
 @pytest.mark.parametrize(("rows", "inner", "columns", "stride"), [
     (2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)])
 @pytest.mark.parametrize("across", [False, True])

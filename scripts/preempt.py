@@ -28,7 +28,7 @@ from endings import Traced
 from harness import command
 from killing import ForkServer, tail
 
-ENDLESS = ["train.max_steps=1000000", "train.epochs=1000000", "checkpoint.every=0"]
+ENDLESS = ["train.max_steps=1000000", "train.epochs=1000000", "checkpoint.every=0", "train.log_every=1"]
 
 
 def stop_once(server: ForkServer, words: list[str], folder: Path, how: signal.Signals,

@@ -49,7 +49,7 @@ DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversatio
 
 KERNELS = ["gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
            "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "residual", "fused_forwards",
-           "liger_forwards"]
+           "liger_forwards", "liger_timing"]
 """Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 
 

@@ -5,7 +5,8 @@ class and the function, so they share a compiled graph too: each is made once fo
 
 RoPE is our own: Liger's overwrites its inputs, which autograd does not see (they may be results that checkpointing has saved,
 and would be turned once more), so that it would have to get copies, and torch.compile cannot trace it. The gated products
-overwrite their inputs too, in the backward pass, when nobody needs them any more.
+overwrite their inputs too, in the backward pass, when nobody needs them any more. In compiled code operators of our own run the
+same kernels (liger_operators.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fxtune.kernels import liger_operators as operators
 from fxtune.kernels.rotary import apply_rotary, seeing
 
 Forward = Callable[..., Any]
@@ -67,6 +69,8 @@ def _function(name: str) -> Any:
 @functools.cache
 def _rms_norm(function: Any, eps: float, offset: float, casting: str, in_place: bool) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return operators.rms_norm(hidden_states, self.weight, eps, offset, casting)[0]
         return function.apply(hidden_states, self.weight, eps, offset, casting, in_place, None)
 
     return forward
@@ -75,6 +79,8 @@ def _rms_norm(function: Any, eps: float, offset: float, casting: str, in_place: 
 @functools.cache
 def _layer_norm(function: Any, eps: float) -> Forward:
     def forward(self: Any, input: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return operators.layer_norm(input, self.weight, self.bias, eps)[0]
         return function.apply(input, self.weight, self.bias, eps)
 
     return forward
@@ -83,7 +89,10 @@ def _layer_norm(function: Any, eps: float) -> Forward:
 @functools.cache
 def _swiglu(function: Any) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x), 1.0, 1.0))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.compiler.is_compiling():
+            return self.down_proj(operators.gated(gate, up, "swiglu"))
+        return self.down_proj(function.apply(gate, up, 1.0, 1.0))
 
     return forward
 
@@ -91,7 +100,8 @@ def _swiglu(function: Any) -> Forward:
 @functools.cache
 def _geglu(function: Any) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(operators.gated(gate, up, "geglu") if torch.compiler.is_compiling() else function.apply(gate, up))
 
     return forward
 
@@ -100,6 +110,8 @@ def _geglu(function: Any) -> Forward:
 def _swiglu_at_once(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         both = self.gate_up_proj(hidden_states)
+        if torch.compiler.is_compiling():
+            return self.down_proj(operators.gated(*both.chunk(2, dim=-1), "swiglu"))
         # As a matrix: whatever shape the function is given, the gradient that it returns is one (0.8.5).
         return self.down_proj(function.apply(both.flatten(0, -2)).unflatten(0, both.shape[:-1]))
 
@@ -109,6 +121,7 @@ def _swiglu_at_once(function: Any) -> Forward:
 @functools.cache
 def _geglu_at_once(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        return self.down_proj(function.apply(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(operators.gated(gate, up, "geglu") if torch.compiler.is_compiling() else function.apply(gate, up))
 
     return forward

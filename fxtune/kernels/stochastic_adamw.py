@@ -86,7 +86,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                     self.state[parameter].update(
                         step=torch.zeros((), device=device), exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
-            torch._foreach_add_([self.state[parameter]["step"] for parameter in given], finite.float())
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in given], [finite.float()] * len(given))
             act: Callable[..., None] = _compiled() if device.type == "cuda" else update
             with torch._dynamo.config.patch(COMPILING) if device.type == "cuda" else nullcontext():
                 for parameter in given:

@@ -163,7 +163,7 @@ class Liger(Technique):
             return False, "torch.compile fuses it; run.deterministic=true leaves nothing to the clock"
         found = _times(name, facts)
         if found is None:
-            return False, "torch.compile fuses it; without a GPU at hand neither was measured"
+            return False, "torch.compile fuses it; neither could be measured here"
         compiled, liger = found
         if liger is None:
             return False, "Liger's does not compile here"
@@ -250,13 +250,14 @@ def _tokens(facts: Facts) -> int:
 
 
 def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
-    """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None where there is no GPU to ask."""
+    """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None where there is no GPU to ask, or no
+    room on it.
+    """
     text, family = facts.text, FAMILIES[facts.text["model_type"]]
     norm = name.endswith("norm")
     width, dtype = (text["hidden_size"], facts.dtype) if norm else (text["intermediate_size"], facts.compute_dtype)
     case = liger_timing.Case(name, min(_tokens(facts), liger_timing.MOST_ROWS), width, dtype,
-                             trained=norm and "lora" not in facts.techniques, offset=family.offset, casting=family.casting,
-                             in_place=family.in_place)
+                             trained=norm and "lora" not in facts.techniques, offset=family.offset, casting=family.casting)
     versions = {package: facts.packages.get(package) for package in ("torch", PACKAGE)}
     key = json.dumps([facts.device_name, versions, asdict(case)], sort_keys=True)
     file = cache_home() / "liger_times.json"
@@ -267,7 +268,10 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     if key not in known:
         if not torch.cuda.is_available():
             return None
-        known[key] = liger_timing.times(case)
+        try:
+            known[key] = liger_timing.times(case)
+        except torch.OutOfMemoryError:  # under a limit (run.memory_gib); another day there may be room, so it is not kept
+            return None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             mine = file.with_suffix(f".{os.getpid()}")

@@ -27,9 +27,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SMALLER = ("{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
            "head_dim: 16}")
-ENVIRON = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-           "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
-"""Of each process that is started here: few threads, no network, this checkout's code."""
+ENVIRON = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+           "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
+"""Of each process that is started here: few threads, no network, this checkout's code before what is installed or named."""
 
 
 def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:

@@ -91,8 +91,8 @@ def small(shape: str) -> dict[str, Any]:
 
 
 def batch(shape: Shape, lengths: tuple[int, ...] = (700, 600, 500), seed: int = 0, device: str = "cuda", rows: int = 1,
-          padding: int = 0, packed: bool = True) -> Any:
-    """A Batch of `rows` packed rows of documents with these lengths and random tokens, about half of them supervised.
+          padding: int = 0, packed: bool = True, supervised: float = 0.5) -> Any:
+    """A Batch of `rows` packed rows of documents with these lengths and random tokens, about that share of them supervised.
 
     Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has room for more documents than there are.
     """
@@ -101,7 +101,7 @@ def batch(shape: Shape, lengths: tuple[int, ...] = (700, 600, 500), seed: int = 
     draw = np.random.default_rng(seed)
     total = rows * sum(lengths)
     table: Any = SimpleNamespace(ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
-                                 supervised=draw.random(total) < 0.5)
+                                 supervised=draw.random(total) < supervised)
     each = np.array(lengths * rows, np.int64)
     return assemble([table], Pieces(
         source=np.zeros(len(each), np.int64), start=np.concatenate([[0], each.cumsum()[:-1]]), length=each,

@@ -57,7 +57,7 @@ class Measured:
 
     def __init__(self, made: Pipeline, shape: dict[str, Any], tokens: int, lora: bool = True) -> None:
         Measured.before = torch.cuda.memory_allocated()
-        self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4))
+        self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4), supervised=1.0)
         torch.manual_seed(0)
         self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
         from fxtune.loss import Loss
@@ -130,6 +130,9 @@ def _deterministic(monkeypatch):
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize(("shape", "lora"), [*((shape, True) for shape in reference.SHAPES), ("llama", False)])
 def test_recomputing_eagerly_changes_no_bit(shape, lora):
+    """But one rounding of one adapter: a fused MLP that keeps its input alone takes its product by down_proj's A anew with a
+    kernel for that, where the forward pass had it from the wide matmul, and the gradient of down_proj's B is made of it.
+    """
     given = reference.batch(shape)
     plain = reference.ours(pipeline(False, "sdpa", policy=Policy.none), shape, given, lora=lora)
     for name, options in {"full": {}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "offload": {"offload": True},
@@ -137,6 +140,9 @@ def test_recomputing_eagerly_changes_no_bit(shape, lora):
         seen = reference.ours(pipeline(False, "sdpa", **options), shape, given, lora=lora)
         wrong = [key for key in plain.grads if not torch.equal(seen.grads[key], plain.grads[key])]
         assert seen.loss == plain.loss, name
+        anew = [key for key in wrong if name.startswith("narrow") and "mlp.down_proj.lora_B" in key]
+        assert all(reference.relative(seen.grads[key], plain.grads[key]) < 1e-3 for key in anew)
+        wrong = [key for key in wrong if key not in anew]
         assert not wrong, (name, wrong[:3], reference.apart(seen, plain))
 
 
@@ -290,15 +296,19 @@ def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
     assert whole - tiled > 1.5 * wide
 
 
-def test_the_compilers_budget_is_kept_to():
+@pytest.mark.parametrize("fused", [Fused.on, Fused.off], ids=["fused", "peft"])
+def test_the_compilers_budget_is_kept_to(fused):
     peaks = {}
     for share in (1.0, 0.6, 0.2):
-        measured = Measured(pipeline(policy=Policy.budget, budget=share), BIG, 8192)
-        peaks[share] = measured.peak()
-        print(f"\nbudget {share}: {peaks[share] / GIB:.2f} GiB, forecast {expected(measured, BIG, 8192) / GIB:.2f}")
+        measured = Measured(pipeline(fused=fused, policy=Policy.budget, budget=share), BIG, 8192)
+        peaks[share], allowed = measured.peak(), expected(measured, BIG, 8192)
+        print(f"\nbudget {share}: {peaks[share] / GIB:.2f} GiB, forecast {allowed / GIB:.2f}")
+        assert peaks[share] < 1.05 * allowed
         del measured
         freed()
-    assert peaks[1.0] > peaks[0.6] > peaks[0.2]
+    # Fused operators are few and wide: what 60 % of a layer's bytes can hold of them may be no more than what 20 % can.
+    assert peaks[1.0] > peaks[0.6] >= peaks[0.2]
+    assert fused is Fused.on or peaks[0.6] > peaks[0.2]
 
 
 def test_our_attention_operator_is_not_run_again():

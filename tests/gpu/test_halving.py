@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ GIB = 1 << 30
 SHAPE = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
              num_attention_heads=4)
 ROWS, LENGTH = 16, 1024
+WORKSPACES = 128 << 20
+"""Bytes that libraries keep for themselves once they were used, a part for each stream."""
 
 
 def eager(config: Config) -> None:
@@ -134,12 +137,13 @@ def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
     mode(recipe)
+    before = torch.cuda.memory_allocated()
     expected, base, most = at_ease(recipe)
     assert most - base > 128 << 20, "the rows must decide"
     recipe.run.memory_gib = (base + 0.75 * (most - base)) / GIB
     with trainer(recipe, "short") as (run, notes):
         run.run()
-        rows, kept = run.state.rows["training"], torch.cuda.memory_allocated()
+        rows, model = run.state.rows["training"], weakref.ref(run.model)
         print(f"\n{mode.__name__}: {base / GIB:.2f} GiB when built, {most / GIB:.2f} with {ROWS} rows; given "
               f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {told(notes)[0]}")
         assert rows < ROWS
@@ -155,7 +159,8 @@ def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 0.5 * kept + (64 << 20), "nothing of what failed is held"
+    assert model() is None, "what failed is held"
+    assert torch.cuda.memory_allocated() < before + WORKSPACES, "something of what failed is held"
 
 
 def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):

@@ -63,8 +63,14 @@ def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
     {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}, {"policy": Policy.selective, "save": ["attention"]}])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_no_more_than_rounding(options, compiled):
+    """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
     treated = reference.ours(pipeline(Fused.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
-    assert reference.apart(treated, whole(compiled))["grads"] <= 5e-3
+    if compiled:
+        exact = reference.plain("llama", reference.batch("llama"), lora=True)
+        off, usual = (reference.apart(one, exact)["grads"] for one in (treated, whole(compiled)))
+        assert off <= 1.1 * usual + 1e-3, (off, usual)
+    else:
+        assert reference.apart(treated, whole(compiled))["grads"] <= 5e-3
 
 
 @functools.cache

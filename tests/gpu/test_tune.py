@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 SHAPE = ("+recipe=quickstart", "model.init=random", "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
          "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, vocab_size: 32000, "
          "max_position_embeddings: 8192}",
@@ -22,7 +23,7 @@ SHAPE = ("+recipe=quickstart", "model.init=random", "model.architecture={hidden_
 
 
 def fxtune(folder: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run([sys.executable, "-m", "fxtune", *words], capture_output=True, cwd=folder, text=True, timeout=580,
                           check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -61,7 +62,7 @@ def test_a_trial_without_room_is_an_answer(tmp_path):
     words = ["tune", *SHAPE, "run.memory_gib=3", "techniques.liger.enabled=false", "techniques.checkpointing.enabled=false",
              "train.micro_batch_size=1", "--axes", "micro_batch", "--steps", "2", "--minutes", "5",
              "--json", str(tmp_path / "found.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, cwd=tmp_path, text=True, timeout=580,
                           check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -19,7 +19,7 @@ from architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, o
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
-from fxtune.kernels import liger_timing
+from fxtune.kernels import liger_operators, liger_timing
 from fxtune.model import Init, ModelConfig, load_config, load_tokenizer, save
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.technique import model_inputs
@@ -223,8 +223,10 @@ def test_a_copy_of_the_model_is_a_copy(stand_ins):
 
 
 def test_compiled_layers_share_one_graph(stand_ins, monkeypatch):
-    """Traced; no code is generated."""
+    """Traced; no code is generated. What runs in it is an operator each, whose kernels are those of the stand-ins."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(liger_operators, "rms_norm", lambda *args: (rms_norm.apply(*args, True, None),))
+    monkeypatch.setattr(liger_operators, "gated", lambda gate, up, kind: swiglu.apply(gate, up, 1.0, 1.0))
     pipeline = Pipeline()
     pipeline.compile = Compile(enabled=True)
     plain = built(Pipeline(), random_model("llama", num_hidden_layers=4))
@@ -375,21 +377,24 @@ def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
     assert resolved({**GPU, "techniques": {"compile": {}}})[0].swiglu is Switch.on
 
 
+def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(monkeypatch, tmp_path):
+    def times(case):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(liger_timing, "times", times)
+    chosen, note = resolved({**GPU, "techniques": {"compile": {}}})
+    assert chosen.rms_norm is chosen.swiglu is Switch.off
+    assert "rms_norm off (torch.compile fuses it; neither could be measured here)" in note
+    assert not [*tmp_path.rglob("liger_times.json")]
+
+
 def test_under_compile_without_a_gpu_at_hand_nothing_is_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen, note = resolved({**GPU, "techniques": {"compile": {}}})
     assert chosen.rms_norm is Switch.off
-    assert "neither was measured" in note
-
-
-@pytest.mark.parametrize("case", [
-    liger_timing.Case("rms_norm", 3, 8, "float32", True), liger_timing.Case("swiglu", 3, 8, "float32", False),
-    liger_timing.Case("rms_norm", 3, 8, "float32", True, offset=1.0, casting="gemma", in_place=False),
-    liger_timing.Case("layer_norm", 3, 8, "float32", True), liger_timing.Case("geglu", 3, 8, "float32", False)],
-    ids=lambda case: f"{case.operation}-{case.casting}")
-def test_the_two_that_are_timed_compute_the_same(case, stand_ins):
-    inputs = torch.randn(3, 8), torch.randn(8) if case.operation.endswith("norm") else torch.randn(3, 8)
-    torch.testing.assert_close(liger_timing.ligers(case)(*inputs), liger_timing.plain(case)(*inputs))
+    assert "neither could be measured here" in note
 
 
 def test_a_pipeline_says_what_it_chose():

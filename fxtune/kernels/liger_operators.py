@@ -1,0 +1,172 @@
+"""Liger's kernels as operators, for compiled code.
+
+torch.compile takes a Triton kernel into its graph and looks into it for what it writes. Where it cannot tell (torch 2.11 fails at
+Liger 0.8.5's RMSNorm, which casts a float) it believes that every input is written, weights included, and says no more than a
+warning: on an H200 such a Llama had the right loss and gradients, and in its next forward pass wrong logits. Behind an operator
+there is nothing to look into, and what goes in stays as it was. For gated products that costs a copy of gate and up in the
+backward pass, where Liger's kernel overwrites them.
+
+Elsewhere Liger's own autograd functions run (liger_forwards.py), which overwrite what nobody needs any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("fxtune::liger_rms_norm", mutates_args=(),
+                         schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * (offset + weight) over the last dimension, in x's dtype, and for the backward pass 1 / rms(x), float32 [rows].
+
+    `casting`: "llama" (rounded before the weight is multiplied) or "gemma" (all of it in float32).
+    """
+    from liger_kernel.ops import rms_norm_forward
+
+    y, _, scale, *_ = rms_norm_forward(x.contiguous(), weight, eps, offset, casting, None)
+    return y, scale
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(_rows(x), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "fxtune::liger_rms_norm_backward", mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool trained) -> (Tensor, Tensor)")
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str,
+                       trained: bool) -> tuple[Tensor, Tensor]:
+    """(dx, dweight); the second is empty unless `trained`."""
+    from liger_kernel.ops import rms_norm_backward
+    from liger_kernel.ops.rms_norm import _str_to_casting_mode
+    from liger_kernel.ops.utils import calculate_settings
+
+    x = x.contiguous()
+    dx, dweight = rms_norm_backward(dy.contiguous(), x.view(-1, x.shape[-1]), weight, scale, offset,
+                                    _str_to_casting_mode[casting], *calculate_settings(x.shape[-1]), False, None,
+                                    needs_dw=trained)
+    return dx, _given(dweight, weight)
+
+
+@_rms_norm_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str,
+      trained: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if trained else 0)
+
+
+@torch.library.custom_op("fxtune::liger_layer_norm", mutates_args=(),
+                         schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm over the last dimension, in x's dtype, and for the backward pass mean and 1 / deviation, float32 [rows]."""
+    from liger_kernel.ops import layer_norm_forward
+
+    y, _, mean, scale, *_ = layer_norm_forward(x.contiguous(), weight, bias, eps)
+    return y, mean, scale
+
+
+@layer_norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    mean, scale = (x.new_empty(_rows(x), dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), mean, scale
+
+
+@torch.library.custom_op(
+    "fxtune::liger_layer_norm_backward", mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale, bool trained, bool shifted)"
+           " -> (Tensor, Tensor, Tensor)")
+def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool,
+                         shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias); the second is empty unless `trained`, the third unless `shifted`."""
+    from liger_kernel.ops import layer_norm_backward
+
+    x = x.contiguous()
+    dx, dweight, dbias = layer_norm_backward(dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale,
+                                             needs_dw=trained, needs_db=shifted)
+    return dx, _given(dweight, weight), _given(dbias, bias)
+
+
+@_layer_norm_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool,
+      shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return (x.new_empty(x.shape), weight.new_empty(weight.shape if trained else 0),
+            bias.new_empty(bias.shape if shifted else 0))
+
+
+@torch.library.custom_op("fxtune::liger_gated", mutates_args=(), schema="(Tensor gate, Tensor up, str kind) -> Tensor")
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up, of one shape; `kind`: "swiglu" (SiLU) or "geglu" (GELU's tanh form)."""
+    from liger_kernel import ops
+
+    forward = ops.swiglu_forward if kind == "swiglu" else ops.geglu_forward
+    product: Tensor = forward(gate.contiguous(), up.contiguous())[2]
+    return product
+
+
+@gated.register_fake
+def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("fxtune::liger_gated_backward", mutates_args=(),
+                         schema="(Tensor dp, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)")
+def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    from liger_kernel import ops
+
+    backward = ops.swiglu_backward if kind == "swiglu" else ops.geglu_backward
+    gate, up = (one.clone(memory_format=torch.contiguous_format) for one in (gate, up))  # they become their gradients
+    backward(gate, up, dp.contiguous())
+    return gate, up
+
+
+@_gated_backward.register_fake
+def _(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _given(gradient: Optional[Tensor], of: Tensor) -> Tensor:
+    return of.new_empty(0) if gradient is None else gradient
+
+
+def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.offset, ctx.casting = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
+    trained = ctx.needs_input_grad[1]
+    dx, dweight = torch.ops.fxtune.liger_rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, trained)
+    return dx, dweight if trained else None, None, None, None
+
+
+def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:3], *output[1:])
+
+
+def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    trained, shifted = ctx.needs_input_grad[1:3]
+    dx, dweight, dbias = torch.ops.fxtune.liger_layer_norm_backward(dy, *ctx.saved_tensors, trained, shifted)
+    return dx, dweight if trained else None, dbias if shifted else None, None
+
+
+def _gated_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.kind = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gated_gradients(ctx: Any, dp: Tensor) -> tuple[Any, ...]:
+    return *torch.ops.fxtune.liger_gated_backward(dp, *ctx.saved_tensors, ctx.kind), None
+
+
+rms_norm.register_autograd(_rms_gradients, setup_context=_rms_setup)
+layer_norm.register_autograd(_layer_gradients, setup_context=_layer_setup)
+gated.register_autograd(_gated_gradients, setup_context=_gated_setup)

@@ -1,0 +1,148 @@
+"""Liger's kernels behind operators: autograd, shapes, compiled graphs, and that nothing is written.
+
+The kernels' mathematics is torch's own here; they themselves need a card: tests/gpu/test_liger.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fxtune.kernels import liger_operators as operators
+from fxtune.kernels.liger_timing import Case, ligers, plain
+
+ops = pytest.importorskip("liger_kernel.ops")
+CASES = {"llama": Case("rms_norm", 0, 0, "float32", True), "gemma": Case("rms_norm", 0, 0, "float32", True, 1.0, "gemma"),
+         "layer_norm": Case("layer_norm", 0, 0, "float32", True), "swiglu": Case("swiglu", 0, 0, "float32", False),
+         "geglu": Case("geglu", 0, 0, "float32", False)}
+ACTS = {"swiglu": F.silu, "geglu": lambda gate: F.gelu(gate, approximate="tanh")}
+
+
+def rms(x, weight, offset, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + weight)
+
+
+EPS = 1e-6
+
+
+def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
+    assert X.is_contiguous()
+    assert row_mode is None
+    assert casting_mode in ("llama", "gemma")
+    assert eps == EPS
+    scale = torch.rsqrt(X.square().mean(-1) + eps).flatten()
+    return rms(X, W, offset, eps), X, scale, 16, 4, 0
+
+
+def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None):
+    assert dY.is_contiguous()
+    assert X.dim() == 2
+    assert RSTD.shape == X.shape[:1]
+    assert isinstance(casting_mode, int)
+    assert in_place is False
+    assert row_mode is None
+    assert (BLOCK_SIZE, num_warps) == (16, 4)
+    dy, scale = dY.view(X.shape), RSTD[:, None]
+    m = dy * (offset + W)
+    dx = scale * (m - X * scale.square() * (m * X).mean(-1, keepdim=True))
+    return dx.view(dY.shape), (dy * X * scale).sum(0) if needs_dw else None
+
+
+def layer_norm_forward(X, W, B, eps):
+    assert X.is_contiguous()
+    rows = X.flatten(0, -2)
+    scale = torch.rsqrt(rows.var(-1, correction=0) + eps)
+    return F.layer_norm(X, W.shape, W, B, eps), rows, rows.mean(-1), scale, 16, 4
+
+
+def layer_norm_backward(dY, X, W, B, Mean, RSTD, needs_dw=None, needs_db=None):
+    assert dY.is_contiguous()
+    assert X.dim() == 2
+    assert Mean.shape == RSTD.shape == X.shape[:1]
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+        dY.view(X.shape), X, W.shape, Mean[:, None], RSTD[:, None], W, B, [True, bool(needs_dw), bool(needs_db)])
+    return dx.view(dY.shape), dw, db
+
+
+def gated_forward(kind):
+    def forward(a, b):
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        return a, b, ACTS[kind](a) * b
+
+    return forward
+
+
+def gated_backward(kind):
+    def backward(a, b, dc):
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        assert dc.is_contiguous()
+        of_act = torch.ops.aten.silu_backward(dc * b, a) if kind == "swiglu" else torch.ops.aten.gelu_backward(
+            dc * b, a, approximate="tanh")
+        b.copy_(dc * ACTS[kind](a))
+        return a.copy_(of_act), b  # as Liger does
+
+    return backward
+
+
+STAND_INS = {"rms_norm_forward": rms_norm_forward, "rms_norm_backward": rms_norm_backward,
+             "layer_norm_forward": layer_norm_forward, "layer_norm_backward": layer_norm_backward}
+GATED = {f"{kind}_{way}": make(kind) for kind in ACTS for way, make in (("forward", gated_forward), ("backward", gated_backward))}
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch):
+    for name, function in {**STAND_INS, **GATED}.items():
+        monkeypatch.setattr(ops, name, function)
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_they_are_called_as_ligers_are(name):
+    module = __import__(f"liger_kernel.ops.{name.rpartition('_')[0]}", fromlist=[name])
+    assert str(inspect.signature(getattr(module, name))) == str(inspect.signature(STAND_INS[name]))
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_ones_are_called_as_ligers_are(name):
+    module = __import__(f"liger_kernel.ops.{name.partition('_')[0]}", fromlist=[name])
+    wanted = [one for one in inspect.signature(getattr(module, name)).parameters.values() if one.default is one.empty]
+    assert [one.name for one in wanted] == [*inspect.signature(GATED[name]).parameters]
+
+
+def layer(operation, norm, inputs):
+    """What surrounds it in a layer: a sum that is read again, a product behind it."""
+    x, other = inputs
+    stream = x * 1.0
+    return operation(stream, other if norm else other * 1.0).sin() + stream
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_the_plain_operations_and_write_nothing(name, compiled, trained):
+    case = CASES[name]
+    norm, results = case.operation.endswith("norm"), []
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 5, 15)[..., :12], torch.randn(12) if norm else torch.randn(2, 5, 15)[..., :12]]
+    for operation in (plain(case), ligers(case)):
+        leaves = [one.clone().requires_grad_(trained or index == 0) for index, one in enumerate(inputs)]
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        for _ in range(2):  # the second finds what the first has left
+            out = run(operation, norm, leaves)
+            found = torch.autograd.grad(out.square().sum(), [one for one in leaves if one.requires_grad])
+        assert all(torch.equal(one, leaf) for one, leaf in zip(inputs, leaves, strict=True)), "what went in was written"
+        results.append((out.detach(), *found))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_they_are_operators_as_torch_wants_them():
+    x, weight, bias = torch.randn(4, 12), torch.randn(12), torch.randn(12)
+    for operator, inputs in ((operators.rms_norm, (x, weight, EPS, 0.0, "llama")),
+                             (operators.layer_norm, (x, weight, bias, EPS)), (operators.gated, (x, x + 1, "swiglu"))):
+        leaves = [one.clone().requires_grad_() if isinstance(one, torch.Tensor) else one for one in inputs]
+        torch.library.opcheck(operator, leaves)

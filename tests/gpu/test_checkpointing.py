@@ -97,7 +97,9 @@ class Measured:
         return sorted(times)[len(times) // 2]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        """By the names that plain transformers and peft give."""
+        return {reference._plain_name(name): parameter.grad.clone() for name, parameter in self.model.named_parameters()
+                if parameter.grad is not None}
 
 
 def freed() -> None:
@@ -183,37 +185,40 @@ def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused)
 
 
 @pytest.fixture(scope="module")
-def plain_gradients() -> dict[str, torch.Tensor]:
-    """Of BIG without checkpointing, on the CPU."""
+def exact_and_usual() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Gradients of BIG by plain transformers in float32, on the CPU, and how far from them each is without checkpointing."""
     plain = Measured(pipeline(policy=Policy.none), BIG, 8192)
+    exact = reference.plain(BIG, plain.given, lora=True).grads
     plain.step()
-    gradients = {name: gradient.cpu() for name, gradient in plain.gradients().items()}
+    usual = {name: reference.relative(gradient.cpu(), exact[name]) for name, gradient in plain.gradients().items()}
     del plain
     freed()
-    return gradients
+    return exact, usual
 
 
 @pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
-def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options, plain_gradients):
-    """Gradients as near to those without checkpointing as attention's sums in any order leave them."""
+def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options, exact_and_usual):
+    """Gradients as near to float32 as without: what is compiled rounds the residual stream where the policy lets it."""
     measured = Measured(pipeline(**options), BIG, 8192)
     for _ in range(3):
         measured.step()
-    gradients = measured.gradients()
-    assert gradients.keys() == plain_gradients.keys()
-    for key, value in gradients.items():
-        assert reference.relative(value, plain_gradients[key]) < 2e-2, key
-    del gradients
+    exact, usual = exact_and_usual
+    off = {name: reference.relative(gradient.cpu(), exact[name]) for name, gradient in measured.gradients().items()}
+    assert off.keys() == usual.keys()
+    far = {name: (error, usual[name]) for name, error in off.items() if error > 1.3 * usual[name] + 5e-3}
     peak, said = measured.peak(), expected(measured, BIG, 8192)
-    report = measured.pipeline.compile.report()
+    report, allowed = measured.pipeline.compile.report(), measured.pipeline.compile.max_recompiles
     host = getattr(measured.model, "offload", None)
     print(f"\nmeasured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%}); {report.graphs} graphs; "
           f"host {host.pinned / GIB if host else 0:.2f} GiB")
     for seen in measured.evidence:
         if seen.technique == "checkpointing":
             print(f"    {seen.asked} | {seen.observed}")
+    del measured, host  # or what fails below would hold it while others measure
+    freed()
+    assert not far
     assert abs(said / peak - 1) < 0.15
-    assert report.recompilations <= measured.pipeline.compile.max_recompiles
+    assert report.recompilations <= allowed
 
 
 @pytest.mark.timed

@@ -4,11 +4,16 @@ torch says these things in logs that nobody reads, or not at all: a graph break 
 number, so a run is slow and looks right. `Watch` stands at each call of a compiled function and reads torch's own counters
 (`torch._dynamo.utils.counters`, `graph_break_reasons`, `get_compilation_metrics`, as in torch 2.11 to 2.13) when a call
 compiled something; a call that did not costs two dictionary look-ups. What others compile meanwhile is not counted.
+
+One thing does change numbers: a Triton kernel of which torch cannot tell what it writes. It takes all its inputs for written,
+says so in a warning, and what it makes of that may be wrong (kernels/liger_operators.py has the case). Here it is an error.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +27,8 @@ from fxtune.errors import ConfigError
 
 KEPT = 4096
 """Compilations that torch keeps its figures of; 64 unless told."""
+LOGGER, UNTOLD = "torch._dynamo", "assuming every input is mutated"
+"""Where torch warns, and with what words, that it cannot tell what a kernel writes."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class Watch:
 
     def begin(self) -> None:
         """Before the first call."""
+        if _UNTOLD not in (logger := logging.getLogger(LOGGER)).handlers:
+            logger.addHandler(_UNTOLD)
         torch._dynamo.utils.set_compilation_metrics_limit(KEPT)
         self.skips = self._skips()
         self._skip_failures()
@@ -108,19 +117,21 @@ class Watch:
 
         stats, reasons = utils.counters["stats"], utils.graph_break_reasons
         graphs, known, begun = stats["unique_graphs"], len(reasons), time.time()
+        _UNTOLD.take()  # another's
         try:
             result = compiled(*args, **kwargs)
         except (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit) as error:
             raise ConfigError(self._cannot(error)) from error
+        except Exception as error:
+            if untold := _UNTOLD.take():
+                raise ConfigError(f"techniques.compile.enabled: {untold} Turn off what runs that kernel, or set this to "
+                                  "false.") from error
+            raise
         if stats["unique_graphs"] != graphs or len(reasons) != known:
             self.graphs += stats["unique_graphs"] - graphs
             self._note(_shape(args, kwargs), reasons[known:], begun)
             self._spend()
         return result
-
-    def overlook(self) -> None:
-        """What was compiled since the last call was another's: its guards that failed are not told as ours."""
-        self._skip_failures()
 
     def forgive(self) -> None:
         """What is compiled from here on is not compiled again: torch was told to forget all of it."""
@@ -183,6 +194,33 @@ class Watch:
         return (f"techniques.compile.fullgraph: the {self.scope} cannot be one graph.\n  {where}{text.splitlines()[0]}\n"
                 + "".join(f"  {line}\n" for line in told[:3])
                 + "Set fullgraph=false and max_graph_breaks to how many you accept, or turn off what runs there.")
+
+
+class _Untold(logging.Handler):
+    """Breaks a compilation off where torch warns that it cannot tell what a kernel writes, before anything of it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if UNTOLD not in record.getMessage():
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        name = re.search(r"def (\w+)\(", str(error))
+        last = str(error).strip().splitlines()[-1:] if error else []
+        self.seen = (f"torch {torch.__version__} cannot tell what the Triton kernel {name[1] if name else 'of this model'} "
+                     f"writes ({''.join(last) or 'no reason given'}), and would take all its inputs for written, which has given "
+                     "wrong numbers.")
+        raise RuntimeError(self.seen)
+
+    def take(self) -> str:
+        """What was seen since the last time."""
+        seen, self.seen = self.seen, ""
+        return seen
+
+
+_UNTOLD = _Untold()
 
 
 def _compilations(since: float) -> list[Any]:

@@ -103,15 +103,6 @@ def backbone(model: nn.Module) -> nn.Module:
     return found
 
 
-def last_norm(model: nn.Module) -> nn.Module | None:
-    """The norm behind the last of a model's layers, if it is one of transformers' own under one of the names that they have."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        found = getattr(backbone(model), name, None)
-        if isinstance(found, nn.Module) and type(found).__module__.startswith("transformers."):
-            return found
-    return None
-
-
 def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor,
                  cu_seqlens: torch.Tensor) -> dict[str, Any]:
     """The keyword arguments for one forward pass in training: what Batch holds, under transformers' names.

@@ -45,12 +45,9 @@ from fxtune.backends import BY_DOCUMENTS
 from fxtune.compiled import keep_on_disk
 from fxtune.dynamo import CompileReport, Watch
 from fxtune.kernels import residual
-from fxtune.technique import Evidence, Technique, backbone, decoder_layers, last_norm, observed, skeleton
+from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed, skeleton
 from fxtune.world import Facts, World, c_compiler
 
-LAST_NORM = False
-"""Whether scope=layers compiles the model's last norm, too, for training. Not measured yet. Operator by operator it takes about
-2 ms of an H200 for 16,384 tokens of an 8B model, forward and backward."""
 MOST_LENGTHS = 8
 LAUNCHING = 2e-3
 """Seconds a layer below which forward and backward take the host about as long as the device: some 150 launches."""
@@ -113,7 +110,6 @@ class Compile(Technique):
 
     def __post_init__(self) -> None:
         self._watch = self._new_watch()
-        self._beside: Watch | None = None
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.dynamic is Dynamic.never:
@@ -209,21 +205,12 @@ class Compile(Technique):
         for name in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
         for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
-            compiled = self._compiled(part)
+            compiled: Callable[..., Any] = torch.compile(part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph,
+                                                         dynamic=SHAPES[self.dynamic])
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
             part.forward = partial(_dispatched, part.forward, partial(self._watch.call, compiled), self.scope is Scope.model)
-        self._beside, norm = None, last_norm(model)
-        # Liger's norm is one kernel as it is.
-        if LAST_NORM and self.scope is Scope.layers and norm is not None and not hasattr(norm, "liger"):
-            # A watch of its own: its graphs are no layer's, and its budget is.
-            self._beside = self._new_watch("last norm")
-            self._beside.begin()
-            norm.forward = partial(_in_training, norm.forward, self._compiled(norm), self._beside, self._watch)
         return model
-
-    def _compiled(self, part: nn.Module) -> Callable[..., Any]:
-        return torch.compile(part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph, dynamic=SHAPES[self.dynamic])
 
     def drop(self) -> None:
         """Forget what mode=reduce_overhead has recorded, so that its memory is free; all is compiled again, from the disk."""
@@ -247,8 +234,6 @@ class Compile(Technique):
         anew = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled_before
         regions = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         wanted = f"{parts} layers run" if self.scope is Scope.layers else "the decoder runs"
-        if self._beside is not None:
-            wanted, parts = f"{parts} layers and the last norm run", parts + 1
         yield Evidence("compile", f"{wanted} compiled code, without compiling again",
                        f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew",
                        regions >= parts and anew == 0)
@@ -262,8 +247,8 @@ class Compile(Technique):
                            "; ".join([f"{seen.skipped_cuda_graphs} graphs not recorded", *seen.why_skipped]),
                            seen.skipped_cuda_graphs == 0)
 
-    def _new_watch(self, scope: str = "") -> Watch:
-        return Watch(scope or ("layer" if self.scope is Scope.layers else "decoder"), self.mode.value, self.max_graph_breaks,
+    def _new_watch(self) -> Watch:
+        return Watch("layer" if self.scope is Scope.layers else "decoder", self.mode.value, self.max_graph_breaks,
                      self.max_recompiles)
 
 
@@ -323,19 +308,6 @@ def _dispatched(plain: Callable[..., Any], compiled: Callable[..., Any], whole: 
     # A decoder makes the cache itself where it is not told otherwise; a layer is handed one.
     caching = kwargs.get("past_key_values") is not None or (whole and kwargs.get("use_cache") is not False)
     return (plain if caching else compiled)(*args, **kwargs)
-
-
-def _in_training(plain: Callable[..., Any], compiled: Callable[..., Any], watch: Watch, layers: Watch,
-                 hidden: torch.Tensor) -> torch.Tensor:
-    """A norm: compiled for a backward pass alone, since each token of generation would be another length."""
-    if not (torch.is_grad_enabled() and hidden.requires_grad):
-        whole: torch.Tensor = plain(hidden)
-        return whole
-    graphs = watch.graphs
-    whole = watch.call(compiled, hidden)
-    if watch.graphs != graphs:
-        layers.overlook()
-    return whole
 
 
 def _next_step(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import reference
 import torch
 from torch import nn
 
+from fxtune.errors import ConfigError
 from fxtune.kernels import liger_timing
 from fxtune.pipeline import Pipeline
 from fxtune.techniques.checkpointing import Policy
@@ -192,6 +193,25 @@ def test_inside_compiled_layers(shape):
     print(f"\n{shape}: {apart}", *[f"  {one.technique}: {one.observed}" for one in seen.evidence], sep="\n")
     for name, value in apart.items():
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
+
+
+def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
+    """Without our operators: torch 2.11 cannot tell what RMSNorm's kernel writes, and what it compiled then was wrong."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    pipeline = Pipeline()
+    pipeline.liger, pipeline.compile = on("llama"), Compile(enabled=True)
+    given = reference.batch("llama")
+    seen, refused = None, ""
+    try:
+        seen = reference.ours(pipeline, "llama", given)
+    except ConfigError as error:
+        refused = str(error)
+    if seen is None:
+        assert "cannot tell what the Triton kernel _rms_norm" in refused
+    else:
+        exact = reference.plain("llama", given)
+        apart, usual = (reference.apart(one, exact) for one in (seen, reference.plain("llama", given, dtype="bfloat16")))
+        assert all(value < 1.3 * usual[name] + 1e-3 * (name == "loss") for name, value in apart.items()), (apart, usual)
 
 
 @pytest.mark.timed

@@ -328,18 +328,22 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
 
 
 def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any]:
-    """What the rows with these settings come to, for the JSON file and for the last lines."""
+    """What the rows with these settings come to, for the JSON file and for the last lines. One length makes no line, and says
+    nothing of others.
+    """
     rows = [row for row in rows if row.words == words]
     done = [row.length for row in rows if row.peak_gib is not None]
     rows = [row for row in rows if not row.fast]
-    line = fitted(rows, facts)
+    line, measured = fitted(rows, facts), {"longest_measured_tokens": max(done, default=0), "card": facts.device_name}
+    if not line.a_token:
+        return {**measured, "bytes_a_token": 0.0}
     tokens, staying, why = longest(line, facts)
-    if line.a_token and (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
+    if (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
         why = f"that {beyond:,} tokens ran out of memory here, though by the line {why} would hold {tokens:,}"
         tokens, staying = max(((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0))
-    return {"longest_measured_tokens": max(done, default=0), "bytes_a_token": line.a_token, "constant_gib": line.constant / GIB,
+    return {**measured, "bytes_a_token": line.a_token, "constant_gib": line.constant / GIB,
             "of": "measured" if line.measured else "forecast", "lengths": line.points, "beside": line.beside,
-            "longest_tokens": tokens, "inputs_that_stay": staying, "ended_by": why, "card": facts.device_name}
+            "longest_tokens": tokens, "inputs_that_stay": staying, "ended_by": why}
 
 
 def summary(found: dict[str, Any]) -> str:

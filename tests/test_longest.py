@@ -136,6 +136,13 @@ def test_what_three_lengths_and_one_that_died_come_to(tmp_path, capsys, monkeypa
     assert len(json.loads(file.read_text())["rows"]) == 4
 
 
+def test_one_length_says_nothing_of_others(tmp_path, capsys, monkeypatch, runs):
+    file = tmp_path / "longest.json"
+    call(monkeypatch, *CARD, "--lengths", "65536", "--json", file)
+    assert "Rows of up to 65,536 tokens were measured. Two lengths or more (without --fast) make a line" in capsys.readouterr().out
+    assert "longest_tokens" not in json.loads(file.read_text())
+
+
 def test_a_length_that_ran_out_of_memory_is_beyond_the_longest_whatever_the_line_says(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
     runs[524288] = "out of memory: CUDA out of memory. Tried to allocate 4.00 GiB"

@@ -139,7 +139,8 @@ def test_what_three_lengths_and_one_that_died_come_to(tmp_path, capsys, monkeypa
 def test_one_length_says_nothing_of_others(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
     call(monkeypatch, *CARD, "--lengths", "65536", "--json", file)
-    assert "Rows of up to 65,536 tokens were measured. Two lengths or more (without --fast) make a line" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Rows of up to 65,536 tokens were measured. Two lengths or more (without --fast) make a line" in said
     assert "longest_tokens" not in json.loads(file.read_text())
 
 

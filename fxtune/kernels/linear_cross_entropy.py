@@ -20,7 +20,6 @@ its forward pass, and it writes them in place; an operator would have to return 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -29,14 +28,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fxtune.kernels.fp8 import dequantize_weight, quantize_rows, scaled_mm
-from fxtune.kernels.matmul import CUBLAS, CUTE, TILE, mm, processors_of, rounds
+from fxtune.kernels.matmul import CUBLAS, mm
 
 BUFFER = 2**30
 """Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
 IGNORED = -100
 """The label of a row without one: torch.nn.functional.cross_entropy's ignore_index."""
-FILLING = False
-"""Whether chunks are cut by filling(). Not measured yet."""
 PART = 64 * 2**20
 """Numbers that are taken up to float32 at once where gradients are scaled or added up."""
 
@@ -85,23 +82,6 @@ def equal(rows: int, most: int) -> list[int]:
     return [min(step, rows - start) for start in range(0, rows, step)]
 
 
-@functools.lru_cache(64)
-def filling(rows: int, most: int, width: int, vocabulary: int, processors: int) -> list[int]:
-    """equal(), or chunks of which the CuTe kernel makes both products in fewer rounds of tiles, the last one with what is left.
-
-    A round of `dh = logits W` is as long as the vocabulary. Of Llama 3's 8B, 16,384 rows on 132 processors, four chunks of 4,096
-    take 12 of them, with the last a third empty, and four of 3,072 before one of 4,096 take 11.
-    """
-    def spent(sizes: list[int]) -> int:
-        return sum(width * rounds(size, vocabulary, processors) + vocabulary * rounds(size, width, processors) for size in sizes)
-
-    found = equal(rows, most)
-    for step in range(most // TILE[0] * TILE[0], most // 2, -TILE[0]):
-        before = -(-max(rows - most, 0) // step)
-        found = min(found, [*[step] * before, rows - before * step], key=spent)
-    return found
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
@@ -132,9 +112,7 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     with torch.autocast(hidden.device.type, enabled=False):
         head, offset = _head(weight, fp8_scales, dtype, wanted[0]), None if bias is None else bias.to(dtype)
         most = min(chunk_rows or rows_at_once(vocabulary, dtype), max(rows, 1))
-        plain_products = fp8_scales is None and offset is None and dtype.itemsize == 2
-        processors = processors_of(hidden.device) if FILLING and by == CUTE and wanted[0] and plain_products else 0
-        sizes = filling(rows, most, width, vocabulary, processors) if processors else equal(rows, most)
+        sizes = equal(rows, most)
         # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must
         # not: oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan (torch 2.13). Neither
         # for fp8, whose product takes no result with gaps, and whose vocabulary is a multiple of 16 as it is.

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels import linear_cross_entropy as kernel
-from fxtune.kernels import matmul
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
 
 
@@ -150,42 +149,20 @@ def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
     assert (times * once).sum() / (once * once).sum() == pytest.approx(1.5039, abs=5e-4)
 
 
+@given(rows=st.integers(0, 40000), most=st.integers(1, 6000))
+def test_chunks_are_all_rows_and_of_one_size_but_for_the_last(rows, most):
+    sizes = kernel.equal(rows, most)
+    assert sum(sizes) == rows
+    assert len(sizes) == -(-rows // most)
+    assert all(0 < size <= most for size in sizes)
+    assert len({*sizes[:-1]}) <= 1
+
+
 def test_a_head_of_another_dtype_than_the_hidden_states_decides():
     hidden, weight, labels, _ = drawn(9, 12)
     loss = linear_cross_entropy(half := hidden.detach().bfloat16().requires_grad_(), weight, labels)
     torch.testing.assert_close(loss, plain(half.float(), weight, labels).sum())
     assert gradients(loss, half)[0].dtype is torch.bfloat16
-
-
-@settings(deadline=None)
-@given(rows=st.integers(1, 40000), most=st.integers(1, 6000), width=st.integers(8, 8192), vocabulary=st.integers(8, 300000))
-def test_chunks_that_fill_the_processors_are_all_rows_and_never_take_longer(rows, most, width, vocabulary):
-    def spent(sizes):
-        return sum(width * matmul.rounds(size, vocabulary, 132) + vocabulary * matmul.rounds(size, width, 132) for size in sizes)
-
-    even, filled = kernel.equal(rows, min(most, rows)), kernel.filling(rows, min(most, rows), width, vocabulary, 132)
-    for sizes in (even, filled):
-        assert sum(sizes) == rows
-        assert 0 < min(sizes) <= max(sizes) <= most
-    assert spent(filled) < spent(even) or filled == even, "other chunks for nothing"
-
-
-def test_chunks_of_an_8b_model_and_their_results(monkeypatch):
-    assert kernel.filling(16384, 4096, 4096, 128256, 132) == [3072, 3072, 3072, 3072, 4096]
-    assert kernel.equal(16384, 4096) == [4096] * 4
-    asked = []
-    monkeypatch.setattr(kernel, "FILLING", True)
-    monkeypatch.setattr(kernel, "processors_of", lambda device: 132)
-    monkeypatch.setattr(kernel, "filling", lambda *given: asked.append(given) or [3, 3, 5])
-    hidden, weight, labels, _ = drawn(11, 12)
-    half, frozen = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16()
-    results = []
-    for by in ("cublas", "cute"):
-        loss = linear_cross_entropy(half, frozen, labels, by=by, chunk_rows=5)
-        results.append((loss, *torch.autograd.grad(loss, half)))
-    assert asked == [(11, 5, *frozen.shape[::-1], 132)]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_the_triton_kernel_is_the_plain_one(tmp_path):

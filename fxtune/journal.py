@@ -7,7 +7,8 @@ from typing import Any
 
 from fxtune.checkpoint import TrainState
 from fxtune.config import Config
-from fxtune.data.plan import Plan, Prepared
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import Prepared
 from fxtune.display import Display
 from fxtune.errors import StorageError
 from fxtune.generation import Exam

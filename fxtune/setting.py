@@ -18,7 +18,7 @@ from torch import nn
 from fxtune import model as models
 from fxtune import remedies, stored, update_rule
 from fxtune.config import Config
-from fxtune.data.plan import Prepared, prepare, row_lengths
+from fxtune.data.preparation import Prepared, prepare, row_lengths
 from fxtune.data.sources import SourceConfig, obstacle
 from fxtune.data.tokens import cache_root
 from fxtune.errors import HardwareError, HubError, UserError

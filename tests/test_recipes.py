@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fxtune import library
 from fxtune.__main__ import main
 from fxtune.config import Config, load
-from fxtune.data.plan import row_lengths
+from fxtune.data.preparation import row_lengths
 from fxtune.errors import ConfigError
 from fxtune.world import PACKAGES, Facts
 

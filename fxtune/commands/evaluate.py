@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fxtune import console as screen
 from fxtune import model as models
 from fxtune.data.loader import Loader
-from fxtune.data.plan import Plan, check, plan_evaluation
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import check, plan_evaluation
 from fxtune.data.tokens import tokenize
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.generation import Question, answer, exact_match, load_questions

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from fxtune import console as screen
 from fxtune.data.batch import IGNORED
-from fxtune.data.plan import Piece, Plan, prepare
+from fxtune.data.plan import Piece, Plan
+from fxtune.data.preparation import prepare
 from fxtune.model import load_tokenizer
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from fxtune import comparison
 from fxtune.console import say, table, tick
 from fxtune.data.batch import IGNORED, Batch
 from fxtune.data.formats import RowFormat
-from fxtune.data.plan import Plan, Prepared
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import Prepared
 from fxtune.display import evidence_table
 from fxtune.errors import CheckError, StorageError
 from fxtune.loss import Loss, backward

@@ -7,7 +7,8 @@ import hashlib
 
 import numpy as np
 
-from fxtune.data.plan import Plan, plan_training
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import plan_training
 from fxtune.data.sources import DataConfig, SourceConfig
 
 PAD = 0

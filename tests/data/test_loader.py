@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from fxtune.data import loader
 from fxtune.data.batch import FEWEST, SIZES, Pieces, assemble
 from fxtune.data.loader import Loader, LoaderConfig, load
-from fxtune.data.plan import Plan, plan_training
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import plan_training
 from fxtune.data.sources import DataConfig, SourceConfig
 from fxtune.errors import ConfigError
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tables import Table, natural, table, training
 
 from fxtune.data.mix import Mix, balanced
-from fxtune.data.plan import Plan, check, plan_evaluation
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import check, plan_evaluation
 from fxtune.data.segments import Side
 from fxtune.data.sources import DataConfig, MixConfig, OnLong, SourceConfig
 from fxtune.data.stream import Stream, StreamSettings

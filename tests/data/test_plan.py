@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tables import PAD, Table, natural, table, training
 
 from fxtune.data.batch import IGNORED
-from fxtune.data.plan import Plan, check, plan_evaluation, plan_training, prepare, row_lengths
+from fxtune.data.plan import Plan
+from fxtune.data.preparation import check, plan_evaluation, plan_training, prepare, row_lengths
 from fxtune.data.sources import DataConfig, OnLong, SourceConfig
 from fxtune.errors import ConfigError, DataError
 from fxtune.model import ModelConfig, load_tokenizer

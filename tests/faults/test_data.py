@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from fxtune.data import sources
 from fxtune.data.chat import Encoder
 from fxtune.data.loader import LoaderConfig, load
-from fxtune.data.plan import plan_training
+from fxtune.data.preparation import plan_training
 from fxtune.data.rows import ROW_BYTES
 from fxtune.data.sources import DataConfig, OnBadRow, SourceConfig, TextUnit
 from fxtune.data.tokens import tokenize
@@ -120,6 +120,35 @@ def test_what_is_no_file_is_said_and_not_waited_for(read, tmp_path):
     for template in ("pipe.jsonl", "zero.jsonl", "folder.jsonl"):
         with pytest.raises(DataError, match=r"(zero|pipe|folder)\.jsonl is a .*, not a file"):
             read(tmp_path / "good.jsonl", chat_template=str(tmp_path / template))
+
+
+@pytest.mark.parametrize("name", ["table.json", "ids.npy", "bad_rows.jsonl", "", ".lock", ".staging"])
+@pytest.mark.parametrize("odd", ["pipe", "socket", "device"])
+def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name, read, tmp_path):
+    (tmp_path / "good.jsonl").write_bytes(lines(GOOD))
+    folder = read(tmp_path / "good.jsonl").folder
+    place = folder / name if name[:1] not in ("", ".") else folder.with_name(folder.name + name)
+    if place.exists():
+        place.rename(tmp_path / "before")
+    with socket.socket(socket.AF_UNIX) as listener:
+        {"pipe": lambda: os.mkfifo(place), "device": lambda: place.symlink_to("/dev/zero"),
+         "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place))}[odd]()
+        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, and the token cache has a (file|folder) there\. Remove it"
+        with pytest.raises(StorageError, match=told):
+            read(tmp_path / "good.jsonl")
+    place.unlink()
+    assert len(read(tmp_path / "good.jsonl")) == 1
+
+
+def test_a_pipe_in_an_old_table_that_nobody_uses_is_not_waited_for_either(read, tmp_path):
+    old = tmp_path / "cache" / "tokens" / "old"
+    old.mkdir(parents=True)
+    os.mkfifo(old / "table.json")
+    for path in (old / "table.json", old):
+        os.utime(path, (1, 1))
+    (tmp_path / "good.jsonl").write_bytes(lines(GOOD))
+    assert len(read(tmp_path / "good.jsonl")) == 1
+    assert old.exists()
 
 
 def test_each_row_that_cannot_be_used_is_in_the_quarantine_with_its_reason(read, tmp_path):

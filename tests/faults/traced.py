@@ -60,7 +60,7 @@ def watch(file: str, last_operation: int = 0) -> None:
 
     from fxtune import held_out, model, stored, train
     from fxtune.checkpoint import Checkpoints
-    from fxtune.data import plan
+    from fxtune.data import preparation
     from fxtune.generation import Exam
     from fxtune.runfolder import RunFolder
     from fxtune.setting import Setting
@@ -75,8 +75,9 @@ def watch(file: str, last_operation: int = 0) -> None:
         trace.write(leave="starting")
 
     train.Trainer.__init__ = made  # type: ignore[method-assign]
-    for owner, name, phase in ((plan, "tokenize", "tokenising"), (Setting, "build", "building"), (Setting, "prove", "proving"),
-                               (held_out, "mean_loss", "evaluating"), (Exam, "ask", "asking"), (Checkpoints, "newest", "loading"),
+    for owner, name, phase in ((preparation, "tokenize", "tokenising"), (Setting, "build", "building"),
+                               (Setting, "prove", "proving"), (held_out, "mean_loss", "evaluating"), (Exam, "ask", "asking"),
+                               (Checkpoints, "newest", "loading"),
                                (Checkpoints, "save", "copying"), (stored, "write", "saving"), (stored, "remove", "pruning"),
                                (model, "save", "exporting"), (RunFolder, "finish", "finishing")):
         trace.phase(owner, name, phase)

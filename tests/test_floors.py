@@ -44,7 +44,7 @@ FLOORS = [
 ]
 
 DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "literal", "chat", "table",
-        "workers", "tokens", "packing", "mix", "batch", "segments", "stream", "plan", "loader"]
+        "workers", "tokens", "packing", "mix", "batch", "segments", "stream", "plan", "preparation", "loader"]
 """Inside data/: each may import those before it."""
 
 KERNELS = ["gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",

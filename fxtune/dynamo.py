@@ -11,6 +11,7 @@ says so in a warning, and what it makes of that may be wrong (kernels/liger_oper
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -105,8 +106,11 @@ class Watch:
 
     def begin(self) -> None:
         """Before the first call."""
-        if _UNTOLD not in (logger := logging.getLogger(LOGGER)).handlers:
-            logger.addHandler(_UNTOLD)
+        logger = logging.getLogger(LOGGER)
+        logger.addFilter(_UNTOLD)  # once, however often it is asked for
+        if not logger.isEnabledFor(logging.WARNING):  # TORCH_LOGS=-dynamo would keep the warning from us, too
+            logger.disabled = False
+            logger.setLevel(logging.WARNING)
         torch._dynamo.utils.set_compilation_metrics_limit(KEPT)
         self.skips = self._skips()
         self._skip_failures()
@@ -120,13 +124,14 @@ class Watch:
         _UNTOLD.take()  # another's
         try:
             result = compiled(*args, **kwargs)
-        except (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit) as error:
-            raise ConfigError(self._cannot(error)) from error
         except Exception as error:
             if untold := _UNTOLD.take():
-                raise ConfigError(f"techniques.compile.enabled: {untold} Turn off what runs that kernel, or set this to "
-                                  "false.") from error
+                raise ConfigError(untold) from error
+            if isinstance(error, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
+                raise ConfigError(self._cannot(error)) from error
             raise
+        if untold := _UNTOLD.take():  # of a backward pass compiled ahead (dynamic shapes), whose errors torch only logs
+            raise ConfigError(untold)
         if stats["unique_graphs"] != graphs or len(reasons) != known:
             self.graphs += stats["unique_graphs"] - graphs
             self._note(_shape(args, kwargs), reasons[known:], begun)
@@ -196,23 +201,24 @@ class Watch:
                 + "Set fullgraph=false and max_graph_breaks to how many you accept, or turn off what runs there.")
 
 
-class _Untold(logging.Handler):
-    """Breaks a compilation off where torch warns that it cannot tell what a kernel writes, before anything of it is kept."""
+class _Untold(logging.Filter):
+    """Breaks a compilation off where torch warns that it cannot tell what a kernel writes, before anything of it is kept, and
+    before the warning's traceback is printed, which is why this is a filter and no handler.
+    """
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.seen = ""
+    seen = ""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         if UNTOLD not in record.getMessage():
-            return
+            return True
         error = record.exc_info[1] if record.exc_info else None
         name = re.search(r"def (\w+)\(", str(error))
         last = str(error).strip().splitlines()[-1:] if error else []
-        self.seen = (f"torch {torch.__version__} cannot tell what the Triton kernel {name[1] if name else 'of this model'} "
-                     f"writes ({''.join(last) or 'no reason given'}), and would take all its inputs for written, which has given "
-                     "wrong numbers.")
-        raise RuntimeError(self.seen)
+        self.seen = (f"techniques.compile.enabled: torch {torch.__version__} cannot tell what the Triton kernel "
+                     f"{name[1] if name else 'of this model'} writes ({''.join(last) or 'no reason given'}), and would take all "
+                     "its inputs for written, which has given wrong numbers. Turn off what runs that kernel, or set this to "
+                     "false.")
+        raise _refusal()(self.seen)
 
     def take(self) -> str:
         """What was seen since the last time."""
@@ -221,6 +227,19 @@ class _Untold(logging.Handler):
 
 
 _UNTOLD = _Untold()
+
+
+@functools.cache
+def _refusal() -> type[ConfigError]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    class Refusal(ConfigError, ShortenTraceback):
+        """Torch's compilers wrap all errors but their own kind: as one of these it leaves a backward pass as what it is."""
+
+        def __init__(self, text: str) -> None:
+            ShortenTraceback.__init__(self, text, first_useful_frame=None)
+
+    return Refusal
 
 
 def _compilations(since: float) -> list[Any]:

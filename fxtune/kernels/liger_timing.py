@@ -40,19 +40,19 @@ class Case:
 def times(case: Case) -> tuple[float, float | None]:
     """Milliseconds of one forward and backward pass on the GPU, compiled: plain, and with Liger's kernel.
 
-    None where Liger's does not compile here.
+    None where Liger's does not compile here. Any other error is raised: it says nothing of the kernel, and who keeps these times
+    must not take it for an answer.
     """
+    from triton.errors import TritonError
     from triton.testing import do_bench
 
     measured: list[float | None] = []
     for operation in (plain(case), ligers(case)):
-        step, leaves = _step(case, operation)
         try:
+            step, leaves = _step(case, operation)
             step()
             measured.append(float(do_bench(step, warmup=10, rep=50, grad_to_none=leaves, return_mode="median")))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # torch's and triton's compile errors are of this kind
+        except TritonError:  # behind an operator nobody makes a RuntimeError of it
             if not measured:
                 raise
             measured.append(None)

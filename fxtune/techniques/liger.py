@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fxtune.adapted import fuses_mlps
+from fxtune.halving import shortage
 from fxtune.kernels import liger_forwards as forwards
 from fxtune.kernels import liger_timing
 from fxtune.kernels.profiled import operators
@@ -83,7 +84,7 @@ OURS = "rope"
 """The one of them whose kernel is our own."""
 KERNELS = {"rms_norm": "_rms_norm_forward_kernel", "layer_norm": "_layer_norm_forward_kernel", "rope": r"^fxtune::rotary(_qkv)?$",
            "swiglu": "_swiglu_(fused_gate_up_)?forward_kernel", "geglu": "_geglu_tanh_forward_kernel"}
-"""What the profiler calls their forward kernels, to which compiled code adds a number, or the operator that runs one."""
+"""What the profiler calls their forward kernels, in compiled code too, or the operator that runs one."""
 
 
 @dataclass
@@ -270,8 +271,10 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
             return None
         try:
             known[key] = liger_timing.times(case)
-        except torch.OutOfMemoryError:  # under a limit (run.memory_gib); another day there may be room, so it is not kept
-            return None
+        except RuntimeError as error:
+            if shortage(error) is None:
+                raise
+            return None  # under a limit (run.memory_gib); another day there may be room, so it is not kept
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             mine = file.with_suffix(f".{os.getpid()}")

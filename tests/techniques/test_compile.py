@@ -17,7 +17,7 @@ from architectures import built, facts_of, lora, random_model
 from conftest import history
 
 from fxtune import train
-from fxtune.dynamo import LOGGER, UNTOLD
+from fxtune.dynamo import LOGGER, UNTOLD, Watch
 from fxtune.errors import ConfigError
 from fxtune.pipeline import make_probe
 from fxtune.technique import decoder_layers, model_inputs
@@ -204,22 +204,65 @@ def test_recompilations_have_a_budget(quick):
     assert "dynamic=always" in str(told.value)
 
 
-def test_a_kernel_whose_writes_torch_cannot_tell_is_an_error(monkeypatch):
-    """As torch 2.11 warns of it (triton_kernel_wrap.py), which made wrong numbers of Liger's RMSNorm. A card has the kernel."""
+def warn():
+    """As torch 2.11 does (triton_kernel_wrap.py), which made wrong numbers of Liger's RMSNorm. A card has the kernel."""
+    try:
+        raise ValueError("at 10:8:\ndef _rms_norm_forward_kernel(\n    Y_ptr,\n):\nAttributeError('no attribute to')")
+    except ValueError:
+        logging.getLogger(LOGGER).warning(
+            "Encountered an exception in identify_mutated_tensors, assuming every input is mutated", exc_info=True)
+
+
+@pytest.fixture
+def printed():
+    """What torch's logger of the compiler prints; its level is as it was afterwards."""
+    logger, handler, records = logging.getLogger(LOGGER), logging.Handler(), []
+    before, handler.emit = logger.level, records.append
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_kernel_whose_writes_torch_cannot_tell_is_an_error(fullgraph, silent, printed, monkeypatch):
     def warns(graph, inputs):
-        try:
-            raise ValueError("at 10:8:\ndef _rms_norm_forward_kernel(\n    Y_ptr,\n):\nAttributeError('no attribute to')")
-        except ValueError:
-            logging.getLogger("torch._dynamo").warning(
-                "Encountered an exception in identify_mutated_tensors, assuming every input is mutated", exc_info=True)
+        warn()
         return graph
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=warns))
-    _, model = compiled()
+    if silent:  # as TORCH_LOGS=-dynamo does
+        logging.getLogger(LOGGER).setLevel(logging.ERROR)
+    _, model = compiled(fullgraph=fullgraph)
     with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes") as told:
         learn(model, row(model))
     assert "AttributeError('no attribute to')" in str(told.value)
     assert "Turn off what runs that kernel" in str(told.value)
+    assert not printed, "one message, and no traceback before it"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_of_a_backward_pass_it_is_the_same_error_and_nothing_is_kept(dynamic, monkeypatch, tmp_path):
+    """torch compiles that pass when it is called; with dynamic shapes ahead of it, and goes on where that fails."""
+    from torch._inductor import compile_fx
+
+    lower = compile_fx.fx_codegen_and_compile
+
+    def lowers(*args, **kwargs):
+        if kwargs["is_backward"]:
+            warn()
+        return lower(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lowers)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    watch = Watch("layer", "default", 0, 8)
+    watch.begin()
+    for _ in range(2):  # the second start finds what the first has left on the disk
+        torch._dynamo.reset()
+        compiled = torch.compile(torch.mm, fullgraph=True, dynamic=dynamic)
+        with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes"):
+            watch.call(compiled, *(torch.ones(size, requires_grad=True) for size in ((5, 4), (4, 6)))).sum().backward()
 
 
 def test_it_is_with_these_words_that_torch_warns():

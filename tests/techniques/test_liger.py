@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -377,16 +378,54 @@ def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
     assert resolved({**GPU, "techniques": {"compile": {}}})[0].swiglu is Switch.on
 
 
-def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(monkeypatch, tmp_path):
-    def times(case):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
+    ids=["torch", "triton", "cublas"])
+def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(error, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(liger_timing, "times", times)
+    steps(monkeypatch, {"liger": error})
     chosen, note = resolved({**GPU, "techniques": {"compile": {}}})
     assert chosen.rms_norm is chosen.swiglu is Switch.off
     assert "rms_norm off (torch.compile fuses it; neither could be measured here)" in note
+    assert not [*tmp_path.rglob("liger_times.json")]
+
+
+def steps(monkeypatch, errors):
+    """A step of liger_timing takes no time and no GPU, or raises what `errors` names for `compiled` or `liger`."""
+    pytest.importorskip("triton")
+    given = itertools.cycle(("compiled", "liger"))
+
+    def made(case, operation):
+        error = errors.get(next(given))
+
+        def step():
+            if error:
+                raise error
+
+        return step, []
+
+    monkeypatch.setattr(liger_timing, "_step", made)
+    monkeypatch.setattr("triton.testing.do_bench", lambda *_, **__: 1.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_a_kernel_that_does_not_compile_is_an_answer(monkeypatch):
+    """Behind an operator triton's own errors come through, which are no RuntimeErrors."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    steps(monkeypatch, {"liger": errors.OutOfResources(300000, 232448, "shared memory")})
+    assert liger_timing.times(liger_timing.Case("swiglu", 8, 8, "float32", False)) == (1.0, None)
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+                                   RuntimeError("of another kind")])
+def test_any_other_error_of_a_measurement_is_no_answer(error, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    steps(monkeypatch, {"liger": error})
+    with pytest.raises(type(error), match=str(error)):
+        resolved({**GPU, "techniques": {"compile": {}}})
     assert not [*tmp_path.rglob("liger_times.json")]
 
 

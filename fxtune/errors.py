@@ -6,7 +6,9 @@ or whatever Python raised, with its traceback.
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 
 
 class UserError(ValueError):
@@ -78,6 +80,19 @@ class Stopped(KeyboardInterrupt):
     def __str__(self) -> str:
         name = "Ctrl-C" if self.signal is signal.SIGINT else self.signal.name
         return f"{name}: {self.told or 'ended before anything was at stake. Give the same command again.'}"
+
+
+FILE, FOLDER = "a file", "a folder"
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What lies at `path`, links followed, as a message says it: FILE, FOLDER or what nobody may open, since whoever opens a
+    pipe waits for somebody who writes to it, and some devices never end. None: nothing, or nothing that can be seen."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return None
+    return FILE if stat.S_ISREG(mode) else FOLDER if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from fxtune.errors import ConfigError, StorageError, UserError
+from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of
 from fxtune.sealed import read_json, replace_text
 
 FREE_ON_RESUME = ("run.dir", "run.resume", "run.device", "tracking", "loader", "checkpoint", "train.log_every",
@@ -237,10 +237,9 @@ def require_own(path: Path) -> None:
         if entry.name == CHECKPOINTS and not entry.exists():
             raise StorageError(f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the "
                                "link.")
-        wanted = Path.is_dir if entry.name == CHECKPOINTS else Path.is_file if entry.suffix in _FILES else Path.exists
-        if entry.exists() and (not wanted(entry) or not (entry.is_dir() or entry.is_file())):
-            what = "a folder" if entry.is_dir() else "a file" if entry.is_file() else "a pipe, a socket or a device"
-            raise StorageError(f"{entry} is {what}, and a run has something else there. Remove it, or set run.dir to another "
+        wanted = {FOLDER} if entry.name == CHECKPOINTS else {FILE} if entry.suffix in _FILES else {FILE, FOLDER}
+        if (found := kind_of(entry)) not in {None, *wanted}:
+            raise StorageError(f"{entry} is {found}, and a run has something else there. Remove it, or set run.dir to another "
                                "folder.")
 
 

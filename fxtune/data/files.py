@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from fxtune.data.formats import recognise
 from fxtune.data.rows import lines
-from fxtune.errors import DataError
+from fxtune.errors import FILE, DataError, kind_of
 
 BUILTIN = "builtin:"
 KINDS = {
@@ -134,10 +134,9 @@ def sort_out(written: str, found: list[Path], limit: int | None) -> list[DataFil
 
 
 def require_file(path: Path) -> None:
-    """Raise DataError where `path` is there and is no file: to open a pipe would be to wait for somebody who writes to it."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise DataError(f"{path} is {'a folder' if os.path.isdir(path) else 'a pipe, a socket or a device'}, not a file. "
-                        "Write what it holds to a file and name that.")
+    """Raise DataError where `path` is there and is no file."""
+    if (found := kind_of(path)) not in (None, FILE):
+        raise DataError(f"{path} is {found}, not a file. Write what it holds to a file and name that.")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

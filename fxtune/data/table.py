@@ -22,6 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from fxtune.data.formats import RowFormat
+from fxtune.errors import FILE, FOLDER, StorageError, kind_of
 
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
 META = "table.json"
@@ -97,6 +98,8 @@ def tidy(root: Path, days: float) -> tuple[int, int]:
     removed = freed = 0
     for folder in sorted(root.glob("*/")):
         try:
+            if kind_of(folder / META) not in (None, FILE):  # opened it would be waited for
+                continue
             if time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < days * 86400:
                 continue
             with open(folder / META, "ab") as held:  # one that never was whole gets it, and goes with it
@@ -112,6 +115,26 @@ def _remove(folder: Path) -> int:
     size = sum(path.stat().st_size for path in folder.iterdir())
     shutil.rmtree(folder, ignore_errors=True)
     return size
+
+
+def staging_of(folder: Path) -> Path:
+    """Where a table is written before it is whole."""
+    return folder.with_name(folder.name + ".staging")
+
+
+def lock_of(folder: Path) -> Path:
+    """The file that whoever makes a table, or looks whether it is whole, holds the lock of."""
+    return folder.with_name(folder.name + ".lock")
+
+
+def require_own(folder: Path) -> None:
+    """Refuse a table in whose place, or in the place of one of whose files, something else lies. Raises StorageError."""
+    files = [META, BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
+    wanted = {folder: FOLDER, staging_of(folder): FOLDER, lock_of(folder): FILE, **{folder / name: FILE for name in files}}
+    for path, kind in wanted.items():
+        if (found := kind_of(path)) not in (None, kind):
+            raise StorageError(f"{path} is {found}, and the token cache has {kind} there. Remove it, or set data.cache_dir to "
+                               "another folder.")
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:

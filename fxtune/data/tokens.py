@@ -28,7 +28,7 @@ from fxtune.data.chat import Encoder, read_template
 from fxtune.data.formats import RowFormat
 from fxtune.data.rows import Row, Shard
 from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open_source
-from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, read_meta, tidy
+from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, lock_of, read_meta, require_own, staging_of, tidy
 from fxtune.data.workers import WorkerDied, in_order
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
 from fxtune.host import cores
@@ -55,7 +55,7 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
     Raises:
         ConfigError: a setting of the source or data.workers makes no sense.
         DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is usable, or nothing is supervised.
-        StorageError: the cache cannot be written.
+        StorageError: the cache cannot be written, or has pipes, sockets or devices by the names of its files.
     """
     if data.workers < 0:
         raise ConfigError(f"data.workers={data.workers}: give a number of processes, or 0 for one a core.")
@@ -67,6 +67,7 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
     fingerprint = _fingerprint(opened, data, format, tokenizer)
     folder = root / "tokens" / fingerprint
     cached = True
+    require_own(folder)
     try:
         with _locked(folder, opened.name):
             if read_meta(folder) is None:
@@ -113,7 +114,7 @@ def _fingerprint(source: Source, data: DataConfig, format: RowFormat, tokenizer:
 
 def _build(folder: Path, fingerprint: str, source: Source, encoder: Encoder, data: DataConfig, progress: bool) -> None:
     """Make the table in `folder`. The caller holds its lock, so whatever lies in the way was left by a process that died."""
-    staging = folder.with_name(folder.name + ".staging")
+    staging = staging_of(folder)
     shutil.rmtree(staging, ignore_errors=True)
     names = [file.name for file in source.files] if source.kind != "hub" else [source.name]
     try:
@@ -276,7 +277,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
+    lock = FileLock(lock_of(folder))
     try:
         lock.acquire(timeout=1)
     except Timeout:

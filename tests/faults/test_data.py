@@ -133,7 +133,7 @@ def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name
     with socket.socket(socket.AF_UNIX) as listener:
         {"pipe": lambda: os.mkfifo(place), "device": lambda: place.symlink_to("/dev/zero"),
          "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place))}[odd]()
-        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, and the token cache has a (file|folder) there\. Remove it"
+        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, and the token cache has a (file|folder) there\. Remove"
         with pytest.raises(StorageError, match=told):
             read(tmp_path / "good.jsonl")
     place.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
 
 def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, name: str) -> Any:
     """A model of the weights in a folder. `name`: what the user calls it, for errors."""
-    _fetch(origin)
+    files = _fetch(origin)
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -77,11 +78,43 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         raise StorageError(f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
                            f"({hf_config.model_type}): "
                            + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
+    if not _finite(built):
+        raise StorageError(_what_is_not_finite([origin.folder / file for file in files], name, dtype))
     return built
 
 
-def _fetch(origin: Origin) -> None:
-    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones."""
+def _finite(model: torch.nn.Module) -> bool:
+    """Whether no weight is NaN or infinite: one number a tensor, where the tensor is, and one wait for all of them.
+
+    It reads each weight once and needs no memory. An 8B model in bfloat16, 16 GB in 291 tensors: by arithmetic 5 ms of a card
+    that reads 3.35 TB/s, and some 10 ms to start three kernels a tensor; on a host 2 s of one core (8.6 GB/s measured), beside
+    the 8 s in which a disk of 2 GB/s gives them.
+    """
+    # min and max carry NaN along and, unlike a sum, never overflow; times 0 a finite number is 0 and all others are NaN.
+    ends = [torch.stack(torch.aminmax(weight.detach())) for weight in model.parameters()
+            if weight.numel() and weight.is_floating_point()]
+    return not ends or bool((torch.stack([pair.float() for pair in ends]) * 0 == 0).all())
+
+
+def _what_is_not_finite(files: list[Path], name: str, dtype: torch.dtype) -> str:
+    """The message for weights of which some are not. Reads the files again, tensor by tensor: there it is known what is whose."""
+    from safetensors import safe_open
+
+    infinite = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            infinite += [(key, file) for key in sorted(opened.keys()) if not torch.isfinite(opened.get_tensor(key)).all()]
+    if not infinite:
+        return (f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
+                "Set model.dtype to what they were saved in: bfloat16 or float32.")
+    key, file = infinite[0]
+    return (f"model.path={name}: NaN or infinite numbers are in {len(infinite)} of its tensors, the first being {key} in {file}. "
+            "Nothing can be learnt from such weights. Use another copy of the model, or an earlier checkpoint of it.")
+
+
+def _fetch(origin: Origin) -> list[str]:
+    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones. Returns
+    their names."""
     from safetensors import SafetensorError, safe_open
 
     files = ["model.safetensors"]
@@ -105,3 +138,4 @@ def _fetch(origin: Origin) -> None:
         except (SafetensorError, OSError) as error:
             raise StorageError(f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or "
                                "copy it again.") from error
+    return files

@@ -1,0 +1,79 @@
+"""Base models whose weights are no numbers: refused by name when they are read, and not by what they do to a loss later."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, command
+from killing import tail
+from safetensors.torch import load_file, save_file
+
+from fxtune.errors import StorageError
+from fxtune.model import DType, ModelConfig, build, load_config
+from fxtune.world import World
+
+UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return shutil.copytree(ROOT / "fxtune" / "assets" / "tiny", tmp_path / "base")
+
+
+def put(folder: Path, **numbers: float) -> None:
+    """Make one number of each tensor another."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, number in numbers.items():
+        tensors[name][3, 4] = number
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path, **options) -> torch.nn.Module:
+    model = ModelConfig(path=str(folder), **options)
+    return build(model, load_config(model), World(torch.device("cpu")), seed=0)
+
+
+@pytest.mark.parametrize("lora", ["true", "false"], ids=["lora", "full"])
+def test_a_run_on_a_base_with_nan_is_refused_before_its_first_step(lora, base, tmp_path, forks):
+    put(base, **{UP: float("nan"), DOWN: float("inf")})
+    code = forks.start(command(tmp_path, "model.path=base", "model.init=pretrained", "model.architecture={}", "train.max_steps=3",
+                               f"techniques.lora.enabled={lora}"), tmp_path).wait(60)
+    said = tail(tmp_path, 10**7)
+    assert code == 6, said
+    told = f"model.path=base: NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in "
+    assert told in " ".join(said.split())
+    assert "base/model.safetensors" in said
+    assert "step=1/" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
+def test_the_shard_is_named_that_holds_the_tensor(number, dtype, base):
+    put(base, **{UP: number})
+    tensors = load_file(base / "model.safetensors")
+    files = {name: f"model-0000{1 + (name == UP)}-of-00002.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, base / file, metadata={"format": "pt"})
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    with pytest.raises(StorageError, match=rf"in 1 of its tensors, the first being {re.escape(UP)} in \S+/{files[UP]}\. "):
+        load(base, dtype=dtype)
+
+
+def test_weights_that_the_dtype_asked_for_cannot_hold_are_told_from_broken_ones(base):
+    put(base, **{UP: 1e6})
+    with pytest.raises(StorageError, match=r"finite in its files are too large for torch\.float16.*model\.dtype.*bfloat16"):
+        load(base, dtype=DType.float16)
+    assert load(base, dtype=DType.bfloat16).get_parameter(UP)[3, 4] > 9e5
+
+
+def test_the_largest_numbers_there_are_are_numbers(base):
+    most = torch.finfo(torch.bfloat16).max  # the base is in bfloat16
+    put(base, **{UP: most, DOWN: -most})
+    assert load(base, dtype=DType.float32).get_parameter(UP)[3, 4] == most

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fxtune.kernels import liger_operators as operators
 from fxtune.kernels.liger_timing import Case, ligers, plain
+from fxtune.kernels.selective import Rule, name_of
 
 ops = pytest.importorskip("liger_kernel.ops")
 CASES = {"llama": Case("rms_norm", 0, 0, "float32", True), "gemma": Case("rms_norm", 0, 0, "float32", True, 1.0, "gemma"),
@@ -33,8 +34,8 @@ def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
     assert row_mode is None
     assert casting_mode in ("llama", "gemma")
     assert eps == EPS
-    scale = torch.rsqrt(X.square().mean(-1) + eps).flatten()
-    return rms(X, W, offset, eps), X, scale, 16, 4, 0
+    scale = torch.rsqrt(X.float().square().mean(-1) + eps).flatten()
+    return rms(X, W, offset, eps).to(X.dtype), X, scale, 16, 4, 0
 
 
 def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None):
@@ -48,13 +49,13 @@ def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warp
     dy, scale = dY.view(X.shape), RSTD[:, None]
     m = dy * (offset + W)
     dx = scale * (m - X * scale.square() * (m * X).mean(-1, keepdim=True))
-    return dx.view(dY.shape), (dy * X * scale).sum(0) if needs_dw else None
+    return dx.view(dY.shape).to(dY.dtype), (dy * X * scale).sum(0).to(W.dtype) if needs_dw else None
 
 
 def layer_norm_forward(X, W, B, eps):
     assert X.is_contiguous()
     rows = X.flatten(0, -2)
-    scale = torch.rsqrt(rows.var(-1, correction=0) + eps)
+    scale = torch.rsqrt((rows - rows.mean(-1, keepdim=True)).square().mean(-1) + eps)
     return F.layer_norm(X, W.shape, W, B, eps), rows, rows.mean(-1), scale, 16, 4
 
 
@@ -63,8 +64,8 @@ def layer_norm_backward(dY, X, W, B, Mean, RSTD, needs_dw=None, needs_db=None):
     assert X.dim() == 2
     assert Mean.shape == RSTD.shape == X.shape[:1]
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        dY.view(X.shape), X, W.shape, Mean[:, None], RSTD[:, None], W, B, [True, bool(needs_dw), bool(needs_db)])
-    return dx.view(dY.shape), dw, db
+        dY.view(X.shape).float(), X.float(), W.shape, Mean[:, None], RSTD[:, None], W, B, [True, bool(needs_dw), bool(needs_db)])
+    return dx.view(dY.shape).to(X.dtype), dw, db
 
 
 def gated_forward(kind):
@@ -140,9 +141,36 @@ def test_they_are_the_plain_operations_and_write_nothing(name, compiled, trained
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_they_are_operators_as_torch_wants_them():
-    x, weight, bias = torch.randn(4, 12), torch.randn(12), torch.randn(12)
-    for operator, inputs in ((operators.rms_norm, (x, weight, EPS, 0.0, "llama")),
-                             (operators.layer_norm, (x, weight, bias, EPS)), (operators.gated, (x, x + 1, "swiglu"))):
-        leaves = [one.clone().requires_grad_() if isinstance(one, torch.Tensor) else one for one in inputs]
-        torch.library.opcheck(operator, leaves)
+OPERATORS = {"rms_norm": lambda x, weight, bias: (x, weight, EPS, 0.0, "llama"), "layer_norm": lambda *given: (*given, EPS),
+             "gated": lambda x, weight, bias: (x, x.detach() + 1, "swiglu")}
+
+
+@pytest.mark.parametrize("shape", [(4, 12), (2, 3, 5, 12), (0, 12)], ids=str)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_they_are_operators_as_torch_wants_them(name, trained, shape):
+    """What they return has the shapes, dtypes and strides that are promised, and is nobody's memory but its own."""
+    x, weight, bias = torch.randn(*shape[:-1], 15)[..., :12], torch.randn(12), torch.randn(12)
+    given = OPERATORS[name](x.requires_grad_(), weight.requires_grad_(trained), bias)
+    torch.library.opcheck(getattr(operators, name), given)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_are_those_of_the_backward_pass(dtype, trained):
+    """Called as autograd calls them, under float32 weights: a graph of the backward pass believes what they promise."""
+    x, dy = (torch.randn(2, 5, 15, dtype=dtype)[..., :12] for _ in range(2))
+    weight, bias, scale, mean = torch.randn(12), torch.randn(12), torch.rand(10), torch.rand(10)
+    of = torch.ops.fxtune
+    for operator, given in ((of.liger_rms_norm_backward, (dy, x, weight, scale, 0.0, "llama", trained)),
+                            (of.liger_layer_norm_backward, (dy, x, weight, bias, mean, scale, trained, not trained)),
+                            (of.liger_gated_backward, (dy, x, x + 1, "geglu"))):
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        promised = [one.dtype for one in operator(*given)]
+        assert promised == [dtype, *([dtype] if operator is of.liger_gated_backward else [torch.float32] * (len(promised) - 1))]
+
+
+def test_checkpointing_repeats_them():
+    """They cost next to nothing to repeat, and are known by their names alone."""
+    made = [getattr(torch.ops.fxtune, f"liger_{name}{way}").default for name in OPERATORS for way in ("", "_backward")]
+    assert not [name for name in map(name_of, made) if Rule().keeps_all(name)]

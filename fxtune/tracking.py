@@ -3,17 +3,11 @@
 A tracker is a witness: whatever happens to it, training goes on. `Tracker.log` never raises and never waits. W&B runs in
 a process of its own (wandb_link.py says why), fed by a thread here: starting costs the loop nothing, a network that
 does not answer sends the run offline, and a service that dies is reported once.
-
-metrics.jsonl is the run's history, each line written at once and whole. A run that goes on drops the lines of the steps that
-it does again and the piece of a line that a kill left, so each figure of each step is there once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import math
 import os
 import queue
 import secrets
@@ -25,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, Optional
+from typing import Any, Optional
 
 from filelock import FileLock
 
 from fxtune.errors import ConfigError, Stopped, StorageError
+from fxtune.history import History
 from fxtune.redact import redact, redact_arguments
 from fxtune.runfolder import recorded, require_own
 from fxtune.sealed import replace_text
@@ -114,27 +109,23 @@ def wandb_mode(config: WandbConfig) -> str:
 class Tracker:
     """Writes a run's metrics to every place asked for.
 
-    `resume_step`: the optimizer steps already done by the run that goes on here; later lines of its metrics.jsonl are
-    dropped, since those steps are done again, and 0 starts the file anew. `wandb_id`: the id of the W&B run to continue.
+    `resume_step`: the optimizer steps already done by the run that goes on here; `logged`: the last of them that was logged (see
+    history.py for what becomes of its metrics.jsonl). `wandb_id`: the id of the W&B run to continue.
     `note` gets one-line messages for the user, always from the thread that calls this object.
 
     Raises ConfigError where TensorBoard is asked for and not installed; nothing else.
     """
 
     def __init__(self, config: TrackingConfig, run_dir: str | Path, run_name: str, resolved_config: dict[str, Any],
-                 wandb_id: str | None = None, resume_step: int = 0,
+                 wandb_id: str | None = None, resume_step: int = 0, logged: int | None = None,
                  note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> None:
         self.run_dir = Path(run_dir)
         self._note = note
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._step = resume_step
         self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
-        self._file: IO[bytes] | None = None
-        self._file_fault = False
         self._resume_step = resume_step
-        self._kept: set[frozenset[str]] = set()
-        """What metrics.jsonl has of `resume_step`: the names in each of its lines."""
-        self._open_file(resume_step)
+        self._history = History(self.run_dir, resume_step, logged, self._notes.put)
         self._wandb: WandbLink | None = None
         self.wandb_id: str | None = None
         """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
@@ -150,10 +141,10 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
         self._step = step
-        if step == self._resume_step and frozenset(metrics) in self._kept:
+        if step == self._resume_step and frozenset(metrics) in self._history.kept:
             return  # a kill between the last figures and the end of the run: they are asked for again, and are there
         values = {STEP: step, **{name: _plain(value) for name, value in metrics.items()}}
-        end = self._write({"time": round(time.time(), 3), **values})
+        end = self._history.write({"time": round(time.time(), 3), **values})
         if self._wandb:
             self._wandb.put({"log": values, "end": end}, step)
         if self._tensorboard:
@@ -200,12 +191,7 @@ class Tracker:
             except Exception as error:  # noqa: BLE001  a third party's writer at the end of a run: report, do not raise
                 self._notes.put(f"TensorBoard: {error}")
             self._tensorboard = None
-        if self._file:
-            try:
-                self._file.close()
-            except OSError as error:
-                self._notes.put(f"metrics.jsonl: {error}")
-            self._file = None
+        self._history.close()
 
     def _drain(self) -> None:
         while not self._notes.empty():
@@ -221,32 +207,6 @@ class Tracker:
             return SummaryWriter(log_dir=str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
         except OSError as error:
             self._notes.put(f"TensorBoard's files cannot be written ({error}); training goes on without them")
-            return None
-
-    def _open_file(self, resume_step: int) -> None:
-        path = self.run_dir / "metrics.jsonl"
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._kept = _keep_until(path, resume_step)
-            self._file = path.open("ab", buffering=0)  # a line is written at once or is not: nothing stays behind in a buffer
-        except OSError as error:
-            self._notes.put(f"{path} cannot be written ({error}); training goes on without it")
-
-    def _write(self, line: dict[str, Any]) -> int | None:
-        """Returns where the line ends in metrics.jsonl, in bytes; None where it could not be written."""
-        if self._file is None:
-            return None
-        # After a failed write the file may end within a line; an empty line before the next one mends that.
-        text = (("\n" if self._file_fault else "") + json.dumps(_finite(line)) + "\n").encode()
-        try:
-            self._file_fault, before = True, self._file_fault
-            if self._file.write(text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._file_fault = False
-            return self._file.tell()
-        except OSError as error:
-            if not before:
-                self._notes.put(f"metrics.jsonl could not be written at step {self._step} ({error}); training goes on")
             return None
 
     def _to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
@@ -312,43 +272,11 @@ def _identity(run_dir: Path, given: str | None) -> str:
     return known
 
 
-def _keep_until(path: Path, step: int) -> set[frozenset[str]]:
-    """Drop the lines of metrics.jsonl beyond `step`, and what a kill or a full disk left of a line; whole or not at all.
-
-    Returns the names in each line of `step`.
-    """
-    if not path.is_file():
-        return set()
-    found = set()
-    staged = path.with_name(path.name + ".part")
-    with path.open("rb") as old, staged.open("wb") as new:
-        for line in old:
-            try:
-                values = json.loads(line)
-                keep = step > 0 and values[STEP] <= step
-            except (ValueError, TypeError, LookupError, RecursionError):
-                continue
-            if keep:
-                new.write(line if line.endswith(b"\n") else line + b"\n")
-                if values[STEP] == step:
-                    found.add(frozenset(values) - {STEP, "time"})
-        new.flush()
-        os.fsync(new.fileno())
-    staged.replace(path)
-    return found
-
-
 def _plain(value: Any) -> int | float | str | bool | None:
     """A Python number from whatever holds one (a tensor, a numpy scalar); text for anything else."""
     if hasattr(value, "item"):
         value = value.item()
     return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """NaN and infinities as null: JSON has no word for them, and pandas, jq and DuckDB read null as a missing number."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()}
 
 
 def _new_id() -> str:

@@ -114,7 +114,7 @@ class Trainer:
         self.held_out = HeldOut(self.data.evaluation, config.loader, self.world.device, self.loss,
                                 self.techniques.precision) if self.data.evaluation else None
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
-                                        self.state.step, note=screen.note)
+                                        self.state.step, self.state.figures.get("train/step"), note=screen.note)
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
         self.journal = Journal(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
         self.reads_late = self.world.device.type == "cuda"

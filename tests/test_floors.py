@@ -15,7 +15,7 @@ FLOORS = [
     {"halving"},  # what an error says of memory, which all that is above may have to know
     # knows the machine, the disk, a library; nothing of training
     {"world", "shape", "library", "runfolder", "card", "hub", "inspection", "bounds", "wandb_link", "dynamo", "energy",
-     "snapshot", "signals",
+     "snapshot", "signals", "history",
      "kernels.*"},  # our own fused operators, each with its plain reference
     {"document"},  # what a recipe says
     {"schema"},  # and may say

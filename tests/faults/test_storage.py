@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
 from fxtune.sealed import Seal, write_text
-from fxtune.stored import damaged, paths
+from fxtune.stored import damaged, paths, step_of
 
 MIB = 2**20
 
@@ -130,6 +130,53 @@ def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_f
         again = forks.start(words, tmp_path).wait()
     assert again == 0, said()
     assert f"after step {int(whole[-1].name[5:])} " in said()
+
+
+def steps(run: Path) -> list[int]:
+    """Those whose loss stands in metrics.jsonl, as it stands there."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/step"] for line in lines if "train/loss" in line]
+
+
+def begun(disk: Path, folder: Path, forks) -> list[str]:
+    """The words of a run in `disk`, killed after sixty steps or so. Its checkpoints lie elsewhere, where there is room."""
+    (folder / "elsewhere").mkdir()
+    (disk / "checkpoints").symlink_to(folder / "elsewhere")
+    words = command(folder, "train.epochs=15", "checkpoint.every=10")
+    process = forks.start(words, folder)
+    wait_for(lambda: any(step_of(path) >= 60 for path in paths(folder / "elsewhere")))
+    process.kill()
+    process.wait()
+    return words
+
+
+def test_the_history_of_a_run_that_goes_on_on_a_full_disk_waits_for_room_and_is_complete(tmp_path, forks, said):
+    with small_disk(tmp_path / "run", "8m") as disk:
+        words = begun(disk, tmp_path, forks)
+        size = os.path.getsize(disk / "metrics.jsonl")
+        filled = ballast(disk, leave=size // 4096 * 4096)  # for all that the run writes, but not for these lines a second time
+        process = forks.start(words, tmp_path)
+        wait_for(lambda: "metrics.jsonl could not be written at step" in said() or process.ended())
+        filled.unlink()
+        assert process.wait(90) == 0, said()
+        assert steps(disk) == list(range(1, 181))
+        assert "its lines wait in memory until there is room" in " ".join(said().split())
+        assert not list(disk.glob("metrics.jsonl?*"))
+
+
+def test_lines_that_a_disk_never_took_are_said_at_the_end_and_by_the_run_that_goes_on(tmp_path, forks, said):
+    with small_disk(tmp_path / "run", "8m") as disk:
+        words = begun(disk, tmp_path, forks)
+        filled = ballast(disk, leave=os.path.getsize(disk / "metrics.jsonl") // 4096 * 4096)
+        assert forks.start(words, tmp_path).wait(90) == 6  # all steps are done and saved elsewhere; the export has no room
+        found = steps(disk)
+        assert found == list(range(1, len(found) + 1))
+        assert 60 < len(found) < 180
+        assert f"metrics.jsonl lacks its last lines, from step {len(found) + 1} on: " in " ".join(said().split())
+        filled.unlink()
+        (tmp_path / "log.txt").unlink()
+        assert forks.start(words, tmp_path).wait(90) == 0, said()
+        assert f"metrics.jsonl has no lines of steps {len(found) + 1} to 180, which were logged" in " ".join(said().split())
 
 
 def _save_for_ever(folder: str, said: str) -> None:

@@ -72,6 +72,11 @@ def redact_arguments(arguments: list[str]) -> list[str]:
     return cleaned
 
 
+def without_user(url: str) -> str:
+    """An address without the user and password that stand in it."""
+    return _URL_USER.sub(r"\1", url)
+
+
 def redact_text(text: str) -> str:
     """The same for a text for people: a message, a traceback, a config as YAML."""
     return _clean(_PAIR.sub(_unless_harmless, text), "", _environment_secrets())

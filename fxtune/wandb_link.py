@@ -30,6 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fxtune import wandb_process
+from fxtune.redact import without_user
 from fxtune.wandb_process import STEP
 
 END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B, all together
@@ -37,6 +38,7 @@ UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping 
 START_TIMEOUT = 30.0  # seconds for a Python that imports wandb, on a slow disk; nobody waits for it but the feeding thread
 QUEUED = 20_000  # messages kept while W&B starts or stalls
 PROGRAM = Path(wandb_process.__file__)
+ADDRESS = "WANDB_BASE_URL"
 
 
 class WandbLink:
@@ -66,6 +68,9 @@ class WandbLink:
         """Why W&B does not have everything, nor an offline folder."""
         self._process: subprocess.Popen[str] | None = None
         self._folder: str | None = None
+        if (os.environ.get(ADDRESS) or server()) != server():
+            notes.put(f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs would "
+                      "show them. Take them out of there.")
         self._thread = threading.Thread(target=self._run, name="wandb-feed", daemon=True)
         self._thread.start()
 
@@ -166,6 +171,8 @@ class WandbLink:
         # Its reports of errors to its makers would carry more than a run's figures, and there may be no network for them.
         environment = {"WANDB_ERROR_REPORTING": "false",
                        **{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}}
+        if environment.get(ADDRESS):  # else W&B's own settings may name one
+            environment[ADDRESS] = server()
         # Synced later, an offline run begins at row 0 of the server's history: it has all rows. With `resume` it would be added.
         init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
         try:
@@ -229,8 +236,8 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def server() -> str:
-    """The address of W&B's server."""
-    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    """The address of W&B's server, without a user and password: W&B sends neither, and its logs show both."""
+    return without_user(os.environ.get(ADDRESS) or "https://api.wandb.ai")
 
 
 def api_key_at_hand() -> bool:

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from servers import Wandb, serving
 
 from fxtune import __main__ as command
 from fxtune import tracking, trials
 from fxtune.commands import doctor
+from fxtune.tracking import Tracker, TrackingConfig, WandbConfig, WandbMode
 from fxtune.trials import Answer, Outcome, failed
 
 ENVIRONMENT = {
@@ -28,8 +30,8 @@ ENVIRONMENT = {
 }
 """Each with a secret's name."""
 TYPED = {"token": "hf_" + "CanaryFive" * 4, "key": "sk-proj-" + "CanarySix" * 4, "url": "CanarySevenPassword",
-         "git": "ghp_" + "CanaryEight" * 4, "named": "canary-nine", "hex": "c0ffee" * 6 + "c0ff"}
-"""Secrets that stand on command lines and in git: these have a shape or a place."""
+         "git": "ghp_" + "CanaryEight" * 4, "named": "canary-nine", "hex": "c0ffee" * 6 + "c0ff", "server": "CanaryTenPassword"}
+"""Secrets that stand on command lines, in git and in W&B's address: these have a shape or a place."""
 SECRETS = {**ENVIRONMENT, **TYPED}
 RUN = ["+recipe=quickstart", "train.max_steps=2", "train.eval_every=0", "data.questions.path=null", "run.device=cpu",
        "tracking.display=plain", "data.sequence_length=64", "data.on_long=truncate", "train.micro_batch_size=2",
@@ -122,7 +124,7 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
     monkeypatch.setattr(trials, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
     monkeypatch.setattr(doctor, "probe", lambda *_: {"state": "missing", "seen": ""})
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://me:{TYPED['server']}@127.0.0.1:9")  # nobody listens
     run = planted / "work" / "sent"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 1.0}\n')
@@ -137,6 +139,23 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
     assert list((planted / ".cache" / "fxtune" / "tune").glob("*.json"))
     written = {path.name for path in (planted / "work").rglob("*")}
     assert {"quickstart_tuned.yaml", "tune.json", "doctor.json"} <= written
+    require_none_written(planted)
+
+
+@pytest.mark.parametrize("mode", [WandbMode.online, WandbMode.offline])
+def test_the_password_of_w_and_b_s_server_is_in_none_of_its_logs_and_one_message_says_so(mode, planted, monkeypatch):
+    notes: list[str] = []
+    run = planted / "work" / mode.value
+    with serving(Wandb()) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url.replace("://", f"://me:{TYPED['server']}@"))
+        config = TrackingConfig(wandb=WandbConfig(mode=mode, init_timeout=20.0))
+        with Tracker(config, run, "a run", {}, wandb_id="abcd1234", note=notes.append) as tracker:
+            tracker.log(1, {"train/loss": 1.0})
+        if mode is WandbMode.online:
+            assert [row["train/step"] for row in server.history("abcd1234")] == [1], notes
+    assert [note for note in notes if "the user and password in WANDB_BASE_URL are left out" in note] == notes[:1]
+    require_silent("\n".join(notes), "the messages")
+    assert (run / "wandb" / "process.log").exists()
     require_none_written(planted)
 
 

@@ -92,7 +92,7 @@ def _finite(model: torch.nn.Module) -> bool:
     """
     # min and max carry NaN along and, unlike a sum, never overflow; times 0 a finite number is 0 and all others are NaN.
     ends = [torch.stack(torch.aminmax(weight.detach())) for weight in model.parameters()
-            if weight.numel() and weight.is_floating_point()]
+            if weight.numel() and weight.is_floating_point() and weight.itemsize > 1]  # fp8 has neither operation
     return not ends or bool((torch.stack([pair.float() for pair in ends]) * 0 == 0).all())
 
 
@@ -103,7 +103,8 @@ def _what_is_not_finite(files: list[Path], name: str, dtype: torch.dtype) -> str
     infinite = []
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            infinite += [(key, file) for key in sorted(opened.keys()) if not torch.isfinite(opened.get_tensor(key)).all()]
+            infinite += [(key, file) for key in sorted(opened.keys())
+                         if (weight := opened.get_tensor(key)).itemsize > 1 and not torch.isfinite(weight).all()]
     if not infinite:
         return (f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
                 "Set model.dtype to what they were saved in: bfloat16 or float32.")

@@ -1,4 +1,4 @@
-"""The first thing that a newcomer runs, in a third of its steps: it learns what it could not do, and plain peft and transformers
+"""The first thing that a newcomer runs, in some of its steps: it learns what it could not do, and plain peft and transformers
 load it."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, (before, after), said = trained("quickstart", "train.max_steps=30")
+    folder, (before, after), said = trained("quickstart", "train.max_steps=36")
     assert before <= 0.1
     assert after >= 0.9
     assert "Exactly right on 100 held-out questions" in said
@@ -55,10 +55,10 @@ def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
 
 
 def test_full_fine_tuning_learns_it_too_and_plain_transformers_loads_it(cwd):
-    """At twice its learning rate a quarter of its steps is enough."""
+    """A third of its steps are enough."""
     from transformers import AutoModelForCausalLM
 
-    folder, (before, after), _ = trained("full_quickstart", "data.questions.limit=20", "train.max_steps=24", "optimizer.lr=1e-3")
+    folder, (before, after), _ = trained("full_quickstart", "data.questions.limit=20", "train.max_steps=30")
     assert before <= 0.1
     assert after >= 0.9
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

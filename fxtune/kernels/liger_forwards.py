@@ -38,11 +38,11 @@ def layer_norm(eps: float) -> Forward:
 
 
 def swiglu() -> Forward:
-    return _swiglu(_function("LigerSiLUMulFunction"))
+    return _gated(_function("LigerSiLUMulFunction"), "swiglu")
 
 
 def geglu() -> Forward:
-    return _geglu(_function("LigerGELUMulFunction"))
+    return _gated(_function("LigerGELUMulFunction"), "geglu")
 
 
 def swiglu_at_once() -> Forward:
@@ -87,21 +87,9 @@ def _layer_norm(function: Any, eps: float) -> Forward:
 
 
 @functools.cache
-def _swiglu(function: Any) -> Forward:
+def _gated(function: Any, kind: str) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> Any:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if torch.compiler.is_compiling():
-            return self.down_proj(operators.gated(gate, up, "swiglu"))
-        return self.down_proj(function.apply(gate, up, 1.0, 1.0))
-
-    return forward
-
-
-@functools.cache
-def _geglu(function: Any) -> Forward:
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(operators.gated(gate, up, "geglu") if torch.compiler.is_compiling() else function.apply(gate, up))
+        return self.down_proj(_product(function, kind, self.gate_proj(x), self.up_proj(x)))
 
     return forward
 
@@ -121,7 +109,13 @@ def _swiglu_at_once(function: Any) -> Forward:
 @functools.cache
 def _geglu_at_once(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.down_proj(operators.gated(gate, up, "geglu") if torch.compiler.is_compiling() else function.apply(gate, up))
+        return self.down_proj(_product(function, "geglu", *self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
     return forward
+
+
+def _product(function: Any, kind: str, gate: torch.Tensor, up: torch.Tensor) -> Any:
+    """act(gate) * up. Gate and up are nobody's when it returns: without a backward pass their memory is free."""
+    if torch.compiler.is_compiling():
+        return operators.gated(gate, up, kind)
+    return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # its two factors

@@ -4,8 +4,8 @@
 
 One run is told to end again and again at random instants, by SIGTERM and by SIGUSR1 in turn, and started again by the same words.
 Each time it must end with 75, and its newest checkpoint must be of the last step in metrics.jsonl. Without words it is LoRA on a
-small random Llama on a CPU. The runs are forked from a parent that has imported everything, so that a stop costs a second or two;
-what is measured begins with the signal and has no part in that.
+small random Llama on a CPU. The runs are forked from a parent that has imported everything, so that a stop costs a second or two
+(on a GPU, which a fork cannot use, they are not); what is measured begins with the signal and has no part in that.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ import time
 from itertools import cycle, islice
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "faults"))
 from endings import Traced
 from harness import command
-from killing import ForkServer, tail
+from killing import ForkServer, Processes, tail
 
 ENDLESS = ["train.max_steps=1000000", "train.epochs=1000000", "checkpoint.every=0", "train.log_every=1"]
 
 
-def stop_once(server: ForkServer, words: list[str], folder: Path, how: signal.Signals,
+def stop_once(server: ForkServer | Processes, words: list[str], folder: Path, how: signal.Signals,
               after: float) -> tuple[float | None, float]:
     """Start the run, signal it `after` seconds into its steps; seconds to the checkpoint (None: there was nothing new to save)
     and to the end.
     """
     forked = server.start(words, folder)
-    assert forked.until("training"), tail(folder)
+    assert forked.until("training", 2), tail(folder)  # the first step may compile for longer than `within`
     time.sleep(after)
     began = time.monotonic()
     os.kill(forked.pid, how)
@@ -69,7 +71,7 @@ def main() -> None:
         line = ([*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else
                 command(folder, "run.device=cpu", *ENDLESS))
         saved, ended = [], []
-        with ForkServer() as server:
+        with (Processes() if words and torch.cuda.is_available() else ForkServer()) as server:
             for how in islice(cycle((signal.SIGTERM, signal.SIGUSR1)), options.stops):
                 at, end = stop_once(server, line, folder, how, draw.uniform(0, options.within))
                 saved += [at] if at is not None else []

@@ -79,10 +79,41 @@ class ForkServer:
 
 
 @dataclass
-class Forked:
-    """A run that a ForkServer began."""
+class Processes:
+    """Begins runs as ForkServer does, each as a process from Python's start on: CUDA does not survive a fork. One at a time."""
 
-    server: ForkServer
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process and self.process.poll() is None:  # a test failed while a run was under way
+            self.process.kill()
+            self.process.wait()
+
+    def start(self, words: list[str], folder: Path, trace: str = "trace.jsonl") -> Forked:
+        """Begin a run in `folder`; its output is added to `folder`/log.txt, its trace begins anew."""
+        (folder / trace).unlink(missing_ok=True)
+        with (folder / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen([sys.executable, str(HERE / "traced.py"), str(folder / trace), *words], cwd=folder,
+                                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                                            env={**os.environ, **ENVIRON})
+        return Forked(self, self.process.pid, folder / trace)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process
+        try:
+            return {"status": self.process.wait(timeout)}
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+
+
+@dataclass
+class Forked:
+    """A run that a ForkServer began, or Processes."""
+
+    server: ForkServer | Processes
     pid: int
     file: Path
     began: float = field(default_factory=time.monotonic)

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from harness import command, start, wait_for
+from killing import Processes
 
 WORDS = ("techniques.compile.enabled=true", "data.buckets=[128]", "model.dtype=bfloat16", "train.epochs=40", "checkpoint.every=0",
          "checkpoint.keep=100")
@@ -27,13 +28,14 @@ def test_a_run_on_a_gpu_saves_and_goes_on(tmp_path, graphs):
 
     def stop(process, how: signal.Signals) -> str:
         process.send_signal(how)
-        assert process.wait(60) == 75, log.read_text()[-3000:]
+        assert process.wait(120) == 75, log.read_text()[-3000:]
         assert "Traceback" not in log.read_text()
         return [line for line in log.read_text().splitlines() if line.startswith("fxtune:")][-1]
 
-    compiling = start(words, tmp_path)
-    wait_for(lambda: "Techniques, as observed" in log.read_text(), compiling, timeout=120)
-    assert "ended before" in stop(compiling, signal.SIGTERM)
+    with Processes() as processes:
+        compiling = processes.start(words, tmp_path)
+        assert compiling.until("compiling"), log.read_text()[-3000:]
+        assert "ended before" in stop(processes.process, signal.SIGTERM)
     steps = 0
     for how in (signal.SIGUSR1, signal.SIGTERM):
         running = start(words, tmp_path)

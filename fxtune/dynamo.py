@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -212,10 +211,9 @@ class _Untold(logging.Filter):
         if UNTOLD not in record.getMessage():
             return True
         error = record.exc_info[1] if record.exc_info else None
-        name = re.search(r"def (\w+)\(", str(error))
         last = str(error).strip().splitlines()[-1:] if error else []
         self.seen = (f"techniques.compile.enabled: torch {torch.__version__} cannot tell what the Triton kernel "
-                     f"{name[1] if name else 'of this model'} writes ({''.join(last) or 'no reason given'}), and would take all "
+                     f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would take all "
                      "its inputs for written, which has given wrong numbers. Turn off what runs that kernel, or set this to "
                      "false.")
         raise _refusal()(self.seen)
@@ -227,6 +225,14 @@ class _Untold(logging.Filter):
 
 
 _UNTOLD = _Untold()
+
+
+def _kernel(error: BaseException | None) -> str:
+    """The name of the kernel that torch was looking at when it met `error`: from the function of torch's that caught it."""
+    kernel = error.__traceback__.tb_frame.f_locals.get("kernel") if error and error.__traceback__ else None
+    while hasattr(kernel, "fn"):  # an autotuner has a kernel, which has a Python function
+        kernel = kernel.fn
+    return getattr(kernel, "__name__", "")
 
 
 @functools.cache

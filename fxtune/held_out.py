@@ -24,6 +24,10 @@ class HeldOut:
             self.loader = Loader(self.loader.plan.cut(rows), self.config, self.device)
         return mean_loss(self.loss, self.loader, self.precision)
 
+    def close(self) -> None:
+        """End the processes that load it."""
+        self.loader.close()
+
     @property
     def widest(self) -> int:
         """Tokens of the longest row."""

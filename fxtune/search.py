@@ -218,7 +218,8 @@ class Search:
         took = [other.seconds for known in self.rows for other in known.answers if other.outcome is Outcome.measured]
         usual = statistics.median(took) if took else 0.0
         left = self.deadline - time.monotonic()
-        if left <= usual * (1 if repeat else 3):  # the two fastest are to be measured again
+        kept_back = 0 if repeat else min(2, max(0, len(took) - 1))  # the two fastest are measured again, once there are two
+        if left <= usual * (1 + kept_back):
             raise _TimeIsUp
         limit = max(LEAST_LIMIT, TIMES * took[0]) if took else LEAST_LIMIT
         self.tell(f"{title} (forecast {row.outlook.need / GIB:.1f} GiB) ...")

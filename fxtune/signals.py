@@ -11,6 +11,10 @@ One that comes within DOUBLE seconds of the first is taken for the same one: sch
 passes on what it got. SIGUSR1 is an early warning and never hurries.
 
 Child processes get what is sent to the whole group or job, too. It is the main process's to answer: see left_to_main().
+
+LLVM, which compiles Triton's kernels in this process, puts handlers of its own in place of the interpreter's when it first
+writes a file, and never looks again. They pass SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So the
+handlers are put back wherever the methods below are called, in each step at least.
 """
 
 from __future__ import annotations
@@ -52,9 +56,9 @@ class Signals:
             os.set_blocking(self._pipe[1], False)
             threading.Thread(target=_leave_on_the_second, args=(self._pipe[0],), name="fxtune-signals", daemon=True).start()
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            for number in ANSWERED:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background: that is to stay
-                    self._before[number] = signal.signal(number, self._answer)
+            self._before = {number: handler for number in ANSWERED
+                            if (handler := signal.getsignal(number)) is not signal.SIG_IGN}  # nohup, a shell's background: stays
+            self._listen()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,6 +73,7 @@ class Signals:
 
     def check(self) -> None:
         """Raise Stopped if a signal came."""
+        self._listen()
         if self._entered and self.asked is not None:
             raise Stopped(self.asked)
 
@@ -97,6 +102,12 @@ class Signals:
         finally:
             self._at_once = before
         self.check()  # where a library swallowed it
+
+    def _listen(self) -> None:
+        """Have the interpreter's handlers in place, whoever has put others there: a system call for each, a microsecond."""
+        if self._before and threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                signal.signal(number, self._answer)
 
     def _answer(self, number: int, _: Any) -> None:
         if self.asked is None:

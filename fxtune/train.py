@@ -136,6 +136,9 @@ class Trainer:
             except Stopped as stop:
                 self._stop(stop)
                 raise
+            finally:
+                if self.held_out:
+                    self.held_out.close()
 
     def _loop(self) -> None:
         config, state, plan, interval = self.config, self.state, self.plan, self.numbers.interval

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
 from importlib import metadata
@@ -245,6 +246,14 @@ def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(sm
     best = min(lines, key=lambda line: line["eval/loss"])["train/step"]
     kept = sorted(path.name for path in Path("run/checkpoints").glob("step-*"))
     assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, chats):
+    small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.train.max_steps, small.train.eval_every, small.loader.num_workers = 2, 1, 1
+    trainer = build(small)
+    trainer.run()
+    assert multiprocessing.active_children() == []
 
 
 def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):

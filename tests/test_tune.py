@@ -326,6 +326,15 @@ def test_when_the_minutes_are_over_it_says_what_was_not_tried(cwd, bench, capsys
     assert found["winner"] == {"train.micro_batch_size": 2}
 
 
+def test_no_time_is_kept_back_for_repetitions_while_there_is_nothing_to_compare(cwd, bench, monkeypatch):
+    measure = trials.measure
+    monkeypatch.setattr(trials, "measure", lambda *given: replace(measure(*given), seconds=70.0))
+    code, found = tuned_as("--axes", "attention,micro_batch", "--minutes", "3")  # by the clock hardly any of it goes by
+    assert code == 0
+    assert len([row for row in found["rows"] if row["answers"]]) == 3
+    assert found["not_tried"]
+
+
 def test_a_search_that_was_broken_off_goes_on(cwd, bench, monkeypatch, capsys):
     bench.set({"train.micro_batch_size=2": 2.0})
     real, number = trials.measure, [0]

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data.batch import Batch, Pieces, assemble
 from fxtune.errors import ConfigError
@@ -98,6 +99,7 @@ class Loader:
         self._order = _Order(plan)
         self._deaths = 0
         self._loader: Optional[DataLoader[Batch]] = self._started(self.config.num_workers or 0)
+        self._pass: Optional[Iterator[Batch]] = None
 
     def steps(self, start_step: int = 0) -> Iterator[Step]:
         """From `start_step` to the end of the plan."""
@@ -115,7 +117,16 @@ class Loader:
 
     def close(self) -> None:
         """End the workers."""
-        self._loader = None  # torch ends them when the last reference goes
+        self._loader = None
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """End the workers of this pass. torch does when its last reference goes, but the traceback of a signal may hold one until
+        the interpreter ends, which then waits five seconds for each worker beside a GPU (torch 2.11).
+        """
+        batches, self._pass = self._pass, None
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            batches._shutdown_workers()
 
     def _started(self, workers: int) -> DataLoader[Batch]:
         parallel: dict[str, Any] = dict(
@@ -140,7 +151,8 @@ class Loader:
             assert self._loader is not None
             self._order.step, self._order.micro = step, micro
             try:
-                for batch in self._loader:
+                self._pass = iter(self._loader)
+                for batch in self._pass:
                     micro += 1
                     if micro == self.plan.micro_batches(step):
                         step, micro = step + 1, 0
@@ -148,6 +160,9 @@ class Loader:
                 return
             except (RuntimeError, OSError, EOFError) as problem:
                 self._go_on_without(problem, step)
+            finally:
+                if not self.config.persistent_workers:
+                    self._end_pass()
 
     def _go_on_without(self, problem: Exception, step: int) -> None:
         """Start again after the death of a worker; raise what else `problem` is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data import loader
 from fxtune.data.batch import FEWEST, SIZES, Pieces, assemble
@@ -166,6 +168,18 @@ def test_a_loader_goes_through_its_plan_again_with_the_same_workers(folder):
     loaded = Loader(made, LoaderConfig(num_workers=1, persistent_workers=False), CPU)
     check_equal(taken(loaded.steps(5)), made, 5)
     assert gone()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_end_with_their_loader_whoever_holds_a_pass(folder, persistent):
+    """The traceback of a signal that came while a batch was waited for does, until the interpreter ends."""
+    steps = load(plan(Table(folder)), LoaderConfig(num_workers=2, persistent_workers=persistent), CPU)
+    next(next(steps).micro_batches)
+    held = [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)]
+    assert len(held) == 1
+    assert len(children()) == 2
+    steps.close()
+    assert not children()
 
 
 def test_what_a_step_is_not_asked_for_is_skipped(folder):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TELLTALE = ("second", "time", "data_wait", "memory_gib", "mfu", "compile/")
+TELLTALE = ("second", "time", "data_wait", "memory_", "mfu", "compile/")
 """Figures with these in their names depend on the clock, the machine or the process."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -119,6 +120,34 @@ def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, h
     assert stop(forked, how) == code
     assert time.monotonic() - began < 2
     os.close(reader)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+def test_a_signal_is_heard_after_triton_has_compiled(tmp_path):
+    """LLVM puts handlers of its own in place of the interpreter's, and its one for SIGUSR1 does nothing."""
+    (tmp_path / "compiled.py").write_text("""
+import os, signal, sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fxtune.signals import SIGNALS, Stopped
+
+@triton.jit
+def kernel(to, SIZE: tl.constexpr):
+    tl.store(to + tl.arange(0, SIZE), 1.0)
+
+with SIGNALS, SIGNALS.held():
+    triton.compile(ASTSource(fn=kernel, signature={"to": "*fp32"}, constexprs={"SIZE": 128}), target=GPUTarget("cuda", 90, 32))
+    SIGNALS.check()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    try:
+        SIGNALS.check()
+    except Stopped as stop:
+        print(stop.exit_code)
+""")
+    done = subprocess.run([sys.executable, "compiled.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+                          env={**os.environ, **ENVIRON, "TRITON_CACHE_DIR": str(tmp_path / "cache")})
+    assert done.stdout == "75\n", done.stderr[-3000:]
 
 
 def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):

@@ -9,7 +9,6 @@ import functools
 import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from architectures import built, facts_of, lora, random_model
 from conftest import history
 
 from fxtune import train
-from fxtune.dynamo import LOGGER, UNTOLD, Watch
+from fxtune.dynamo import LOGGER, Watch
 from fxtune.errors import ConfigError
 from fxtune.pipeline import make_probe
 from fxtune.technique import decoder_layers, model_inputs
@@ -205,12 +204,13 @@ def test_recompilations_have_a_budget(quick):
 
 
 def warn():
-    """As torch 2.11 does (triton_kernel_wrap.py), which made wrong numbers of Liger's RMSNorm. A card has the kernel."""
-    try:
-        raise ValueError("at 10:8:\ndef _rms_norm_forward_kernel(\n    Y_ptr,\n):\nAttributeError('no attribute to')")
-    except ValueError:
-        logging.getLogger(LOGGER).warning(
-            "Encountered an exception in identify_mutated_tensors, assuming every input is mutated", exc_info=True)
+    """Have torch look at a kernel that it cannot make sense of (here for want of arguments): it warns. On a card torch 2.11 did
+    so of this very kernel, Liger's RMSNorm, and made wrong numbers of it.
+    """
+    import torch._higher_order_ops.triton_kernel_wrap as wrap
+    from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel
+
+    (getattr(wrap, "identify_accessed_tensors", None) or wrap.identify_mutated_tensors)(_rms_norm_forward_kernel, {}, {})
 
 
 @pytest.fixture
@@ -237,7 +237,6 @@ def test_a_kernel_whose_writes_torch_cannot_tell_is_an_error(fullgraph, silent, 
     _, model = compiled(fullgraph=fullgraph)
     with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes") as told:
         learn(model, row(model))
-    assert "AttributeError('no attribute to')" in str(told.value)
     assert "Turn off what runs that kernel" in str(told.value)
     assert not printed, "one message, and no traceback before it"
 
@@ -263,13 +262,6 @@ def test_of_a_backward_pass_it_is_the_same_error_and_nothing_is_kept(dynamic, mo
         compiled = torch.compile(torch.mm, fullgraph=True, dynamic=dynamic)
         with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes"):
             watch.call(compiled, *(torch.ones(size, requires_grad=True) for size in ((5, 4), (4, 6)))).sum().backward()
-
-
-def test_it_is_with_these_words_that_torch_warns():
-    import torch._higher_order_ops.triton_kernel_wrap as wrap
-
-    assert UNTOLD in Path(wrap.__file__).read_text()
-    assert wrap.log.name == LOGGER
 
 
 def test_another_error_is_left_as_it_is(monkeypatch):

@@ -229,7 +229,7 @@ _UNTOLD = _Untold()
 
 def _kernel(error: BaseException | None) -> str:
     """The name of the kernel that torch was looking at when it met `error`: from the function of torch's that caught it."""
-    kernel = error.__traceback__.tb_frame.f_locals.get("kernel") if error and error.__traceback__ else None
+    kernel: Any = error.__traceback__.tb_frame.f_locals.get("kernel") if error and error.__traceback__ else None
     while hasattr(kernel, "fn"):  # an autotuner has a kernel, which has a Python function
         kernel = kernel.fn
     return getattr(kernel, "__name__", "")

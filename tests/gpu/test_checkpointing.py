@@ -218,7 +218,7 @@ def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(option
     del measured, host  # or what fails below would hold it while others measure
     freed()
     assert not far
-    assert abs(said / peak - 1) < 0.15
+    assert -0.15 < said / peak - 1 < 0.2  # too much costs speed, too little the run
     assert report.recompilations <= allowed
 
 
@@ -265,9 +265,11 @@ def test_the_forecast_holds_for_eager_layers(options):
 @pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offload_costs_no_time_and_changes_nothing(compiled):
-    """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back."""
+    """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back. Attention's backward pass adds in any
+    order, so that gradients are held against how far from each other they are without offload.
+    """
     found = {}
-    for name, options in {"full": {}, "offload": {"offload": True}}.items():
+    for name, options in {"full": {}, "again": {}, "offload": {"offload": True}}.items():
         measured = Measured(pipeline(compiled, **options), BIG, 32768)
         losses = [measured.step().item() for _ in range(3)]
         found[name] = losses, measured.gradients(), measured.seconds(), measured.peak()
@@ -279,7 +281,7 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         freed()
     (losses, gradients, seconds, peak), (sent, others, longer, less) = found["full"], found["offload"]
     for key, value in gradients.items():
-        assert reference.relative(others[key], value) < 5e-3, key  # attention's backward pass adds in any order
+        assert reference.relative(others[key], value) < 3 * reference.relative(found["again"][1][key], value) + 1e-3, key
     assert all(abs(one - other) < 1e-3 * other for one, other in zip(sent, losses, strict=True))
     print(f"\nfull {seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB; offloaded {longer * 1e3:.0f} ms, {less / GIB:.2f} GiB")
     assert longer < 1.15 * seconds

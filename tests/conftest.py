@@ -21,6 +21,8 @@ from fxtune.tracking import Display, TrackingConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Else each process that compiles finds out which vector instructions work here by building C++ for each kind: 8 s of a processor.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: two threads each on two busy cores wait for each other
 for name in ("WANDB_API_KEY", "HF_TOKEN", "COLUMNS"):  # secrets, and how wide the terminal is that tests were started from
     os.environ.pop(name, None)

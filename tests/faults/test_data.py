@@ -300,20 +300,16 @@ def loaders() -> set[int]:
     return found
 
 
-def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path):
+def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, forks):
     (tmp_path / "rows.jsonl").write_bytes(lines(*[{"messages": [{"role": "user", "content": "a word " * 40},
                                                                 {"role": "assistant", "content": "another " * 400}]}] * 12_000))
     words = ["preview", "model.path=builtin:tiny", "data.sources=[{path: rows.jsonl}]", "data.workers=2", "data.cache_dir=cache"]
-    process = harness.start(words, tmp_path)
-    try:
-        worker = harness.wait_for(lambda: tokenising(process.pid), process)
-        harness.wait_for(lambda: list(tmp_path.glob("cache/tokens/*.staging/ids.npy")), process)
-        os.kill(worker, signal.SIGKILL)
-        began = time.monotonic()
-        assert process.wait(30) == 4
-        assert time.monotonic() - began < 10
-    finally:
-        harness.kill(process)
+    run = forks.start(words, tmp_path)
+    worker = harness.wait_for(lambda: run.ended() or tokenising(run.pid))
+    harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
+    assert not run.ended(), (tmp_path / "log.txt").read_text()
+    os.kill(worker, signal.SIGKILL)
+    assert run.wait(10) == 4
     said = (tmp_path / "log.txt").read_text()
     assert "A process that tokenised rows.jsonl was killed" in " ".join(said.split())
     assert "data.workers=1 (now 2)" in " ".join(said.split())

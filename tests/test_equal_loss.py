@@ -103,24 +103,34 @@ def test_the_rows_are_documents_of_the_other_text_and_the_held_out_ones_are_not_
 
 
 @pytest.mark.slow
-def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(smoke, tmp_path):
+def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(smoke, scripts, tmp_path, monkeypatch,
+                                                                                                capsys):
+    """What a process does that takes too long is below; here is what the script says then."""
     before = smoke.file.read_text()
     drawing = tmp_path / "plot.svg"
-    done = run(smoke.out, smoke.file, smoke.texts, "--minutes", "0", "--plot", str(drawing))
-    assert done.returncode == 0, done.stderr
+
+    def again(out: Path, record: Path, *more: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["equal_loss.py", "--smoke", "--out", str(out), "--json", str(record), "--roots",
+                                          str(smoke.texts), *more])
+        scripts.equal_loss.main()
+
+    again(smoke.out, smoke.file, "--minutes", "0", "--plot", str(drawing))
     assert smoke.file.read_text() == before
-    assert "fxtune, everything on: at most 0.0" in done.stdout
+    assert "fxtune, everything on: at most 0.0" in capsys.readouterr().out
     if pytest.importorskip("matplotlib"):
         assert "held-out loss, nats a token" in drawing.read_text()
         assert drawing.stat().st_size < 150_000
-    done = run(smoke.out, smoke.file, smoke.texts, "--lr", "1e-4")
-    assert done.returncode == 1
-    assert "holds runs with lr=0.005: name another file in --json" in done.stderr
-    done = run(tmp_path, smoke.file, smoke.texts)
-    assert "is not in" in done.stderr
-    done = run(tmp_path, tmp_path / "new.json", smoke.texts, "--minutes", "0.001")
-    assert "Not run, the time (0.001 minutes) was over: base, plain 0, fxtune 0, fp8 0" in done.stdout
-    assert done.returncode == 0
+    with pytest.raises(SystemExit, match=r"holds runs with lr=0\.005: name another file in --json"):
+        again(smoke.out, smoke.file, "--lr", "1e-4")
+    with pytest.raises(SystemExit, match="is not in"):
+        again(tmp_path, smoke.file)
+
+    def late(*_: object) -> None:
+        raise scripts.equal_loss.TimeOver
+
+    monkeypatch.setattr(scripts.equal_loss, "Worker", lambda *_: SimpleNamespace(ask=late, close=lambda: None))
+    again(tmp_path, tmp_path / "new.json", "--minutes", "0.001")
+    assert "Not run, the time (0.001 minutes) was over: base, plain 0, fxtune 0, fp8 0" in capsys.readouterr().out
 
 
 def test_the_plain_side_s_mask_shows_each_document_itself_alone(scripts, tmp_path):

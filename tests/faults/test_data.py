@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 

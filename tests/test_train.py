@@ -251,9 +251,10 @@ def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(sm
 def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, chats):
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
     small.train.max_steps, small.train.eval_every, small.loader.num_workers = 2, 1, 1
+    others = multiprocessing.active_children()  # tests/gpu/reference.py keeps one, and may have been at work before
     trainer = build(small)
     trainer.run()
-    assert multiprocessing.active_children() == []
+    assert [child for child in multiprocessing.active_children() if child not in others] == []
 
 
 def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):

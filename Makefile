@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # On a machine without an NVIDIA driver plain `torch` would bring gigabytes of CUDA libraries, so the CPU build goes first.
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help setup quickstart test check audit format clean
+.PHONY: help setup quickstart test check lint audit format clean
 
 help:  ## Say what each target does
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,7 +25,9 @@ quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, about
 test: setup  ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-check: setup audit  ## Lint, type-check and audit
+check: lint audit  ## Lint, type-check and audit
+
+lint: setup  ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

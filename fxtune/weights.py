@@ -78,12 +78,12 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         raise StorageError(f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
                            f"({hf_config.model_type}): "
                            + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
-    if not _finite(built):
+    if not finite(built):
         raise StorageError(_what_is_not_finite([origin.folder / file for file in files], name, dtype))
     return built
 
 
-def _finite(model: torch.nn.Module) -> bool:
+def finite(model: torch.nn.Module) -> bool:
     """Whether no weight is NaN or infinite: one number a tensor, where the tensor is, and one wait for all of them.
 
     It reads each weight once and needs no memory. An 8B model in bfloat16, 16 GB in 291 tensors: by arithmetic 5 ms of a card

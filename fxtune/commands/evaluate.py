@@ -19,7 +19,7 @@ from fxtune.data.loader import Loader
 from fxtune.data.plan import Plan
 from fxtune.data.preparation import check, plan_evaluation
 from fxtune.data.tokens import tokenize
-from fxtune.errors import ConfigError, HardwareError
+from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.generation import Question, answer, exact_match, load_questions
 from fxtune.halving import Halving, too_many
 from fxtune.loss import mean_loss
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def run(config: Config) -> dict[str, Any]:
     """Print the figures and some answers, and return the figures by their metric names. Errors as the run itself has them.
 
-    Raises ConfigError, too, where the config names nothing to evaluate on.
+    Raises ConfigError, too, where the config names nothing to evaluate on, and NumbersError where the loss is not finite.
     """
     data, model = config.data, config.model
     check(data)
@@ -70,6 +70,10 @@ def run(config: Config) -> dict[str, Any]:
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)
     _show(config, setting.decided, figures, plan, questions, answers)
+    if not math.isfinite(figures.get("eval/loss", 0.0)):
+        raise NumbersError(f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite numbers, and what it "
+                           f"computes of them in {setting.facts.dtype} is not. Use another copy of it or an earlier checkpoint, "
+                           "or model.dtype=float32.")
     return figures
 
 
@@ -107,5 +111,8 @@ def _show(config: Config, notes: list[str], figures: dict[str, Any], plan: Plan 
         console.print(screen.answers_table([(question.text, question.answer, None, given) for question, given in shown]))
     for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
-    what = config.model.adapter or config.model.path or "a model of random weights"
-    console.print(screen.table(f"Evaluation of {what}", ["figure", "value"], rows))
+    console.print(screen.table(f"Evaluation of {_name(config)}", ["figure", "value"], rows))
+
+
+def _name(config: Config) -> str:
+    return config.model.adapter or config.model.path or "a model of random weights"

@@ -1,0 +1,216 @@
+"""Adapters whose weights are no numbers, and merging to where nothing can be written: each is one message and a code, no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import built, lora, on_disk, trained
+from harness import command, run, small_disk
+from killing import tail
+from safetensors.torch import load_file, save_file
+
+from fxtune.commands.merge import merge
+from fxtune.errors import ConfigError, StorageError
+from fxtune.model import ModelConfig, load_tokenizer, save
+
+UP = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+NORM = "base_model.model.model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return on_disk(tmp_path_factory.mktemp("adapters") / "base")
+
+
+@pytest.fixture(scope="module")
+def whole(base) -> Path:
+    """A trained adapter of `base`, with a norm that it trained in full."""
+    model = ModelConfig(path=str(base))
+    return save(trained(built(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter")
+
+
+@pytest.fixture
+def adapter(whole, tmp_path) -> Path:
+    """A copy to be changed."""
+    return shutil.copytree(whole, tmp_path / "adapter")
+
+
+def change(adapter: Path, **tensors) -> None:
+    """Make other tensors of some: each value is called with what is there."""
+    file = adapter / "adapter_model.safetensors"
+    found = load_file(file)
+    save_file({**found, **{name: make(found[name]) for name, make in tensors.items()}}, file, metadata={"format": "pt"})
+
+
+def put(number):
+    """One number of a tensor, and it alone."""
+    def change(tensor):
+        tensor.view(-1)[5] = number
+        return tensor
+
+    return change
+
+
+def words(base: Path) -> list[str]:
+    return [f"model.path={base}", "model.init=pretrained", "model.architecture={}", "model.adapter=adapter",
+            "techniques.lora.r=4", "techniques.lora.alpha=32", "techniques.lora.modules_to_save=[norm]",
+            "techniques.lora.target_modules=[all-linear]"]
+
+
+@pytest.mark.parametrize("word", [[], ["eval"], ["merge"]], ids=["train", "eval", "merge"])
+def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base, tmp_path, forks):
+    change(adapter, **{UP: put(float("nan")), DOWN: put(float("inf"))})
+    given = command(tmp_path, *words(base), "data.eval_fraction=0.2", "data.sequence_length=64", "train.max_steps=3")
+    (tmp_path / "chats.jsonl").write_text("".join(f'{{"text": "t{row} t5 t{row + 9}"}}\n' for row in range(40)))
+    given = ["adapter", "merged"] if word == ["merge"] else given
+    code = forks.start([*word, *given], tmp_path).wait(60)
+    said = " ".join(tail(tmp_path, 10**7).split())
+    assert code == 6, said
+    assert f"NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in " in said
+    assert "adapter/adapter_model.safetensors" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(("name", "make", "told"), [
+    (UP, put(float("nan")), "NaN or infinite numbers are in 1"),
+    (DOWN, put(-float("inf")), "NaN or infinite numbers are in 1"),
+    (NORM, put(float("nan")), "NaN or infinite numbers are in 1"),
+    (UP, lambda tensor: put(float("nan"))(tensor.bfloat16()), "NaN or infinite numbers are in 1"),
+    (UP, lambda tensor: torch.full_like(tensor, float("nan")).to(torch.float8_e4m3fn), "NaN or infinite numbers are in 1"),
+    (UP, lambda tensor: put(1e300)(tensor.double()), r"numbers too large for torch\.float32 are in 1"),
+    (UP, lambda tensor: (100 * tensor).int(), r"numbers of torch\.int32, which are no weights, are in 1"),
+    (UP, lambda tensor: tensor.to(torch.complex64), r"numbers of torch\.complex64"),
+], ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"])
+def test_the_tensor_is_named_that_holds_no_weights(name, make, told, adapter, tmp_path):
+    change(adapter, **{name: make})
+    with pytest.raises(StorageError, match=f"{told}.* of its tensors, the first being {name} in .*another copy"):
+        merge(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_largest_numbers_there_are_are_numbers(adapter, tmp_path):
+    change(adapter, **{NORM: put(torch.finfo(torch.float32).max)})
+    assert load_file(merge(adapter, tmp_path / "merged") / "model.safetensors")["model.norm.weight"][5] > 3e38
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float16, 3e3)])
+def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
+    """A base in float16 would take the second without a word, and have infinite weights."""
+    base = on_disk(tmp_path / "base", dtype=dtype)
+    model = ModelConfig(path=str(base))
+    adapter = save(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    change(adapter, **{name: lambda tensor: torch.full_like(tensor, size) for name in (UP, UP.replace("lora_A", "lora_B"))})
+    with pytest.raises(StorageError, match=r"makes NaN or infinite float\d\d numbers, first in model\.layers\.1\.mlp\.up_proj"):
+        merge(adapter, tmp_path / "merged")
+    assert not list(tmp_path.glob("*merged*"))
+
+
+@pytest.mark.parametrize("suffix", ["partial", "old"])
+@pytest.mark.parametrize("make", [
+    os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path.parent), Path.touch,
+    lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))], ids=["pipe", "device", "link", "file", "socket"])
+def test_what_stands_in_the_way_is_said_and_not_waited_for(make, suffix, adapter, tmp_path, forks, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's name may not be long
+    there = tmp_path / f".merged.{suffix}"
+    make(there)
+    before = there.lstat()
+    code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
+    said = " ".join(tail(tmp_path, 10**7).split())
+    assert (code, f".merged.{suffix} stands where the merged model is put together, and is no folder" in said) == (6, True), said
+    assert there.lstat() == before
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_a_killed_merge_left_is_swept_away(adapter, tmp_path):
+    left = tmp_path / ".merged.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    os.mkfifo(left / "pipe")
+    merge(adapter, tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
+    assert not (tmp_path / "merged" / "pipe").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(name, adapter, tmp_path, forks):
+    (adapter / name).unlink(missing_ok=True)
+    os.mkfifo(adapter / name)
+    code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
+    assert (code, f"{name} is no regular file" in " ".join(tail(tmp_path, 10**7).split())) == (2, True)
+
+
+@pytest.mark.parametrize("make", [
+    lambda out: out.symlink_to("/nowhere/at/all"), os.mkfifo, Path.touch, Path.mkdir], ids=["link", "pipe", "file", "folder"])
+def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
+    out = tmp_path / "out"
+    make(out)
+    before = out.lstat()
+    with pytest.raises(StorageError, match=r"out exists, and merging never writes over"):
+        merge(adapter, out)
+    assert out.lstat() == before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "adapter/adapter_config.json/x", "nul\0"])
+def test_a_name_that_no_folder_can_have_is_refused_before_any_work(name, adapter, tmp_path):
+    with pytest.raises(StorageError, match="cannot be a folder for the merged model"):
+        merge(adapter, tmp_path / name)
+
+
+def test_a_disk_without_room_is_told_before_the_merging(adapter, base, tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        done = run(["merge", "adapter", "disk/below/merged"], tmp_path)
+        assert done.code == 6
+        assert "The disk of disk/below/merged has no room for the merged model: it takes 0." in done.text
+        assert not list(disk.iterdir())
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half_written(adapter, base, tmp_path):
+    """Room for the weights, and none for the tokenizer beside them."""
+    tensors = (base / "model.safetensors").stat().st_size
+    with small_disk(tmp_path / "disk", f"{tensors // 4096 * 4 + 8}k") as disk:
+        with pytest.raises(StorageError, match=r"cannot be written to .*No space left"):
+            merge(adapter, disk / "merged")
+        assert not list(disk.iterdir())
+
+
+def test_a_disk_that_may_not_be_written_to_is_told_at_once(adapter, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(StorageError, match=r"disk may not be written to"):
+            merge(adapter, disk / "below" / "merged")
+
+
+def test_pickles_beside_an_adapter_are_named_and_left_alone(adapter, tmp_path):
+    (adapter / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    merge(adapter, tmp_path / "merged")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is missing\. adapter_model\.bin beside it is a pickle"):
+        merge(adapter, tmp_path / "again")
+    assert not (tmp_path / "merged" / "adapter_model.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["old/base", "./old/base", "/nowhere/base", "x" * 5000, "adapter"])
+def test_a_base_that_is_not_there_is_told_by_where_it_is_named(name, adapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": name}))
+    with pytest.raises((ConfigError, StorageError), match=r"its base, as base_model_name_or_path in adapter/adapter_config\.json "
+                                                          r"names it: .*If the base has moved, write where it is into that file"):
+        merge("adapter", "merged")
+
+
+def test_a_relative_base_is_found_from_where_the_command_is_given(adapter, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, tmp_path / "near" / "base")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "near/base"}))
+    assert (merge("adapter", "merged") / "model.safetensors").exists()

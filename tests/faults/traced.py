@@ -145,6 +145,7 @@ def serve() -> None:
     """Read requests from stdin, {argv, cwd, log, trace, last_operation, environ} in a line; answer {pid}, and {status} at its
     end.
     """
+    gc.disable()  # while so much is made that stays
     import peft
     import transformers.models.llama.modeling_llama  # noqa: F401  each child would import it
 
@@ -153,6 +154,7 @@ def serve() -> None:
 
     assert peft
     gc.freeze()
+    gc.enable()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

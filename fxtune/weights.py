@@ -62,7 +62,8 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         built, seen = loader(
             origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=code, **placed)
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError,
+            ImportError) as error:  # ImportError: kernels that its config.json asks for
         if shortage(error):
             raise
         raise StorageError(f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "
@@ -78,9 +79,27 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         raise StorageError(f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
                            f"({hf_config.model_type}): "
                            + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
+    if whole := _no_weights([origin.folder / file for file in files], built):
+        raise StorageError(f"model.path={name}: {whole[0]} is stored as {whole[1]} in {whole[2]}, which is no weight: a library "
+                           "that packs weights saved it, or it is damaged. Give the model that it was made from.")
     if not finite(built):
         raise StorageError(_what_is_not_finite([origin.folder / file for file in files], name, dtype))
     return built
+
+
+def _no_weights(files: list[Path], model: torch.nn.Module) -> tuple[str, str, Path] | None:
+    """The first weight that is whole or complex numbers in its file and would be taken for real ones: its name, what it is there,
+    and where. Reads the files' headers.
+    """
+    from safetensors import safe_open
+
+    wanted = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(wanted.intersection(opened.keys())):
+                if "F" not in (kind := opened.get_slice(key).get_dtype()):
+                    return key, kind, file
+    return None
 
 
 def finite(model: torch.nn.Module) -> bool:
@@ -104,13 +123,18 @@ def _what_is_not_finite(files: list[Path], name: str, dtype: torch.dtype) -> str
     for file in files:
         with safe_open(file, framework="pt") as opened:
             infinite += [(key, file) for key in sorted(opened.keys())
-                         if (weight := opened.get_tensor(key)).itemsize > 1 and not torch.isfinite(weight).all()]
+                         if not _whole(opened.get_tensor(key)).isfinite().all()]
     if not infinite:
         return (f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
                 "Set model.dtype to what they were saved in: bfloat16 or float32.")
     key, file = infinite[0]
     return (f"model.path={name}: NaN or infinite numbers are in {len(infinite)} of its tensors, the first being {key} in {file}. "
             "Nothing can be learnt from such weights. Use another copy of the model, or an earlier checkpoint of it.")
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor as numbers of which finite ones can be told: fp8 lacks that operation."""
+    return weight.float() if weight.itemsize == 1 else weight
 
 
 def _fetch(origin: Origin) -> list[str]:
@@ -123,7 +147,9 @@ def _fetch(origin: Origin) -> list[str]:
     if index.exists():
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            if not files:
+                raise ValueError("it names no files")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise StorageError(f"{index} is not a safetensors index: {first_line(error)}. Use a complete copy of the "
                                "model.") from error
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))

@@ -248,6 +248,25 @@ def test_what_cannot_be_merged_leaves_no_folder(base, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int8", 3, {"": "float32"}], ids=str)
+def test_a_base_stored_in_what_nobody_trains_is_refused(dtype, tmp_path):
+    folder = on_disk(tmp_path / "base")
+    by_peft(folder, tmp_path / "adapter")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    with pytest.raises(ConfigError, match=r"is stored in .* \(dtype in its config\.json\); fxtune merges into float32"):
+        merge(tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_attention_that_is_not_installed_is_not_needed(tmp_path):
+    folder = on_disk(tmp_path / "base")
+    theirs = by_peft(folder, tmp_path / "adapter")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    merged = plain(merge(tmp_path / "adapter", tmp_path / "merged"))
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
+
+
 def test_an_adapter_of_random_weights_has_no_base(tmp_path):
     adapter = save(built(lora(), random_model("llama")), load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
                    tmp_path / "adapter")

@@ -195,8 +195,17 @@ def test_a_missing_shard_is_named(copy):
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(StorageError, match=r"model-00001-of-00002\.safetensors is missing"):
         load(copy)
-    (copy / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(StorageError, match="not a safetensors index"):
+    for text in ("{}", "[]", "null", "3", "", '{"weight_map": {}}',
+                 '{"weight_map": null}', '{"weight_map": {"a": ["b.safetensors"]}}'):
+        (copy / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(StorageError, match="not a safetensors index"):
+            load(copy)
+
+
+def test_kernels_that_a_config_asks_for_and_nobody_installed_are_named(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    with pytest.raises(StorageError, match=r"cannot be loaded as its config\.json says: ImportError: FlashAttention2"):
         load(copy)
 
 

@@ -69,10 +69,11 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
         kind = type(error) if isinstance(error, UserError) else ConfigError
         raise kind(f"adapter {adapter}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: {_cut(error)} "
                    "If the base has moved, write where it is into that file.") from error
+    model.dtype = _stored_in(hf_config, model)
+    hf_config._attn_implementation = "eager"  # nothing is computed, and kernels that the config names may not be installed
     tokens = ModelConfig(path=model.path, revision=model.revision, trust_remote_code=trust_remote_code,
                          tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None)
     tokenizer = models.load_tokenizer(tokens)
-    model.dtype = DType(str(hf_config.dtype or torch.float32).removeprefix("torch."))
     base = models.build(model, models.scaled_as(hf_config, origin), World(torch.device("cpu")), seed=0)
     _require_room(base, out, place)
     name, revision = base.name_or_path, base.base_revision
@@ -114,6 +115,15 @@ def _require_room(base: Any, out: Path, place: Path) -> None:
     if disk.free < needed and disk.total:  # some network disks do not say
         raise StorageError(f"The disk of {out} has no room for the merged model: it takes {needed / 2**20:,.1f} MiB, and "
                            f"{disk.free / 2**20:,.1f} MiB are free. Free space there, or name a folder on another disk.")
+
+
+def _stored_in(hf_config: Any, model: ModelConfig) -> DType:
+    """The dtype of the base's weights, as its config.json says: the merged model has the same."""
+    stored = str(hf_config.dtype or torch.float32).removeprefix("torch.")
+    if stored not in (kinds := [kind.value for kind in DType if kind is not DType.auto]):
+        raise ConfigError(f"The base {model.path} is stored in {stored[:40]} (dtype in its config.json); fxtune merges into "
+                          f"{', '.join(kinds)}. Save it in one of these.")
+    return DType(stored)
 
 
 def _describe(origin: Origin, name: str) -> Any:

@@ -33,6 +33,11 @@ def put(folder: Path, **numbers: float) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def put_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[3, 4] = float("nan")
+    return tensor
+
+
 def load(folder: Path, **options) -> torch.nn.Module:
     model = ModelConfig(path=str(folder), **options)
     return build(model, load_config(model), World(torch.device("cpu")), seed=0)
@@ -71,6 +76,24 @@ def test_weights_that_the_dtype_asked_for_cannot_hold_are_told_from_broken_ones(
     with pytest.raises(StorageError, match=r"finite in its files are too large for torch\.float16.*model\.dtype.*bfloat16"):
         load(base, dtype=DType.float16)
     assert load(base, dtype=DType.bfloat16).get_parameter(UP)[3, 4] > 9e5
+
+
+@pytest.mark.parametrize(("kind", "told"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.complex64, "C64")])
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_are_no_weights_are_not_taken_for_them(kind, told, base):
+    tensors = load_file(base / "model.safetensors")
+    tensors[UP] = (100 * tensors[UP].float()).to(kind)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StorageError, match=rf"{re.escape(UP)} is stored as {told} in \S+/model\.safetensors, which is no weight"):
+        load(base)
+
+
+def test_nan_in_fp8_is_nan(base):
+    tensors = load_file(base / "model.safetensors")
+    tensors[UP] = put_nan(tensors[UP]).to(torch.float8_e4m3fn)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StorageError, match=rf"in 1 of its tensors, the first being {re.escape(UP)} in "):
+        load(base)
 
 
 def test_the_largest_numbers_there_are_are_numbers(base):

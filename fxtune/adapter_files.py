@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.console import say
 from fxtune.errors import ConfigError, StorageError
 from fxtune.hub import Origin, fetch, locate_adapter
 
@@ -40,6 +41,9 @@ def start(model: Any, adapter: str, asked: Mapping[str, Any]) -> None:
     _agree(theirs, {**asked, "target_modules": _sorted(ours.target_modules)}, ours, adapter)
     load_weights(model, origin, adapter, key="model.adapter")
     model.adapter_start = adapter
+    trained_on, here = theirs.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
+    if trained_on and here and Path(trained_on).name.lower() != Path(here).name.lower():  # a folder that moved keeps its name
+        say(f"model.adapter={adapter} was trained on {trained_on}; here it is over {here}, which has the same shapes.")
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:

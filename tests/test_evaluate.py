@@ -83,6 +83,13 @@ def test_options_that_change_nothing_are_let_pass(small, cwd):
     assert evaluate.run(config)["eval/loss"] > 0
 
 
+@pytest.mark.parametrize(("base", "told"), [("some/other-model", True), ("/moved/since/tiny", False), (None, False)])
+def test_an_adapter_of_another_base_of_the_same_shapes_is_told(base, told, small, cwd, capsys):
+    config = with_adapter(small, cwd, base_model_name_or_path=base)
+    evaluate.run(config)
+    assert (f"was trained on {base}; here it is over " in capsys.readouterr().out) == told
+
+
 def test_without_held_out_data_there_is_nothing_to_do(small, cwd):
     with pytest.raises(ConfigError, match=r"eval_sources.*eval_fraction.*questions"):
         evaluate.run(small)

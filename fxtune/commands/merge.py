@@ -83,6 +83,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
         raise StorageError(f"adapter {adapter}: added to its base it makes NaN or infinite {model.dtype.value} numbers, first in "
                            f"{one}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it.")
     merged.name_or_path, merged.base_revision = name, revision
+    _require_place(out)  # once more: models.save() replaces what is there, and another merge may have been faster
     return models.save(merged, tokenizer, out, card={"adapter": origin.name})
 
 

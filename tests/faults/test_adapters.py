@@ -16,6 +16,7 @@ from harness import command, run, small_disk
 from killing import tail
 from safetensors.torch import load_file, save_file
 
+from fxtune.commands import merge as merging
 from fxtune.commands.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.model import ModelConfig, load_tokenizer, save
@@ -157,6 +158,19 @@ def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
     with pytest.raises(StorageError, match=r"out exists, and merging never writes over"):
         merge(adapter, out)
     assert out.lstat() == before
+
+
+def test_what_another_merge_has_written_meanwhile_is_not_written_over(adapter, tmp_path, monkeypatch):
+    out, fold = tmp_path / "out", merging._fold
+
+    def folded(*given):
+        (out / "kept").mkdir(parents=True)
+        return fold(*given)
+
+    monkeypatch.setattr(merging, "_fold", folded)
+    with pytest.raises(StorageError, match="out exists"):
+        merge(adapter, out)
+    assert (out / "kept").exists()
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "adapter/adapter_config.json/x", "nul\0"])

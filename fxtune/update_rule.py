@@ -29,7 +29,8 @@ class OptimizerConfig:
     lr: float = 2e-4
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay; norms, biases and other 1-d parameters get none."""
+    """Decoupled weight decay (weight x lr x weight_decay a step), but for SGD: torch's adds weight x weight_decay to the
+    gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
     eps: float = 1e-8

@@ -134,6 +134,50 @@ def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, 
     assert all(torch.equal(value, others[key]) for key, value in tensors.items())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_bad_steps_leave_the_count_of_a_weight_that_they_did_not_reach(name):
+    """As of an expert that gets no token."""
+    (model, asking), (other, guarded) = (make(name, fused="fused" not in update_rule.READS[OptimizerName(
+        CASES[name].get("name", name))] or "stochastic" in name) for _ in range(2))
+    guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
+    for seed in range(5):
+        for each, its in ((model, asking), (other, guarded)):
+            backward(each, seed)
+            if seed in (2, 3):
+                each.wide.weight.grad = None
+                each.up.weight.grad[0, 0] = float("nan")
+            its.step(1e-2, torch.isfinite(its.clip(1.0)))
+        if seed == 3:
+            assert counts(asking) == counts(guarded)
+    assert counts(asking) == counts(guarded)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def counts(optimizer):
+    """What the libraries count of each weight."""
+    tensors, scalars = optimizer.state()
+    return {key: float(value) for key, value in {**tensors, **scalars}.items() if key.endswith("/step")}
+
+
+@pytest.mark.parametrize("name", ["adamw", "apex_adamw"])
+def test_a_guarded_step_takes_and_leaves_each_bit(name):
+    """A gradient of 1e25 has a square beyond float32: the moment is infinite then, and stays so."""
+    kept = []
+    for guards in (False, True):
+        linear = nn.Linear(2, 1, bias=False)
+        linear.weight.data = torch.tensor([[1.0, -0.0]])
+        optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(name), fused=name != "adamw"))
+        optimizer.guards = {part: Guard(part) for part in optimizer.parts if guards}
+        for gradient, good in ((1e25, True), (1.0, True), (float("nan"), False), (2.0, True), (float("inf"), False)):
+            linear.weight.grad = torch.tensor([[gradient, 0.0]])
+            optimizer.step(1e-2, torch.tensor(good))
+        moments, _ = optimizer.state()
+        assert moments["weight/exp_avg_sq"].isinf().tolist() == [[True, False]]
+        kept.append([tensor.detach().view(torch.int32).tolist() for tensor in (
+            linear.weight, moments["weight/exp_avg"], moments["weight/exp_avg_sq"])])
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
 def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradients_back_if_it_fails(name, monkeypatch):
     model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
@@ -199,6 +243,22 @@ def test_norms_and_biases_get_no_weight_decay():
     decays = {optimizer.names[p]: group["weight_decay"] for group in optimizer.parts[0].param_groups for p in group["params"]}
     assert decays == {"embed.weight": 0.5, "up.weight": 0.5, "wide.weight": 0.5, "head.weight": 0.5, "up.bias": 0,
                       "norm.weight": 0, "norm.bias": 0}
+
+
+@pytest.mark.parametrize("name", OptimizerName)
+def test_weight_decay_is_decoupled_but_for_sgd_where_it_is_torchs(name):
+    linear = nn.Linear(64, 64, bias=False)
+    begun = linear.weight.detach().clone()
+    optimizer = Optimizer(linear, OptimizerConfig(name=name, weight_decay=0.1))
+    for _ in range(3):
+        linear.weight.grad = torch.zeros_like(linear.weight)
+        optimizer.step(0.1, YES)
+    weight, momentum = 1.0, 0.0
+    for _ in range(3):
+        momentum = 0.9 * momentum + 0.1 * weight
+        weight -= 0.1 * momentum
+    expected = weight if name is OptimizerName.sgd else (1 - 0.1 * 0.1) ** 3
+    torch.testing.assert_close(linear.weight, nn.Parameter(begun * expected), rtol=1e-5, atol=1e-7)
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():

@@ -4,11 +4,14 @@ torch's fused kernels skip a step on the device. Others do not, and asking the d
 a step: the optimizer's launches, hundreds for adapters, then find an idle device, and so do the next forward pass's first ones.
 So the step is always taken, and taken back on the device where it should not have been: weights and moments are copied before,
 and after it each becomes `new * finite + old * (1 - finite)`, by torch's multi-tensor kernels, a few launches for all of them.
-With factors of 0 and 1 that is exact. It needs numbers that are finite, so the gradients of a bad step are made zero first.
+That is done with their bits, read as whole numbers: with factors of 0 and 1 it is exact to the last bit, also for a moment that
+is infinite, which in floating point would come to inf * 0, a NaN. The gradients of a bad step are made zero first, so that no
+library's kernel has to deal with a NaN.
 
 What libraries count on the host (a Python number, or a tensor there, for bias correction) cannot be taken back by the device. The
 host looks at the verdict of a step when it comes to the next one: by then it has long been known, and what was counted too much
-is taken off before it is used. So the numbers are those of asking at once.
+is taken off before it is used. So the numbers are those of asking at once. A weight that had no gradient in the step, as that of
+an expert without a token, was not counted.
 
 It costs a copy of the weights that are trained, of their gradients and moments, for the time of the step, so it is for adapters
 and small models (LIMIT). Beyond that a step takes so long that asking costs a thousandth of it.
@@ -17,7 +20,7 @@ and small models (LIMIT). Beyond that a step takes so long that asking costs a t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -27,6 +30,8 @@ ALIGNED = 64
 """Numbers that a copy begins at a multiple of: kernels load 16 bytes at once."""
 SHARED = ("qmap",)
 """Tables that libraries keep in the state of each parameter: constants, and one for all."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What the numbers of so many bytes are read as, to be taken or left as they are."""
 
 
 class Guard:
@@ -38,6 +43,8 @@ class Guard:
         """Whether the last step was finite, on its way to the host."""
         self.known: Any = None
         """The event that says it has arrived; None on a CPU."""
+        self.counted: list[dict[str, Any]] = []
+        """Where the library may have counted the last step: at the weights that had a gradient, and at the groups."""
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> bool:
@@ -64,6 +71,7 @@ class Guard:
             torch._foreach_mul_(tensors, finite.to(dtype))
             torch._foreach_mul_(saved[dtype], (~finite).to(dtype))
             torch._foreach_add_(tensors, saved[dtype])
+        self.counted = [*(self.part.state[parameter] for parameter, _ in given), *self.part.param_groups]
         if finite.is_cuda:
             self.verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
             self.known = torch.cuda.Event()
@@ -79,14 +87,16 @@ class Guard:
         if self.known is not None:
             self.known.synchronize()
         if not self.verdict.item():
-            for holder in (*self.part.state.values(), *self.part.param_groups):
+            for holder in self.counted:
                 count = holder.get("step")
                 if _on_host(count):
                     holder["step"] = count - 1
         self.verdict = self.known = None
+        self.counted = []
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
-        """Weights that have a gradient and their moments by dtype, on the device; None where one has no moments yet."""
+        """The bits of the weights that have a gradient and of their moments, on the device, by BITS; None where one has no
+        moments yet."""
         found: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in self.part.param_groups:
             for parameter in group["params"]:
@@ -95,8 +105,9 @@ class Guard:
                 state = self.part.state.get(parameter)
                 if not state:
                     return None
-                for tensor in (parameter.detach(), *_plain(state)):
-                    found.setdefault(tensor.dtype, []).append(tensor)
+                for tensor in (parameter, *_plain(state)):
+                    bits = tensor.view(BITS[tensor.element_size()])
+                    found.setdefault(bits.dtype, []).append(bits)
         return found
 
 
@@ -133,7 +144,7 @@ def _plain(state: dict[str, Any]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _on_host(count: Any) -> bool:
+def _on_host(count: Any) -> TypeGuard[int | torch.Tensor]:
     return isinstance(count, int) or (isinstance(count, torch.Tensor) and count.device.type == "cpu")
 
 

@@ -53,25 +53,20 @@ class Search:
         """What there was no time for."""
         self.best: Row | None = None
         self._first: dict[str, tuple[float, ...]] = {}
-        self._at_axis = 0
 
     def go(self) -> None:
         """Search until nothing gets better or the time is up. Afterwards `best` is None if nothing runs."""
         try:
             self._start()
-            for _ in range(ROUNDS if self.best else 0):
-                before = self.best
-                for number, name in enumerate(self.names):
-                    self._at_axis = number
-                    self._along(name)
-                if self.best is before:
-                    break
         except _TimeIsUp:
-            if self.best is None:
-                raise ConfigError(f"--minutes {self.seconds / 60:g}: over before the first trial had a figure. Give more, or "
-                                  "fewer --steps.") from None
-            for name in self.names[self._at_axis:]:
-                self.untried += [told(deltas) for deltas in self._points(name) if self._known(self._outlook(deltas)) is None]
+            raise ConfigError(f"--minutes {self.seconds / 60:g}: over before the first trial had a figure. Give more, or fewer "
+                              "--steps.") from None
+        for _ in range(ROUNDS if self.best else 0):
+            before = self.best
+            for name in self.names:
+                self._along(name)
+            if self.best is before or self.untried:
+                break
         try:
             self._repeat()
         except _TimeIsUp:
@@ -126,7 +121,8 @@ class Search:
 
     def _along(self, name: str) -> None:
         """Try each value on one axis and go on from the best of them. Where a step in one direction did not pay, no further one
-        in that direction is tried.
+        in that direction is tried. When the time is up the rest goes by as it would have been tried, so that `untried` is what
+        time cut off, and not what had been given up.
         """
         assert self.best is not None
         if name == "workers" and self.best.answers[0].waited < NOISE:
@@ -137,7 +133,11 @@ class Search:
             way = self._way(name, deltas)
             if way in given_up:
                 continue
-            row = self._try(deltas)
+            try:
+                row = self._try(deltas)
+            except _TimeIsUp:
+                self.untried.append(told(deltas))
+                continue
             if self._better(row):
                 self.best = row
                 given_up |= {"fewer rows"} if way == "more rows" else set()
@@ -218,7 +218,8 @@ class Search:
         took = [other.seconds for known in self.rows for other in known.answers if other.outcome is Outcome.measured]
         usual = statistics.median(took) if took else 0.0
         left = self.deadline - time.monotonic()
-        kept_back = 0 if repeat else min(2, max(0, len(took) - 1))  # the two fastest are measured again, once there are two
+        rivals = sum(known.speed > 0 for known in self.rows)
+        kept_back = 2 if rivals > 1 and not repeat else 0  # the two fastest are measured again, once there are two
         if left <= usual * (1 + kept_back):
             raise _TimeIsUp
         limit = max(LEAST_LIMIT, TIMES * took[0]) if took else LEAST_LIMIT

@@ -326,13 +326,29 @@ def test_when_the_minutes_are_over_it_says_what_was_not_tried(cwd, bench, capsys
     assert found["winner"] == {"train.micro_batch_size": 2}
 
 
-def test_no_time_is_kept_back_for_repetitions_while_there_is_nothing_to_compare(cwd, bench, monkeypatch):
+@pytest.mark.parametrize(("rules", "seconds", "tried"), [
+    ({}, 70.0, 2),  # the second is something to compare with: a third needs its 70 s and those of two repetitions
+    ({"techniques.attention.backend=eager": "loss"}, 100.0, 3),  # the second may not win, and is not repeated
+], ids=["two speeds", "another loss"])
+def test_no_time_is_kept_back_for_repetitions_while_there_is_nothing_to_compare(cwd, bench, monkeypatch, rules, seconds, tried):
     measure = trials.measure
-    monkeypatch.setattr(trials, "measure", lambda *given: replace(measure(*given), seconds=70.0))
+    monkeypatch.setattr(trials, "measure", lambda *given: replace(measure(*given), seconds=seconds))
+    bench.set(rules)
     code, found = tuned_as("--axes", "attention,micro_batch", "--minutes", "3")  # by the clock hardly any of it goes by
     assert code == 0
-    assert len([row for row in found["rows"] if row["answers"]]) == 3
+    assert len([row for row in found["rows"] if row["answers"]]) == tried
     assert found["not_tried"]
+
+
+def test_what_was_given_up_is_not_said_to_want_time(cwd, bench, monkeypatch):
+    measure = trials.measure
+    monkeypatch.setattr(trials, "measure", lambda *given: replace(measure(*given), seconds=70.0))
+    bench.set({"train.micro_batch_size=8": 0.5})
+    code, found = tuned_as("train.global_batch_size=16", "--axes", "micro_batch,attention,workers", "--minutes", "3")
+    assert code == 0
+    # 8 rows were slower, so 16 are not tried; data is not waited for; flash4 needs a GPU, which is in its row
+    assert found["not_tried"] == ["micro_batch_size=2", "micro_batch_size=1", "attention.backend=eager"]
+    assert verdict(found, techniques__attention__backend="flash4").startswith("refused")
 
 
 def test_a_search_that_was_broken_off_goes_on(cwd, bench, monkeypatch, capsys):

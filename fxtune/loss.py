@@ -176,11 +176,6 @@ class _Rows(torch.autograd.Function):
         return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, at, gradient), None
 
 
-def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss.tokens() by plain operations."""
-    return Loss(model).tokens(batch)
-
-
 def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale,
              recorder: Recorder | None = None) -> torch.Tensor:
     """Forward and backward of an optimizer step: the gradients, times `scale`, are left in the parameters.

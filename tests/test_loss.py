@@ -16,7 +16,7 @@ from fxtune import train
 from fxtune.data.batch import Pieces, assemble
 from fxtune.errors import ConfigError
 from fxtune.kernels import linear_cross_entropy as kernel
-from fxtune.loss import Loss, token_losses
+from fxtune.loss import Loss
 from fxtune.pipeline import Pipeline, refuse
 from fxtune.technique import model_inputs
 from fxtune.techniques.liger import Liger, Switch
@@ -176,7 +176,7 @@ def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
 
 def test_losses_of_tokens_stand_where_their_targets_stand():
     model, given = model_of("llama"), batch()
-    losses = token_losses(model, given)
+    losses = Loss(model).tokens(given)
     assert losses.shape == given.targets.shape
     assert torch.equal(losses != 0, given.targets != -100)
     torch.testing.assert_close(losses.sum(), Loss(model).sum(given).detach())

@@ -92,11 +92,6 @@ class Plan:
         """Tokens of the whole step, padding not counted."""
         return int(self.lengths(step).sum())
 
-    def long_tokens(self, step: int) -> int:
-        """Tokens of the whole step that are in long segments (data.mix); 0 without a mix."""
-        rows = self._rows(step)[0]
-        return int(self.stream.segments.length[rows[self.stream.long[rows]]].sum())
-
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each segment of a step, int64 [segments]."""
         return self.stream.segments.length[self._rows(step)[0]]

@@ -34,6 +34,11 @@ def mixed(tables, share: float, threshold: int = 16, **options) -> Plan:
     return training(tables, mix=MixConfig(share, threshold), **{"sequence_length": LENGTH, **options})
 
 
+def lengths_of(plan: Plan, step: int) -> list[int]:
+    """Tokens of each document, or part of one, in a step."""
+    return [piece.length for micro in range(plan.micro_batches(step)) for row in plan.contents(step, micro) for piece in row]
+
+
 # Each has at least one document of each kind, for a threshold of 16.
 lengths = st.lists(st.integers(2, 150), min_size=1, max_size=60).map(lambda found: [*found, 5, 40])
 supply = st.lists(lengths, min_size=1, max_size=2).map(lambda found: [documents(*each) for each in found])
@@ -71,9 +76,8 @@ def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, 
     wanted = {number: int(of.length[(found := stream.epoch(number).segments)[stream.long[found]]].sum())
               / int(of.length[found].sum()) for number in range(4)}
     for step in np.random.default_rng(0).permutation(plan.steps).tolist():
-        pieces = [piece for micro in range(plan.micro_batches(step)) for row in plan.contents(step, micro) for piece in row]
-        assert plan.long_tokens(step) == sum(piece.length for piece in pieces if piece.length > 16)
-        assert plan.tokens(step) == sum(piece.length for piece in pieces)
+        pieces = lengths_of(plan, step)
+        assert plan.tokens(step) == sum(pieces)
         first = step * sizes[1]
         by_epoch = Counter()
         for row in range(first, min(first + sizes[1], plan._stop)):
@@ -81,7 +85,7 @@ def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, 
             by_epoch[stream.locate(row)[0]] += int(of.length[segments].sum())
         seen = [wanted[number] for number in by_epoch]
         expected = sum(wanted[number] * tokens for number, tokens in by_epoch.items())
-        assert abs(plan.long_tokens(step) - expected) <= LENGTH * (1 + max(seen) - min(seen)) + 1e-6
+        assert abs(sum(length for length in pieces if length > 16) - expected) <= LENGTH * (1 + max(seen) - min(seen)) + 1e-6
 
 
 @law
@@ -121,7 +125,8 @@ def test_a_natural_mix_holds_its_share_in_every_step():
     data = [natural(4000, 200, 0), natural(300, 3000, 1)]
     for packing in (True, False):
         plan = mixed(data, 0.6, threshold=1024, sequence_length=8192, step=16, packing=packing, epochs=2)
-        found = np.array([plan.long_tokens(step) / plan.tokens(step) for step in range(plan.steps)])
+        found = np.array([sum(length for length in lengths_of(plan, step) if length > 1024) / plan.tokens(step)
+                          for step in range(plan.steps)])
         rows_of_a_step = np.array([8192 / plan.tokens(step) for step in range(plan.steps)])
         assert (abs(found - 0.6) <= rows_of_a_step).all()
         assert np.average(found, weights=[plan.tokens(step) for step in range(plan.steps)]) == pytest.approx(0.6, abs=0.005)

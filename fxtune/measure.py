@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -124,7 +125,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, age: Opt
     with tempfile.TemporaryDirectory(prefix="fxtune-bench-") as scratch:
         folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
         trainer = Trainer(config, folder, Display(), plain)
-        with trainer.tracker, trainer.setting.explaining("Measuring", Stage.training):
+        with closing(trainer), trainer.tracker, trainer.setting.explaining("Measuring", Stage.training):
             return _measured(trainer, steps, warm_up, age, profile)
 
 

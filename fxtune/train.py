@@ -20,7 +20,7 @@ import torch
 from fxtune import model as models
 from fxtune import tracking
 from fxtune.config import Config, OutOfMemory, Resume
-from fxtune.data.loader import Step, load
+from fxtune.data.loader import Loader, Step
 from fxtune.display import Display, display
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.generation import Exam
@@ -113,6 +113,7 @@ class Trainer:
         self.plan = suspects.plan = self.plan.cut(self.halving.rows("training", config.train.micro_batch_size))
         self.held_out = HeldOut(self.data.evaluation, config.loader, self.world.device, self.loss,
                                 self.techniques.precision) if self.data.evaluation else None
+        self.loader: Loader | None = None
         self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
                                         self.state.step, self.state.figures.get("train/step"), note=screen.note)
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
@@ -137,8 +138,13 @@ class Trainer:
                 self._stop(stop)
                 raise
             finally:
-                if self.held_out:
-                    self.held_out.close()
+                self.close()
+
+    def close(self) -> None:
+        """End the processes that load data: last of all, for a signal's checkpoint does not wait for them."""
+        for loading in (self.loader, self.held_out):
+            if loading is not None:
+                loading.close()
 
     def _loop(self) -> None:
         config, state, plan, interval = self.config, self.state, self.plan, self.numbers.interval
@@ -161,6 +167,7 @@ class Trainer:
                 interval.post()
                 if evaluate or save or not self.reads_late:
                     self._line(self.due)
+            self._stop_on_bad_numbers()
             if evaluate:
                 with meter.paused():
                     save = self._evaluate() or save
@@ -182,7 +189,6 @@ class Trainer:
         self.journal.log({"train/epoch": self.plan.epoch(self.state.step), "train/lr": lr, **figures, **self.work.read(),
                           **self.progress.checkpoints.figures()})
         self.journal.compiled("training")
-        self._stop_on_bad_numbers()
 
     def steps(self) -> Iterator[tuple[Step, float, Outcome]]:
         """Take the optimizer steps that are left, each when it is asked for: which one, at what learning rate, what step() gave.
@@ -192,17 +198,20 @@ class Trainer:
         self.model.train()
         index = self.state.step
         while index < self.plan.steps:
-            for step in load(self.plan, self.config.loader, self.world.device, start_step=index):
+            shortage = None
+            self.loader = Loader(self.plan, self.config.loader, self.world.device)
+            for step in self.loader.steps(index):
                 lr, index = learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps), step.index
                 outcome = attempt(partial(self.step, step, lr))
                 if isinstance(outcome, Shortage):
-                    break  # which ends the loader, and lets go of what it holds on the device
+                    shortage = outcome
+                    break
                 yield step, lr, outcome
                 index += 1
-            else:
-                return
-            del step
-            self._halve(index, outcome)
+            del step  # with what it holds on the device
+            self.loader.close()
+            if shortage is not None:
+                self._halve(index, shortage)
 
     def meter(self) -> Meter:
         """Of the work that the steps do, from what the run has seen so far."""
@@ -286,7 +295,12 @@ class Trainer:
         self.journal.log({"questions/exact_match": right})
 
     def _stop_on_bad_numbers(self) -> None:
+        """End the run where too many steps in a row were not finite, as far as they were read."""
         if self.numbers.too_many:
+            self.numbers.interval.settle()  # a step that was under way meanwhile, and may have been sound again
+        if self.numbers.too_many:
+            if self.due is not None:
+                self._line(self.due)
             if self.numbers.last_sound > self.progress.saved:  # its weights are in no checkpoint yet
                 self.progress.save()
             self.progress.checkpoints.wait()

@@ -85,6 +85,7 @@ def main() -> None:
                     wait(device)
                     found.append(time.perf_counter() - began)
         taken.close()
+        trainer.close()
         trainer.spikes.kind = Spikes.report
         host, whole = guards(trainer)
     with_, without = (statistics.median(found) for found in seconds.values())

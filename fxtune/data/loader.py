@@ -22,15 +22,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data.batch import Batch, Pieces, assemble
 from fxtune.errors import ConfigError
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MOST_DEATHS = 3
 """Times that workers are started again in a run."""
+PATIENCE = 2.0
+"""Seconds that workers have to end by themselves; one may be in a read of a slow disk."""
 
 
 @dataclass
@@ -80,17 +82,10 @@ class Step:
     """Seconds that the taker of `micro_batches` stood still for them so far."""
 
 
-def load(plan: Plan, config: LoaderConfig, device: torch.device, start_step: int = 0) -> Iterator[Step]:
-    """The steps of a plan from `start_step` on. Workers end when the iterator is dropped or done."""
-    loader = Loader(plan, config, device)
-    try:
-        yield from loader.steps(start_step)
-    finally:
-        loader.close()
-
-
 class Loader:
-    """Goes through a plan, as often as wanted, with the same workers (an evaluation does). One pass at a time."""
+    """Goes through a plan, as often as wanted, with the same workers (an evaluation does). One pass at a time; close() it, for
+    workers end with it and not with a pass.
+    """
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
@@ -116,17 +111,32 @@ class Loader:
             feed.close()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, within PATIENCE seconds."""
         self._loader = None
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of this pass. torch does when its last reference goes, but the traceback of a signal may hold one until
-        the interpreter ends, which then waits five seconds for each worker beside a GPU (torch 2.11).
+        """End the workers of the last pass that was begun. torch does so when nothing holds the pass any more, but the traceback of
+        a signal may until the interpreter ends, which then waits five seconds for each worker beside a GPU (torch 2.11).
         """
         batches, self._pass = self._pass, None
-        if isinstance(batches, _MultiProcessingDataLoaderIter):
-            batches._shutdown_workers()
+        if (end := getattr(batches, "_shutdown_workers", None)) is None:  # the main process builds the batches
+            return
+        # In a thread, for torch waits without an end for the one that pins memory, and that one for what a worker sends.
+        ending = threading.Thread(target=end, name="fxtune-loader-end", daemon=True)
+        ending.start()
+        ending.join(PATIENCE)
+        if ending.is_alive():
+            _kill(getattr(batches, "_workers", ()))  # they hold nothing that anyone would miss
+
+    def _begin_pass(self) -> Iterator[Batch]:
+        assert self._loader is not None
+        before = multiprocessing.active_children()
+        try:
+            return iter(self._loader)
+        except BaseException:  # a signal while workers are started, which nobody else knows of
+            _kill(set(multiprocessing.active_children()).difference(before))
+            raise
 
     def _started(self, workers: int) -> DataLoader[Batch]:
         parallel: dict[str, Any] = dict(
@@ -141,7 +151,8 @@ class Loader:
     def _timed(self, step: Step, feed: Iterator[Batch]) -> Iterator[Batch]:
         for _ in range(self.plan.micro_batches(step.index)):
             asked = time.perf_counter()
-            batch = next(feed)
+            batch = next(feed, None)
+            assert batch is not None, "another pass was begun"
             step.waited += time.perf_counter() - asked
             yield batch
 
@@ -150,18 +161,20 @@ class Loader:
         while True:
             assert self._loader is not None
             self._order.step, self._order.micro = step, micro
+            batches = None
             try:
-                self._pass = iter(self._loader)
-                for batch in self._pass:
+                self._pass = batches = self._begin_pass()
+                for batch in batches:
                     micro += 1
                     if micro == self.plan.micro_batches(step):
                         step, micro = step + 1, 0
                     yield batch
                 return
             except (RuntimeError, OSError, EOFError) as problem:
+                self._end_pass()  # what it holds of shared memory may be what there was too little of
                 self._go_on_without(problem, step)
             finally:
-                if not self.config.persistent_workers:
+                if not self.config.persistent_workers and self._pass is batches:
                     self._end_pass()
 
     def _go_on_without(self, problem: Exception, step: int) -> None:
@@ -230,6 +243,11 @@ class _Assembler(Dataset[Batch]):
     def __getitem__(self, pieces: Pieces) -> Batch:
         batch = assemble(self.tables, pieces)
         return batch.filled() if self.fill else batch
+
+
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _context() -> Any:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data import loader
 from fxtune.data.batch import FEWEST, SIZES, Pieces, assemble
-from fxtune.data.loader import Loader, LoaderConfig, load
+from fxtune.data.loader import Loader, LoaderConfig, Step
 from fxtune.data.plan import Plan
 from fxtune.data.preparation import plan_training
 from fxtune.data.sources import DataConfig, SourceConfig
@@ -107,6 +108,15 @@ def check_equal(found, direct: Plan, start: int = 0) -> None:
         for micro, batch in enumerate(batches):
             expected = direct.batch(index, micro)
             assert (batch == torch.stack([expected.input_ids, expected.targets, expected.position_ids])).all()
+
+
+def load(made: Plan, config: LoaderConfig, device: torch.device, start_step: int = 0) -> Iterator[Step]:
+    """One pass, whose workers end with it."""
+    loaded = Loader(made, config, device)
+    try:
+        yield from loaded.steps(start_step)
+    finally:
+        loaded.close()
 
 
 def children() -> set[int]:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from fxtune.data import sources
 from fxtune.data.chat import Encoder
-from fxtune.data.loader import LoaderConfig, load
+from fxtune.data.loader import Loader, LoaderConfig
 from fxtune.data.preparation import plan_training
 from fxtune.data.rows import ROW_BYTES
 from fxtune.data.sources import DataConfig, OnBadRow, SourceConfig, TextUnit
@@ -276,11 +276,13 @@ def test_a_run_whose_loader_workers_are_killed_learns_the_same(tokenizer, tmp_pa
     table = tokenize(data.sources[0], data, tokenizer, progress=False)
     plan = plan_training([table], data, micro_batch_size=2, global_batch_size=4)
     before, found = loaders(), []
-    for step in load(plan, LoaderConfig(num_workers=4, prefetch_factor=1), torch.device("cpu")):
+    loader = Loader(plan, LoaderConfig(num_workers=4, prefetch_factor=1), torch.device("cpu"))
+    for step in loader.steps():
         if step.index == 3:
             victim = min(loaders() - before)
             threading.Timer(0.0, os.kill, (victim, signal.SIGKILL)).start()
         found.append([batch.input_ids for batch in step.micro_batches])
+    loader.close()
     expected = [[plan.batch(step, micro).input_ids for micro in range(plan.micro_batches(step))] for step in range(plan.steps)]
     assert [len(step) for step in found] == [len(step) for step in expected]
     assert all(torch.equal(a, b) for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))

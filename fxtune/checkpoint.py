@@ -9,7 +9,9 @@ save is in flight at most. What goes wrong in it is told by the loop's thread, o
 next save that is due tries again. Only a run whose last save failed ends with an error (`wait`).
 
 Reading: a folder counts if each file of its manifest, and no other, is there as it was written, if it is of this run's recipe and
-fits the model. Of those the newest is taken, and each newer one that does not count is told with the reason.
+fits the model. Of those the newest is taken, and each newer one that does not count is told with the reason. When the run then
+saves without it, it is removed if its bytes are known to be lost, and otherwise set aside: another version of fxtune, or the same
+one on a disk that is well again, may read it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from safetensors.torch import load_file
 from fxtune import stored
 from fxtune.errors import StorageError
 from fxtune.halving import shortage
+from fxtune.kernels.stochastic_adamw import StochasticAdamW
 from fxtune.memory import MOMENTS as PER_WEIGHT
 from fxtune.runfolder import ANEW
 from fxtune.sealed import read_json
@@ -49,7 +52,7 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
-    """Also save at each evaluation that is the best so far, and keep that one however old it is."""
+    """Also save at each evaluation that is the best so far, and keep that one however old it is, until a better one is saved."""
 
 
 @dataclass
@@ -105,6 +108,8 @@ class Checkpoints:
         self._figures: dict[str, float] = {}
         self._whole = ""
         """The latest state that is on the disk: it need not be saved twice (the last step's, and then a signal's)."""
+        self._own: int | None = None
+        """The step that was loaded or saved last: what lies at later ones is none of what this run has come by."""
         self._told = False
 
     def save(self, state: TrainState, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor],
@@ -146,7 +151,7 @@ class Checkpoints:
             free = shutil.disk_usage(place).free
         except OSError as error:
             raise StorageError(f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk.") from error
-        there = len(stored.paths(self.folder))
+        there = sum(step_of(path) <= self._own for path in stored.paths(self.folder)) if self._own is not None else 0
         free += max(there - 1, 0) * size - SPARE  # all but the newest may go
         what = f"a checkpoint takes {_shown(size)} and what is exported at the end {_shown(exported)}"
         if free < size + exported:
@@ -192,7 +197,7 @@ class Checkpoints:
             return
         if saving.ident is not None:
             saving.join()
-        self._saving = None
+        self._saving, self._own = None, saving.own
         for text in saving.notes:
             self.note(text)
         if saving.error is None:
@@ -226,6 +231,7 @@ class Checkpoints:
                 continue
             for text in passed_over:
                 self.note(f"Checkpoint {text}. It is passed over for the newest whole one, {path.name}.")
+            self._own = found.state.step
             return found
         if passed_over:
             raise StorageError(f"No whole checkpoint in {self.folder}:\n" + "\n".join(f"  {text}" for text in passed_over)
@@ -255,7 +261,7 @@ class _Saving(threading.Thread):
     def __init__(self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.folder, self.config, self.recipe, self.snapshot = owner.folder, owner.config, owner.recipe, owner._snapshot
-        self.step, self.best_step = state.step, state.best_step
+        self.step, self.best_step, self.own = state.step, state.best_step, owner._own
         self.text, self.tensors = text, tensors
         self.error: BaseException | None = None
         self.notes: list[str] = []
@@ -282,11 +288,12 @@ class _Saving(threading.Thread):
         self.folder.mkdir(parents=True, exist_ok=True)
         stored.sweep(self.folder)
         self._make_room()
+        self._set_aside()
         weights, moments = ({name.removeprefix(f"{kind}/"): tensor for name, tensor in self.tensors.items()
                              if name.startswith(f"{kind}/")} for kind in (WEIGHTS, MOMENTS))
         stored.write(self.folder, self.step, self.recipe, self.text, weights, moments)
         try:
-            for path in self._let_go():
+            for path in self._let_go(saved=True):
                 stored.remove(path)
         except OSError as error:  # this one is whole, and that is what counts
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
@@ -294,35 +301,62 @@ class _Saving(threading.Thread):
     def _make_room(self) -> None:
         """See that the disk has room. Where it has not, what this save lets go anyway goes first, if a newer one is whole."""
         needed = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
-        for path in self._let_go():
-            if shutil.disk_usage(self.folder).free >= needed:
+        for path in self._let_go(saved=False):
+            if self._free() >= needed:
                 return
-            if any(damaged(newer) is None for newer in stored.paths(self.folder) if step_of(path) < step_of(newer) < self.step):
-                stored.remove(path)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise OSError(f"it takes {_shown(needed)}, and {_shown(free)} are free there")
+            self._give_up(path)
+        for path in self._let_go(saved=True):  # the best but for this one: last, and only if it is enough
+            if self._free() < needed <= self._free() + sum(file.lstat().st_size for file in path.glob("*")):
+                self._give_up(path)
+        if self._free() < needed:
+            raise OSError(f"it takes {_shown(needed)}, and {_shown(self._free())} are free there")
 
-    def _let_go(self) -> Iterator[Path]:
-        """What the keeping rules remove when this step is saved, oldest first."""
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def _give_up(self, path: Path) -> None:
+        if any(damaged(newer) is None for newer in stored.paths(self.folder) if step_of(path) < step_of(newer) < self.step):
+            stored.remove(path)
+
+    def _set_aside(self) -> None:
+        """Set aside what the run did not go on from, at this step or later, but for what is lost: that is let go, or replaced."""
+        for path in stored.paths(self.folder):
+            ours = step_of(path) < self.step or step_of(path) == self.step == self.own
+            if not ours and not stored.lost(path):
+                self.notes.append(f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
+                                  f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
+                                  f"it its name back when this run has ended, in place of all from step {self.step} on.")
+        self.own = self.step
+
+    def _let_go(self, saved: bool) -> Iterator[Path]:
+        """What the keeping rules remove before or after this step is `saved`, oldest first."""
         paths = stored.paths(self.folder)
-        # Those beyond this step are damaged, else the run would have gone on from there.
         older = [path for path in paths if step_of(path) < self.step]
-        kept = older[1 - self.config.keep:] if self.config.keep > 1 else []
-        for path in paths:
-            best = self.config.keep_best and self.best_step == step_of(path)
-            if path not in kept and not best and step_of(path) != self.step:
+        kept = {*(older[1 - self.config.keep:] if self.config.keep > 1 else []), self._best(older, saved)}
+        for path in paths:  # those beyond this step are lost, or about to be set aside
+            if path not in kept and (step_of(path) < self.step or (saved and step_of(path) > self.step)):
                 yield path
+
+    def _best(self, older: list[Path], saved: bool) -> Path | None:
+        """The best of the `older` ones: not always `best_step`, whose save may have failed. None where a better one is saved."""
+        if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
+            return None
+        return next((path for path in reversed(older) if step_of(path) == self.best_step or stored.was_best(path)), None)
 
 
 def _shown(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def moment_bytes(optimizer: str, weights: Iterable[torch.Tensor]) -> int:
-    """The bytes of the moments that an optimizer (its name in the recipe) will keep for `weights`."""
-    each = PER_WEIGHT.get(optimizer.replace("_", ""), 2.0)
-    return sum(int(each * weight.numel() * (4 if "8bit" in optimizer else weight.element_size())) for weight in weights)
+def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
+    """The bytes of the moments that an optimizer (its name in the recipe) will keep; `parts`: the libraries' it is made of."""
+    total = 0
+    for part in parts:
+        each = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
+        in_float32 = "8bit" in optimizer or isinstance(part, StochasticAdamW)
+        for weight in (weight for group in part.param_groups for weight in group["params"]):
+            total += int(each * weight.numel() * (4 if in_float32 else weight.element_size()))
+    return total
 
 
 def _state(values: dict[str, Any]) -> TrainState:

@@ -62,7 +62,8 @@ from fxtune.world import Facts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers of the parameter's dtype that an optimizer keeps for each one (8-bit ones: of float32)."""
+"""Numbers of the parameter's dtype that an optimizer keeps for each one (8-bit ones: of float32). Muon's are for the hidden
+matrices that it updates; all the rest is AdamW's (see optimizer.py)."""
 SPARE = 0.04
 """Share of the need that goes to fragments between blocks."""
 CONTEXT = 3 << 28
@@ -242,13 +243,21 @@ def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
     total = shape.in_linears + shape.around
     if not lora:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
-        return number * total + copies, int(number * total * (1 + moments))
+        rest = _not_muons(shape) if facts.optimizer == "muon" else 0
+        return number * total + copies, int(number * (total * (1 + moments) + rest * (MOMENTS["adamw"] - moments)))
     wanted = [str(name) for name in lora["target_modules"]]
     adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
     adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)
     base = shape.in_linears * _linear_bytes(facts, number) + _around_bytes(facts, shape, number)
     packed = number * adapters if is_fused(facts) and not kind_of(facts) else 0  # beside the frozen weights
     return int(base + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
+
+
+def _not_muons(shape: Shape) -> int:
+    """Parameters of the whole model that Muon leaves to AdamW: no matrix (norms; experts, which are one tensor a layer) or a
+    table (embedding and head). Adapters on linears are matrices."""
+    experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
+    return shape.around + int(experts)
 
 
 def _around_bytes(facts: Facts, shape: Shape, number: int) -> float:

@@ -96,7 +96,7 @@ class Progress:
         if self.state.step < steps:
             trained = list(self.weights().values())
             exported = list(self.model.parameters()) if whole else trained
-            self.checkpoints.check_room(sum(weight.nbytes for weight in trained) + moment_bytes(optimizer, trained),
+            self.checkpoints.check_room(sum(weight.nbytes for weight in trained) + moment_bytes(optimizer, self.optimizer.parts),
                                         sum(weight.nbytes for weight in exported))
 
     def weights(self) -> dict[str, torch.Tensor]:

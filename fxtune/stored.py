@@ -3,15 +3,18 @@
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
 It is written under a name that begins with a dot, synced to the disk and renamed. What begins with a dot is unfinished business,
-and goes with the next save. Nothing of what is read here is code, and no name in a file is used as a path.
+and goes with the next save. What is called `aside-step-00000120` is no checkpoint of the run any more, and nobody but the user
+removes it (see set_aside). Nothing of what is read here is code, and no name in a file is used as a path.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +40,14 @@ def paths(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def was_best(path: Path) -> bool:
+    """Whether the checkpoint at `path` was the best of its run when it was saved: better than all before it."""
+    try:
+        return bool(read_json(path / STATE).get("best_step") == step_of(path))
+    except ValueError:
+        return False
 
 
 def write(folder: Path, step: int, recipe: str, state: str, weights: Mapping[str, torch.Tensor],
@@ -73,7 +84,7 @@ def sweep(folder: Path) -> None:
     """Remove what killed saves left; a checkpoint that was to be replaced, and was not, is put back. Raises OSError."""
     for leftover in folder.glob(".*-step-*"):
         place = folder / leftover.name.removeprefix(_REPLACED)
-        if leftover.name.startswith(_REPLACED) and not place.exists() and damaged(leftover) is None:
+        if leftover.name.startswith(_REPLACED) and not place.exists() and not lost(leftover):
             leftover.rename(place)
         else:
             remove(leftover)
@@ -87,6 +98,44 @@ def remove(path: Path) -> None:
     if not path.name.startswith("."):
         path = path.rename(path.with_name(f".removed-{path.name}"))
     shutil.rmtree(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Give what has a checkpoint's name another one, under which it is no checkpoint and stays; returns it. Raises OSError."""
+    aside, number = path.with_name(f"aside-{path.name}"), 1
+    while aside.is_symlink() or aside.exists():
+        number += 1
+        aside = path.with_name(f"aside-{path.name}-{number}")
+    return path.rename(aside)
+
+
+def lost(path: Path) -> bool:
+    """Whether what was saved at `path` is known to be gone: a file is missing, or was read and is not what was written.
+
+    That is less than damaged(): another fxtune may read a manifest of another format, and an error of a disk may pass.
+    """
+    if path.is_symlink():
+        return False
+    try:
+        manifest = read_json(path / MANIFEST)
+    except ValueError as error:  # no JSON, or what the disk said
+        return isinstance(error.__cause__, (FileNotFoundError, ValueError))
+    try:
+        seals = {name: Seal(**manifest["files"][name]) for name in (WEIGHTS, MOMENTS, STATE)}
+    except (KeyError, TypeError):
+        return False
+    return manifest.get("format") == FORMAT and any(_gone(path / name, seal) for name, seal in seals.items())
+
+
+def _gone(file: Path, seal: Seal) -> bool:
+    try:
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size != seal.bytes:
+            return stat.S_ISREG(found.st_mode)
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() != seal.sha256
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def damaged(path: Path) -> str | None:

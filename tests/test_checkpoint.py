@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import shutil
 import threading
@@ -7,13 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fxtune import stored
 from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, moment_bytes
 from fxtune.errors import StorageError
+from fxtune.optimizer import Optimizer
 from fxtune.sealed import DTYPES, write_tensors
 from fxtune.stored import damaged
+from fxtune.update_rule import OptimizerConfig, OptimizerName
 
 
 def save(checkpoints, step, **state):
@@ -43,6 +48,28 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in (50, 60, 70):
         save(checkpoints, step, best_step=50)
     assert names(tmp_path) == ["step-00000050", "step-00000060", "step-00000070"]
+
+
+def test_the_best_one_is_kept_until_a_better_one_is_saved_also_by_the_run_that_goes_on(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=lambda text: None)
+    for step in (100, 200, 300):
+        save(checkpoints, step, best_step=100)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "write", full)
+        with pytest.raises(StorageError, match="No space left"):
+            save(checkpoints, 400, best_step=400)
+    save(checkpoints, 500, best_step=400)
+    assert names(tmp_path) == ["step-00000100", "step-00000300", "step-00000500"]
+    again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    assert again.newest().state.best_step == 400  # which it cannot know to be on no disk
+    save(again, 600, best_step=400)
+    assert names(tmp_path) == ["step-00000100", "step-00000500", "step-00000600"]
+    save(again, 700, best_step=700)
+    assert names(tmp_path) == ["step-00000600", "step-00000700"]
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
@@ -210,7 +237,23 @@ def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
         checkpoints.check_room(free // 2, int(free * 0.6))
 
 
-def test_moments_are_estimated_as_the_optimizers_keep_them():
-    for name, value in (("adamw", 2), ("sgd", 1), ("lion", 1)):
-        assert moment_bytes(name, [torch.zeros(100, dtype=torch.bfloat16)]) == value * 200
-    assert moment_bytes("adamw_8bit", [torch.zeros(100, dtype=torch.bfloat16)]) == 200
+@pytest.mark.parametrize(("options", "lora"), [
+    (dict(name="adamw"), False), (dict(name="adamw", stochastic_rounding=True), False), (dict(name="sgd"), False),
+    (dict(name="lion"), False), (dict(name="muon"), False), (dict(name="muon"), True)])
+def test_moments_are_estimated_as_the_optimizers_keep_them(options, lora):
+    """A bfloat16 Llama whose embedding and head are most of it; adapters, one on the head among them, are float32."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=3000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)).to(torch.bfloat16)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj", "lm_head"], use_dora=True))
+    optimizer = Optimizer(model, OptimizerConfig(**{**options, "name": OptimizerName(options["name"])}))
+    for parameter in optimizer.names:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-6, torch.tensor(True))
+    kept = sum(tensor.nbytes for name, tensor in optimizer.state()[0].items() if not name.endswith("/step"))
+    assert moment_bytes(options["name"], optimizer.parts) == kept
+
+
+def test_eight_bit_moments_are_a_quarter_of_float32_ones():
+    parts = [torch.optim.SGD([torch.zeros(100, dtype=torch.bfloat16)])]  # whoever's they are
+    assert moment_bytes("adamw_8bit", parts) == 200

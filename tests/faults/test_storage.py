@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -93,6 +94,26 @@ def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is
         assert checkpoints.newest().state.step == 2  # the only whole one is not given up for one that may not become whole
 
 
+def test_where_room_is_short_the_best_one_goes_only_for_a_better_one(tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        folder = disk / "checkpoints"
+        checkpoints = Checkpoints(folder, CheckpointConfig(keep=1), note=lambda text: None)
+        save(checkpoints, 1, mib=12, best_step=1)
+        save(checkpoints, 2, mib=12, best_step=1)
+        filled = ballast(disk, leave=10 * MIB)  # a save needs 12, and one that it leaves free
+        with pytest.raises(StorageError, match="step 3"):
+            save(checkpoints, 3, mib=12, best_step=1)
+        assert [path.name for path in paths(folder)] == ["step-00000001", "step-00000002"]
+        save(checkpoints, 4, mib=12, best_step=4)
+        assert [path.name for path in paths(folder)] == ["step-00000004"]
+        filled.unlink()
+        save(checkpoints, 5, mib=12, best_step=4)
+        ballast(disk, leave=MIB // 2)
+        with pytest.raises(StorageError, match="step 6"):
+            save(checkpoints, 6, mib=13, best_step=6)  # of no use: there would be too little room even then
+        assert [path.name for path in paths(folder)] == ["step-00000004", "step-00000005"]
+
+
 @pytest.fixture
 def said(tmp_path):
     """All that runs in this folder have printed so far."""
@@ -107,6 +128,18 @@ def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(
     assert "has no room for this run: a checkpoint takes 0." in text
     assert "Traceback" not in text
     assert "step=1/" not in text
+
+
+def test_the_room_that_a_run_asks_for_is_what_its_checkpoints_take_also_with_two_update_rules(tmp_path, forks, said):
+    """Muon's hidden matrices have one moment, embedding, head and norms AdamW's two."""
+    words = command(tmp_path, "techniques.lora.enabled=false", "optimizer.name=muon", "train.max_steps=1", "checkpoint.every=1")
+    assert forks.start(words, tmp_path).wait() == 0, said()
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-00000001").iterdir())
+    with small_disk(tmp_path / "small", "256k"):
+        assert forks.start([*words, "run.dir=small"], tmp_path).wait() == 6
+    asked = re.search(r"a checkpoint takes ([\d.]+) MiB", said())
+    assert asked, said()
+    assert float(asked[1]) * MIB == pytest.approx(size, rel=0.05)
 
 
 def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_fails(tmp_path, forks, said):
@@ -290,20 +323,36 @@ def by_name(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def newer_format(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": manifest["format"] + 1}))
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "weights.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "weights.safetensors").write_bytes(data)
+
+
 HARM = {
-    "a link in it": (link_out, "state.json is a link"), "a link": (link_whole, "it is a link"),
-    "a pipe": (pipe, "weights.safetensors is no plain file"),
-    "more files": (lambda path: (path / "optimizer.pt").write_bytes(b"x"), "optimizer.pt was not saved with it"),
-    "a path": (by_name, "manifest.json is none of a checkpoint"),
-    "no manifest": (lambda path: (path / "manifest.json").write_text("{}"), "not of this version of fxtune"),
-    "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON"),
-    "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON"),
+    "a link in it": (link_out, "state.json is a link", True), "a link": (link_whole, "it is a link", True),
+    "a pipe": (pipe, "weights.safetensors is no plain file", True),
+    "more files": (lambda path: (path / "optimizer.pt").write_bytes(b"x"), "optimizer.pt was not saved with it", True),
+    "a path": (by_name, "manifest.json is none of a checkpoint", True),
+    "another format": (newer_format, "not of this version of fxtune", True),
+    "no manifest": (lambda path: (path / "manifest.json").write_text("{}"), "not of this version of fxtune", True),
+    "a newer state": (lambda path: forge(path, "state.json", state(evil=1)), "`evil`, which this version", True),
+    "a changed bit": (flip, "another sha256", False),
+    "a missing file": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors cannot be read", False),
+    "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON", False),
+    "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON", False),
 }
+"""What is done to a checkpoint, what is said of it, and whether it is kept when the run comes past it."""
 
 
 @pytest.mark.parametrize("name", HARM)
 def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_path, name):
-    harm, why = HARM[name]
+    harm, why, kept = HARM[name]
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
     save(checkpoints, 1)
@@ -313,6 +362,99 @@ def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_
     assert why in notes[0]
     save(checkpoints, 2)  # the run comes to that step again
     assert checkpoints.newest().state.step == 2
+    assert os.path.lexists(tmp_path / "aside-step-00000002") is kept
+    assert len(notes) == 1 + kept
+    assert not kept or f"It is kept as {tmp_path / 'aside-step-00000002'}: remove that if you do not need it." in notes[1]
+
+
+@pytest.mark.parametrize("then", [(410, 500, 510, 600), (500, 510, 600)], ids=["before its step", "at its step"])
+def test_a_checkpoint_of_another_format_stays_as_it_is_out_of_the_run_s_way(tmp_path, then):
+    """fxtune was rolled back: the run goes on from an older checkpoint, past the newer one, and is broken off at each save."""
+    newer = save(Checkpoints(tmp_path, CheckpointConfig()), 500)
+    newer_format(newer)
+    files = {file.name: file.read_bytes() for file in newer.iterdir()}
+    for step in (300, 400):
+        save(Checkpoints(tmp_path, CheckpointConfig(keep=3)), step)
+    newer = next(tmp_path.glob("aside-*")).rename(newer)  # those two came before it
+    for _ in range(2):  # nothing has been learned without it yet: the fxtune that wrote it may come back
+        notes: list[str] = []
+        assert Checkpoints(tmp_path, CheckpointConfig(), note=notes.append).newest().state.step == 400
+        assert len(notes) == 1
+        assert newer.exists()
+    before = 400
+    for step in then:
+        notes = []
+        checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=notes.append)
+        assert checkpoints.newest().state.step == before
+        save(checkpoints, step)
+        assert len(notes) == (2 if before == 400 else 0)  # passed over, kept as; then nothing is in the way
+        assert [step_of(path) for path in paths(tmp_path)] == [before, step]
+        before = step
+    aside = tmp_path / "aside-step-00000500"
+    assert {file.name: file.read_bytes() for file in aside.iterdir()} == files
+
+
+def test_what_is_set_aside_never_takes_another_one_s_place(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=lambda text: None)
+    save(checkpoints, 1)
+    for tokens in range(3):
+        newer_format(save(checkpoints, 2, tokens=tokens))
+        assert checkpoints.newest().state.step == 1
+    save(checkpoints, 2, tokens=3)
+    aside = [tmp_path / f"aside-step-00000002{number}" for number in ("", "-2", "-3")]
+    assert sorted(tmp_path.glob("aside-*")) == aside
+    assert [json.loads((path / "state.json").read_text())["tokens"] for path in aside] == [0, 1, 2]
+
+
+def test_a_checkpoint_that_a_disk_could_not_read_is_kept(tmp_path, monkeypatch):
+    """An I/O error when the run went on, and when it came past: what is there may be whole."""
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), note=notes.append)
+    save(checkpoints, 1)
+    copy = (tmp_path / "step-00000001").rename(tmp_path / "copy")
+    save(checkpoints, 2)
+    copy.rename(tmp_path / "step-00000001")
+    real = hashlib.file_digest
+
+    def failing(stream, name):
+        if "step-00000002" in stream.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(stream, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", failing)
+    assert checkpoints.newest().state.step == 1
+    assert "cannot be read: Input/output error" in notes[0]
+    save(checkpoints, 2)
+    monkeypatch.undo()
+    assert damaged(tmp_path / "aside-step-00000002") is None
+    assert [path.name for path in paths(tmp_path)] == ["step-00000002"]
+
+
+def test_what_a_killed_save_was_to_replace_is_put_back_also_in_another_format(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=lambda text: None)
+    save(checkpoints, 1)
+    newer_format(save(checkpoints, 2))
+    (tmp_path / "step-00000002").rename(tmp_path / ".replaced-step-00000002")
+    assert checkpoints.newest().state.step == 1
+    assert "version" in damaged(tmp_path / "step-00000002")
+
+
+def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp_path, forks, said):
+    words = command(tmp_path, "train.epochs=4", "checkpoint.every=1", "checkpoint.keep=3")
+    process = forks.start(words, tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: len(paths(folder)) >= 3)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    newest = [path for path in paths(folder) if damaged(path) is None][-1]
+    newer_format(newest)
+    weights = (newest / "weights.safetensors").read_bytes()
+    assert forks.start(words, tmp_path).wait() == 0, said()
+    text = " ".join(said().split())
+    assert f"{newest.name}: manifest.json is not of this version of fxtune. It is passed over for" in text
+    assert text.count(f"It is kept as run/checkpoints/aside-{newest.name}: remove that if you do not need it.") == 1
+    assert (folder / f"aside-{newest.name}" / "weights.safetensors").read_bytes() == weights
+    assert len(paths(folder)) in (3, 4)  # the best one may be older
 
 
 def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):

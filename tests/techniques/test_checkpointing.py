@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune import pace, recount
 from fxtune.errors import ConfigError, HardwareError
@@ -19,12 +21,14 @@ from fxtune.kernels.offload import Offload
 from fxtune.kernels.selective import group_of, weight_shape
 from fxtune.memory import forecast, kept_bytes
 from fxtune.model import load_config
+from fxtune.optimizer import Optimizer
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.shape import LEVELS, Keeping
 from fxtune.technique import decoder_layers
 from fxtune.techniques.checkpointing import Checkpointing, Policy, What
 from fxtune.techniques.compile import Compile
 from fxtune.techniques.lora import Fused
+from fxtune.update_rule import OptimizerConfig, OptimizerName
 from fxtune.world import Facts
 
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
@@ -703,6 +707,26 @@ def test_a_quantised_base_and_fewer_adapters_weigh_less():
     assert forecast(small, Keeping()).weights < 0.4 * forecast(facts, Keeping()).weights
     full = replace(facts, techniques={"compile": {}}, dtype="float32")
     assert forecast(full, Keeping()).trained > 8e9 * 12
+
+
+@pytest.mark.parametrize(("kind", "adapted"), [("llama", False), ("llama", True), ("mixtral", False)])
+def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
+    """Embedding, head, norms and experts are AdamW's."""
+    config = AutoConfig.for_model(kind, vocab_size=3000, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName.muon))
+    gradients = 0
+    for parameter in optimizer.names:
+        parameter.grad = torch.ones_like(parameter)
+        gradients += parameter.nbytes
+    optimizer.step(1e-3, torch.tensor(True))
+    facts = card(24, 64, model=config.to_dict(), dtype="float32", optimizer="muon",
+                 techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {})
+    moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
+    assert forecast(facts, Keeping()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}],

@@ -9,6 +9,7 @@ turns the result into these dataclasses, and past this file no DictConfig is see
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -122,13 +123,21 @@ def load(overrides: list[str]) -> Config:
     return typed(composed([choice.text for choice in prepare(overrides)]))
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """Config as OmegaConf has it, which takes 50 ms to make. Not to be changed."""
+    schema = OmegaConf.structured(Config)
+    assert isinstance(schema, DictConfig)
+    return schema
+
+
 def typed(cfg: DictConfig) -> Config:
     """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
     vetting = Vetting(Config, lambda _: "in the config", stranger=False)
     vetting.value(Config, OmegaConf.to_container(cfg, resolve=False, enum_to_str=True), ())
     refuse(vetting.problems)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)  # a fresh schema: no key gets by that is not a field
+        merged = OmegaConf.merge(_schema(), cfg)  # merge() copies it: no key gets by that is not a field
         missing = sorted(re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(merged))
         refuse(f"`{key}` is not set (???); give it: {key}=VALUE" for key in missing)
         config = OmegaConf.to_object(merged)
@@ -183,7 +192,7 @@ def _register(shelf: Shelf, everything: bool) -> None:
     store = ConfigStore.instance()
     for group in ("recipe", *shelf.groups):
         store.repo.pop(group, None)
-    store.store(name="schema", node=Config)
+    store.store(name="schema", node=_schema())
     store.store(name=ROOT, node=OmegaConf.load(library.shipped("configs") / f"{ROOT}.yaml"))
     for (group, option), (data, everywhere) in shelf.options.items():
         store.store(group=group, name=option, node=OmegaConf.create(data), package="_global_" if everywhere else None)

@@ -24,7 +24,11 @@ BYTES = 2 << 30
 """Of address space, beyond what the process had before. A row of 100 MB takes a fifth of that."""
 
 
+AGAIN = 0.1
+"""Seconds from one ring to the next: an exception in a callback of the garbage collector, or in a __del__, gets no further."""
+
 _within = False  # of the main thread, the only one that is fenced
+_armed = False
 
 
 class Exceeded(BaseException):
@@ -38,7 +42,7 @@ def fence(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
     Raises Exceeded in its place. The limits and handlers that were there before are there again afterwards. One fence inside
     another is the outer one.
     """
-    global _within
+    global _within, _armed
     if _within or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -47,15 +51,17 @@ def fence(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
     ceiling = _lower(more)
     try:
         try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            _armed = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
             yield
         finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # it rings once, so nothing can ring after this or after its own error
+            _armed = False  # what rings from here on is not heard
     except _TimeUp:
         raise Exceeded(f"more than {seconds:g} s of processor time") from None
     except MemoryError:
         raise Exceeded(f"more than {more / 2**20:,.0f} MiB of memory") from None
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
         _restore(ceiling)
         _within = False
@@ -66,7 +72,8 @@ class _TimeUp(BaseException):
 
 
 def _ring(_: int, __: FrameType | None) -> None:
-    raise _TimeUp
+    if _armed:
+        raise _TimeUp
 
 
 def _lower(more: int) -> tuple[int, int] | None:

@@ -164,6 +164,19 @@ def _fenced_in_a_process(seconds: float, more: int, work: str) -> str:
     return "done"
 
 
+ONCE = """
+import gc, time
+def callback(phase, info):  # what is raised in here goes nowhere
+    gc.callbacks.remove(callback)
+    until = time.process_time() + 1
+    while time.process_time() < until: pass
+gc.callbacks.append(callback)
+gc.collect()
+until = time.process_time() + 5
+while time.process_time() < until: pass
+"""
+
+
 def test_a_fence_holds_and_is_gone_afterwards():
     with multiprocessing.get_context("fork").Pool(1) as pool:
         def run(work: str, seconds: float = 0.3) -> str:
@@ -172,6 +185,7 @@ def test_a_fence_holds_and_is_gone_afterwards():
         assert run("while True: pass") == "more than 0.3 s of processor time"
         assert run("while True:\n try: sum(range(1000))\n except Exception: pass").startswith("more than 0.3 s")
         assert run("import re; re.fullmatch('(a*)*b', 'a' * 60)").startswith("more than 0.3 s")
+        assert run(ONCE).startswith("more than 0.3 s"), "it rang where nobody could hear"
         assert run("x = bytearray(1 << 30)") == "more than 100 MiB of memory"
         assert run("x = bytearray(10 << 20)") == "done"
         assert run("import time; time.sleep(0.5)") == "done", "waiting costs nobody anything"

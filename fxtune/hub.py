@@ -60,11 +60,11 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
     if name.startswith(BUILTIN):
         return _builtin(name, key)
     folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path's, it takes a name that is too long for a name
         if revision is not None:
             raise ConfigError(f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision.")
         return Origin(folder, str(folder.resolve()))
-    if folder.exists():
+    if os.path.exists(folder):
         raise ConfigError(f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
                           f"{folder.parent}).")
     if _looks_local(name):

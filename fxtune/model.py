@@ -252,7 +252,7 @@ def _vet(model: ModelConfig) -> None:
     if model.path is None and "model_type" not in model.architecture:
         raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an "
                           "architecture (model_type and its sizes) with model.init=random.")
-    local = model.path is None or model.path.startswith("builtin:") or Path(os.path.expanduser(model.path)).exists()
+    local = model.path is None or model.path.startswith("builtin:") or os.path.exists(os.path.expanduser(model.path))
     if model.trust_remote_code and (local or not is_commit(model.revision)):
         raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
                           f"needs a hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision "
@@ -272,7 +272,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {first_line(error)}. A "
                           "model newer than this transformers needs a newer one; one with code of its own needs "
                           "model.trust_remote_code.") from error

@@ -96,6 +96,7 @@ def test_an_architecture_is_laid_over_the_config_of_path(base):
     ({"init": Init.random, "architecture": {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7}}, "30"),
     ({"init": Init.random, "architecture": {"model_type": "llama", "hidden_size": "big"}}, "hidden_size"),
     ({"path": "./nowhere"}, "there is no such folder"),
+    ({"path": "./" + "n" * 300}, "there is no such folder"),
     ({"path": "/nowhere/at/all"}, "there is no such folder"),
     ({"path": "runs/mine"}, "there is no such folder"),
     ({"path": "a b/c"}, "there is no such folder"),
@@ -218,7 +219,8 @@ def test_pickled_weights_are_refused_unread(copy):
 
 def test_a_folder_that_is_no_model_says_so(copy):
     config = json.loads((copy / "config.json").read_text())
-    for content, message in (("{", "cannot be used"), (json.dumps({**config, "model_type": "lamma"}), "cannot be used"),
+    for content, message in (("{", "cannot be used"), (json.dumps({**config, "dtype": ["float32"]}), "cannot be used"),
+                             (json.dumps({**config, "model_type": "lamma"}), "cannot be used"),
                              (json.dumps({"model_type": "vit"}), "no causal language model"),
                              (json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}), "quantised already")):
         (copy / "config.json").write_text(content)

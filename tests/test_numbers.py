@@ -175,6 +175,34 @@ def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
         train.run(narrow)
 
 
+@pytest.mark.parametrize("last", [4, 6])
+def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narrow, cwd, build, last):
+    """As on a GPU, figures are read when the next step is issued. Steps 3 and 4 are bad; 5 was sound again, or was not."""
+    narrow.train.log_every, narrow.train.max_skipped_steps, narrow.train.max_steps = 4, 2, 8
+    narrow.checkpoint.every, narrow.train.micro_batch_size = 0, narrow.train.global_batch_size
+    trainer = build(narrow)
+    trainer.reads_late = True
+    real, step, after, at = trainer.loss.sum, trainer.step, {}, []
+
+    def taken(given, lr):
+        at.append(given.index + 1)
+        outcome = step(given, lr)
+        after[given.index + 1] = {name: value.clone() for name, value in trainer.progress.weights().items()}
+        return outcome
+
+    trainer.step = taken
+    trainer.loss.sum = lambda batch: real(batch) * (math.nan if 3 <= at[-1] <= last else 1.0)
+    if last == 4:
+        assert trainer.run()["train/skipped_steps"] == 2
+        return
+    with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
+        trainer.run()
+    saved = trainer.progress.checkpoints.newest()
+    assert saved.state.step == 5
+    assert all(torch.equal(saved.weights[name], value) for name, value in after[5].items())
+    assert saved.state.numbers["window"] == trainer.spikes.state()
+
+
 def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monkeypatch):
     narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
     real, whole_step, seen = Loss.sum, train.Trainer.step, []

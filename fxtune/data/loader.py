@@ -116,8 +116,8 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass that was begun. torch does so when nothing holds the pass any more, but the traceback of
-        a signal may until the interpreter ends, which then waits five seconds for each worker beside a GPU (torch 2.11).
+        """End the workers of the last pass that was begun. torch does so when nothing holds the pass any more, but the traceback
+        of a signal may until the interpreter ends, which then waits five seconds for each worker beside a GPU (torch 2.11).
         """
         batches, self._pass = self._pass, None
         if (end := getattr(batches, "_shutdown_workers", None)) is None:  # the main process builds the batches

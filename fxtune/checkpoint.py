@@ -109,7 +109,7 @@ class Checkpoints:
         self._whole = ""
         """The latest state that is on the disk: it need not be saved twice (the last step's, and then a signal's)."""
         self._own: int | None = None
-        """The step that was loaded or saved last: what lies at later ones is none of what this run has come by."""
+        """The step that was loaded or saved last: what lies at later ones is none of what this run has come by. None: neither."""
         self._told = False
 
     def save(self, state: TrainState, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor],
@@ -321,7 +321,7 @@ class _Saving(threading.Thread):
     def _set_aside(self) -> None:
         """Set aside what the run did not go on from, at this step or later, but for what is lost: that is let go, or replaced."""
         for path in stored.paths(self.folder):
-            ours = step_of(path) < self.step or step_of(path) == self.step == self.own
+            ours = step_of(path) < self.step or (step_of(path) == self.step and self.own in (None, self.step))
             if not ours and not stored.lost(path):
                 self.notes.append(f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
                                   f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -91,6 +92,34 @@ def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, wo
     if phase == "training":
         assert newest(tmp_path / "run" / "run") == 0
         assert newest(tmp_path / "run") == logged(tmp_path / "run")
+
+
+def test_workers_that_do_not_answer_hold_up_neither_the_checkpoint_nor_the_end(forks, tmp_path):
+    """As those do that wait for a disk that is gone: both are stopped, and the run waits for its next batch."""
+    prepare(tmp_path / "run", "lora")
+    words = command(tmp_path / "run", "loader.num_workers=2", "train.epochs=1000", "checkpoint.every=0", "train.log_every=1")
+    forked = forks.start(words, tmp_path / "run")
+    assert forked.until("training", 3)
+    servers = _below({forked.pid})
+    workers = _below(servers)
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    os.kill(forked.pid, signal.SIGTERM)
+    assert forked.wait(30) == 75, tail(tmp_path / "run")
+    assert newest(tmp_path / "run") == logged(tmp_path / "run")
+    assert not forked.children_left()
+
+
+def _below(parents: set[int]) -> set[int]:
+    """The children of these that multiprocessing's fork server made, or that are one."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in parents and b"forkserver" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

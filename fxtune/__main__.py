@@ -88,7 +88,8 @@ def _run(argv: list[str]) -> None:
     if word.plain and plain and not {"-h", "--help"} & set(argv):
         _plainly(name, word.plain, argv)
         return
-    flags, overrides = _parse(argv, word)
+    with SIGNALS.leaving():  # argparse that is broken off ends in an error of its own
+        flags, overrides = _parse(argv, word)
     if flags.help or bare:
         words = "\n".join(f"  {name:<9} {word.line}" for name, word in WORDS.items())
         print(HELP.format(version=__version__, words=words, shipped=library.place(library.shipped("recipes"))))

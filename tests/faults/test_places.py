@@ -128,6 +128,27 @@ def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkey
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_signal_that_argparse_turns_into_an_error_of_its_own_is_told(tmp_path):
+    """Broken off half-way, what it does at its end (parse_known_intermixed_args) meets attributes that are not there yet."""
+    (tmp_path / "broken_off.py").write_text("""
+import argparse, os, signal, sys
+from fxtune.__main__ import main
+
+def broken_off(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        raise AttributeError("save_nargs")
+
+argparse.ArgumentParser.parse_intermixed_args = broken_off
+sys.exit(main(["+recipe=quickstart"]))
+""")
+    done = subprocess.run([sys.executable, "broken_off.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, **ENVIRON})
+    assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
+    assert "SIGTERM: ended before anything was at stake" in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd):
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored

@@ -106,12 +106,28 @@ def broken(path: Path, seal: Seal) -> str | None:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             return f"{path.name} is {'a link' if stat.S_ISLNK(found.st_mode) else 'no plain file'}"
-        if found.st_size != seal.bytes:
-            return f"{path.name} has {found.st_size:,} bytes, and {seal.bytes:,} were saved"
-        if _sha256(path) != seal.sha256:
-            return f"{path.name} is not the file that was saved (another sha256)"
+        return _changed(path, seal)
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
+
+
+def gone(path: Path, seal: Seal) -> bool:
+    """Whether what `seal` was made of is known to be gone from `path`: that is less than broken(), as an error of a disk may pass
+    and what is no plain file is somebody else's.
+    """
+    try:
+        return stat.S_ISREG(path.lstat().st_mode) and _changed(path, seal) is not None
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+
+
+def _changed(path: Path, seal: Seal) -> str | None:
+    """What is wrong with the bytes of a plain file, or None. Raises OSError."""
+    size = path.lstat().st_size
+    if size != seal.bytes:
+        return f"{path.name} has {size:,} bytes, and {seal.bytes:,} were saved"
+    if _sha256(path) != seal.sha256:
+        return f"{path.name} is not the file that was saved (another sha256)"
     return None
 
 

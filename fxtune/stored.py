@@ -9,12 +9,10 @@ removes it (see set_aside). Nothing of what is read here is code, and no name in
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fxtune.sealed import DTYPES, Seal, broken, read_json, sync, write_tensors, write_text
+from fxtune.sealed import DTYPES, Seal, broken, gone, read_json, sync, write_tensors, write_text
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
@@ -124,18 +122,7 @@ def lost(path: Path) -> bool:
         seals = {name: Seal(**manifest["files"][name]) for name in (WEIGHTS, MOMENTS, STATE)}
     except (KeyError, TypeError):
         return False
-    return manifest.get("format") == FORMAT and any(_gone(path / name, seal) for name, seal in seals.items())
-
-
-def _gone(file: Path, seal: Seal) -> bool:
-    try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size != seal.bytes:
-            return stat.S_ISREG(found.st_mode)
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest() != seal.sha256
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+    return manifest.get("format") == FORMAT and any(gone(path / name, seal) for name, seal in seals.items())
 
 
 def damaged(path: Path) -> str | None:

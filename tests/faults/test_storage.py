@@ -439,13 +439,19 @@ def test_what_a_killed_save_was_to_replace_is_put_back_also_in_another_format(tm
     assert "version" in damaged(tmp_path / "step-00000002")
 
 
-def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp_path, forks, said):
-    words = command(tmp_path, "train.epochs=4", "checkpoint.every=1", "checkpoint.keep=3")
-    process = forks.start(words, tmp_path)
-    folder = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: len(paths(folder)) >= 3)
+def killed_with_three(folder, forks, epochs):
+    """A run of `folder` that was killed when it had three checkpoints: its words, and where they are."""
+    words = command(folder, f"train.epochs={epochs}", "checkpoint.every=1", "checkpoint.keep=3")
+    checkpoints = folder / "run" / "checkpoints"
+    process = forks.start(words, folder)
+    wait_for(lambda: len(paths(checkpoints)) >= 3)
     process.kill()
     assert process.wait() == -signal.SIGKILL
+    return words, checkpoints
+
+
+def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp_path, forks, said):
+    words, folder = killed_with_three(tmp_path, forks, epochs=4)
     newest = [path for path in paths(folder) if damaged(path) is None][-1]
     newer_format(newest)
     weights = (newest / "weights.safetensors").read_bytes()
@@ -468,12 +474,7 @@ def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
 
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path, forks, said):
     """Every other checkpoint of a real run is damaged by hand after the kill."""
-    words = command(tmp_path, "train.epochs=8", "checkpoint.every=1", "checkpoint.keep=3")
-    process = forks.start(words, tmp_path)
-    folder = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: len(paths(folder)) >= 3)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    words, folder = killed_with_three(tmp_path, forks, epochs=8)
     *_, whole, newest = (path for path in paths(folder) if damaged(path) is None)
     data = bytearray((newest / "weights.safetensors").read_bytes())
     data[-1] ^= 1

@@ -21,7 +21,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +34,6 @@ from safetensors.torch import load_file
 from fxtune import stored
 from fxtune.errors import StorageError
 from fxtune.halving import shortage
-from fxtune.kernels.stochastic_adamw import StochasticAdamW
-from fxtune.memory import MOMENTS as PER_WEIGHT
 from fxtune.runfolder import ANEW
 from fxtune.sealed import read_json
 from fxtune.snapshot import Snapshot
@@ -348,15 +346,6 @@ def _shown(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
-    """The bytes of the moments that an optimizer (its name in the recipe) will keep; `parts`: the libraries' it is made of."""
-    total = 0
-    for part in parts:
-        each = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
-        in_float32 = "8bit" in optimizer or isinstance(part, StochasticAdamW)
-        for weight in (weight for group in part.param_groups for weight in group["params"]):
-            total += int(each * weight.numel() * (4 if in_float32 else weight.element_size()))
-    return total
 
 
 def _state(values: dict[str, Any]) -> TrainState:
@@ -375,5 +364,3 @@ def _state(values: dict[str, Any]) -> TrainState:
     if any(type(rows) is not int or rows < 1 for rows in values.get("rows", {}).values()):
         raise ValueError(f"{STATE}: `rows` are no numbers of rows")
     return TrainState(**values)
-
-

@@ -11,7 +11,7 @@ Muon and SGD with momentum half of AdamW's, Adafactor next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from fxtune.kernels.guarded_step import LIMIT, Guard, unwaiting
 from fxtune.kernels.stochastic_adamw import StochasticAdamW
+from fxtune.memory import MOMENTS as PER_WEIGHT
 from fxtune.update_rule import OptimizerConfig, OptimizerName, library
 from fxtune.world import Library, World
 
@@ -231,3 +232,14 @@ def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[st
     vectors = [p for p in parameters if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
     return [group for group in groups if group["params"]]
+
+
+def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
+    """The bytes of the moments that an optimizer (its name in the recipe) will keep; `parts`: the libraries' it is made of."""
+    total = 0
+    for part in parts:
+        each = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
+        in_float32 = "8bit" in optimizer or isinstance(part, StochasticAdamW)
+        for weight in (weight for group in part.param_groups for weight in group["params"]):
+            total += int(each * weight.numel() * (4 if in_float32 else weight.element_size()))
+    return total

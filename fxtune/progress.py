@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, moment_bytes
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import ConfigError, StorageError
 from fxtune.numbers import Numbers
-from fxtune.optimizer import Optimizer
+from fxtune.optimizer import Optimizer, moment_bytes
 from fxtune.runfolder import ANEW, CHECKPOINTS, RunFolder, identity
 from fxtune.techniques.precision import LossScale
 

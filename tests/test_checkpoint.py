@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fxtune import stored
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState, moment_bytes
+from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
-from fxtune.optimizer import Optimizer
+from fxtune.optimizer import Optimizer, moment_bytes
 from fxtune.sealed import DTYPES, write_tensors
 from fxtune.stored import damaged
 from fxtune.update_rule import OptimizerConfig, OptimizerName

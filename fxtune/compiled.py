@@ -28,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fxtune import source
-from fxtune.world import cache_home
+from fxtune.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 OURS = re.compile(r"fxtune-[0-9a-f]{12}")

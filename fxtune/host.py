@@ -1,4 +1,4 @@
-"""What of the host this process may use: memory and CPU cores, as its container has them. Without torch."""
+"""What of the host this process may use: memory and CPU cores, as its container has them, a folder for caches. Without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from fxtune.errors import StorageError
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -71,3 +73,11 @@ def process_age() -> float:
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
     return 0.0
+
+
+def cache_home() -> Path:
+    """Where fxtune keeps what it can make again. Raises StorageError for a user without a home, as containers have them."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):
+        raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")
+    return Path(home) / "fxtune"

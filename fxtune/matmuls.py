@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from fxtune.errors import HardwareError
+from fxtune.host import cache_home
 from fxtune.kernels.fused_forwards import held_for_cute, products_by_cute
 from fxtune.kernels.matmul import CAPABILITY, CUTE, LEAST_ROWS, LEAST_SIZE, VERSION, mm, prepare, served
 from fxtune.kernels.profiled import operators
-from fxtune.world import Facts, cache_home
+from fxtune.world import Facts
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"

@@ -102,9 +102,9 @@ def _liger(device: torch.device) -> str:
 
 
 def _flash4(device: torch.device) -> str:
-    from flash_attn.cute import flash_attn_func
+    from fxtune.kernels import flash4
 
-    return _attention(device, lambda q, k, v: flash_attn_func(q, k, v, causal=True))
+    return _attention(device, lambda q, k, v: flash4.package().flash_attn_func(q, k, v, causal=True))
 
 
 def _flash3(device: torch.device) -> str:
@@ -125,8 +125,8 @@ def _quack(device: torch.device) -> str:
 
     import torch
 
+    from fxtune.host import cache_home
     from fxtune.kernels.matmul import CAPABILITY, VERSION, by_quack, prepare
-    from fxtune.world import cache_home
 
     if metadata.version("quack-kernels") != VERSION:
         raise NotTriedError(f"imports; techniques.lora.matmul calls inner functions of {VERSION}, so cuBLAS takes its place")

@@ -12,12 +12,11 @@ import shutil
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxtune.errors import ConfigError, HardwareError, StorageError
+from fxtune.errors import ConfigError, HardwareError
 from fxtune.host import cores, memory
 
 PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
@@ -166,14 +165,6 @@ def _packages() -> dict[str, str]:
     if importlib.util.find_spec("apex") and importlib.util.find_spec("amp_C"):
         found[APEX] = found.get("apex", "unknown version")
     return found
-
-
-def cache_home() -> Path:
-    """Where fxtune keeps what it can make again. Raises StorageError for a user without a home, as containers have them."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if home.startswith("~"):
-        raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")
-    return Path(home) / "fxtune"
 
 
 def c_compiler() -> str | None:

@@ -33,11 +33,11 @@ from fxtune import __version__, library, trials, tuned
 from fxtune.axes import AXES, Ground
 from fxtune.console import say, table
 from fxtune.errors import ConfigError, HardwareError, StorageError
+from fxtune.host import cache_home
 from fxtune.point import Row
 from fxtune.redact import redact_arguments
 from fxtune.search import TOLERANCE, Search
 from fxtune.trials import Cache
-from fxtune.world import cache_home
 
 if TYPE_CHECKING:
     from fxtune.config import Config

@@ -31,7 +31,7 @@ from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open
 from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, lock_of, read_meta, require_own, staging_of, tidy
 from fxtune.data.workers import WorkerDied, in_order
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
-from fxtune.host import cores
+from fxtune.host import cache_home, cores
 
 __all__ = ["TokenTable", "tokenize"]
 
@@ -96,8 +96,6 @@ def _tidy(root: Path, days: int) -> None:
 def cache_root(data: DataConfig) -> Path:
     if data.cache_dir:
         return Path(os.path.expanduser(data.cache_dir)).absolute()
-    from fxtune.world import cache_home  # which brings torch, and the processes that tokenise need none
-
     return cache_home()
 
 

@@ -9,9 +9,9 @@ that saves `torch.ops.fxtune.flash4.default` keeps `out` and `lse`, and then not
 What it gives: on an H200, forward and backward with 32 query and 8 key heads of 128: 516 TFLOP/s in rows of 4k, 610 at 64k,
 against 264 and 326 of the FlashAttention-2 that is built into torch.
 
-What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles once a process, some ten
-seconds (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk). Nothing that changes from batch to batch is part of
-that combination. The backward pass allocates dq and, where heads share keys, dk and dv in float32 beside the results.
+What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds, once
+a machine: what was compiled stays in fxtune's cache, see package(). Nothing that changes from batch to batch is part of that
+combination. The backward pass allocates dq and, where heads share keys, dk and dv in float32 beside the results.
 
 `max_seqlen` is an upper bound, so that it stays the same from batch to batch. Documents of no tokens are skipped by the
 kernels' schedulers, which count tiles. On a CPU the operators run `reference`, which is also what tests compare them with.
@@ -19,11 +19,18 @@ kernels' schedulers, which count tiles. On a CPU the operators run `reference`, 
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+
+from fxtune.host import cache_home
 
 VERSION = "4.0.0b36"
 """The release of flash-attn-4 whose internal functions are called here."""
@@ -53,12 +60,11 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_se
         out: like q with v's last dimension, contiguous. lse: natural logarithm of the sum of the exponentiated scores, float32
         [heads, tokens] or [rows, heads, length]; it takes no gradient.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     out, lse = _results(q, k, v, cu_seqlens)
     bound = _bound(max_seqlen, cu_seqlens)
-    _flash_attn_fwd(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=bound, max_seqlen_k=bound,
-                    softmax_scale=scale, causal=True, softcap=softcap or None, window_size_left=_left(window), out=out, lse=lse)
+    package()._flash_attn_fwd(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=bound, max_seqlen_k=bound,
+                              softmax_scale=scale, causal=True, softcap=softcap or None, window_size_left=_left(window), out=out,
+                              lse=lse)
     return out, lse
 
 
@@ -69,14 +75,39 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_se
 def flash4_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Optional[Tensor],
                     max_seqlen: int, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. The same bits each time where torch.use_deterministic_algorithms is on."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     dq, dk, dv = _gradients(q, k, v)
     bound = _bound(max_seqlen, cu_seqlens)
-    _flash_attn_bwd(q, k, v, out, dout.contiguous(), lse, softmax_scale=scale, causal=True, softcap=softcap,
-                    window_size_left=_left(window), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=bound,
-                    max_seqlen_k=bound, deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
+    package()._flash_attn_bwd(q, k, v, out, dout.contiguous(), lse, softmax_scale=scale, causal=True, softcap=softcap,
+                              window_size_left=_left(window), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+                              max_seqlen_q=bound, max_seqlen_k=bound, dq=dq, dk=dk, dv=dv,
+                              deterministic=torch.are_deterministic_algorithms_enabled())
     return dq, dk, dv
+
+
+@functools.cache
+def package() -> Any:
+    """flash_attn.cute.interface, which from now on keeps what it compiles, and finds it in later processes.
+
+    The folder is in fxtune's cache unless the environment names another (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR; _ENABLED=0 for
+    none): the package's own default lies below /tmp, where others may put what would be loaded as code. The package reads these
+    when it is imported, and its locks raise in the midst of a step where the file system has none, so that is tried here.
+    """
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+    folder = Path(os.environ.setdefault(f"{name}_DIR", str(cache_home() / "flash4")))
+    os.environ.setdefault(f"{name}_ENABLED", "1" if _can_lock(folder) else "0")
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _can_lock(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int, scale: float, window: int,

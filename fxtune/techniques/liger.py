@@ -28,11 +28,12 @@ from torch import nn
 
 from fxtune.adapted import fuses_mlps
 from fxtune.halving import shortage
+from fxtune.host import cache_home
 from fxtune.kernels import liger_forwards as forwards
 from fxtune.kernels import liger_timing
 from fxtune.kernels.profiled import operators
 from fxtune.technique import Evidence, Technique, backbone, decoder_layers, observed, skeleton
-from fxtune.world import Facts, World, cache_home
+from fxtune.world import Facts, World
 
 PACKAGE = "liger-kernel"
 INSTALL = "pip install 'liger-kernel>=0.8.5'"

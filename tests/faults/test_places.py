@@ -36,10 +36,10 @@ from fxtune.errors import (
     Stopped,
     StorageError,
 )
+from fxtune.host import cache_home
 from fxtune.hub import locate
 from fxtune.model import ModelConfig, load_tokenizer
 from fxtune.runfolder import claim, place
-from fxtune.world import cache_home
 
 RUN = ["+recipe=quickstart", "run.dir=run"]
 

@@ -10,6 +10,7 @@ import torch
 
 from fxtune import matmuls
 from fxtune.commands import doctor
+from fxtune.host import cache_home
 from fxtune.kernels import matmul
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
@@ -19,7 +20,7 @@ from fxtune.kernels.profiled import operators
 from fxtune.model import DType, Init, ModelConfig, load_config
 from fxtune.pipeline import Pipeline, make_probe
 from fxtune.techniques.lora import Fused, Matmul
-from fxtune.world import World, cache_home
+from fxtune.world import World
 
 GPU = torch.device("cuda", 0)
 R = 32

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,3 +149,27 @@ def test_torch_can_estimate_its_cost():
         flash4(q, k, v, cu_seqlens, 16, 0.3, 0, 0.0)[0].sum().backward()
     forward = 2 * (16 * 16 * 4 * (8 + 8)) // 2  # two products of 2 flops a pair, over half of the square
     assert counter.get_total_flops() == forward + forward * 5 // 2
+
+
+@pytest.mark.parametrize(("given", "folder", "enabled"), [
+    ({}, "cache/fxtune/flash4", "1"),
+    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine", "1"),
+    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "cache/fxtune/flash4", "0"),
+    ({"XDG_CACHE_HOME": "a file"}, "a file/fxtune/flash4", "0"),
+], ids=["in fxtune's cache", "where the user says", "not where the user says so", "nowhere to write"])
+def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, given, folder, enabled):
+    """By a stand-in for the package, which reads the environment when it is imported, as the real one does."""
+    stand_in = tmp_path / "flash_attn" / "cute"
+    stand_in.mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    (stand_in / "__init__.py").write_text("from . import interface\n")
+    (stand_in / "interface.py").write_text(
+        "import os\nprint(*(os.environ.get(f'FLASH_ATTENTION_CUTE_DSL_CACHE_{end}') for end in ('DIR', 'ENABLED')), sep='|')\n")
+    root = Path(__file__).resolve().parents[2]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATTENTION")}
+    done = subprocess.run([sys.executable, "-c", "from fxtune.kernels import flash4; flash4.package(); flash4.package()"],
+                          cwd=tmp_path, capture_output=True, text=True, check=False,
+                          env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache", **given})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{folder}|{enabled}"
+    assert (tmp_path / folder).is_dir() == ("a file" not in folder)

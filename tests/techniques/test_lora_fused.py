@@ -89,6 +89,15 @@ def test_a_part_of_the_linears_and_other_scalings(options, groups):
     close(gradients(fused), gradients(plain), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called")
+def test_operators_are_counted_in_passes_with_flex_attention():
+    """It is an operator that takes a function, which a mode of torch's has to let through."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 1, 16, 16)
+    assert adapted.calls(lambda: flex_attention(q, q, q)) == {}
+
+
 def test_what_is_not_fused_is_told():
     fused = built(lora(fused=Fused.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
     assert fused.fusion.told() == "2 single linears; 1 left to peft: Embedding is no linear"

@@ -1,9 +1,9 @@
 """The search of `fxtune tune`: from the recipe as it is, one axis at a time, each time from the best so far.
 
-It goes round until a round changes nothing or the time is up, and then measures the two fastest again. A point that the
-forecast or a check rules out, that fails, or whose loss is not the first trial's, is a row with a verdict and never wins. What
-lies within the spread of repeated measurements (at least NOISE) is a tie, and of tied points the one that changes the fewest
-keys wins: the search never trades the user's recipe for one that is only luckier.
+It goes round until a round changes nothing or the time is up, and then measures the two fastest again, if they are near each
+other. A point that the forecast or a check rules out, that fails, or whose loss is not the first trial's, is a row with a
+verdict and never wins. What lies within the spread of repeated measurements (at least NOISE) is a tie, and of tied points the
+one that changes the fewest keys wins: the search never trades the user's recipe for one that is only luckier.
 
 A bigger micro-batch and less recomputation are rivals for the same memory, so what does not fit at the micro-batch of the best
 point is tried with the largest one at which it does.
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 NOISE = 0.01
 """Speeds that are closer than this are not told apart by one measurement each."""
+FAR = 0.2
+"""Speeds that are further apart than this are told apart by one measurement each."""
 REPEATS = 2
-"""Further measurements of the two fastest."""
+"""Further measurements of the two fastest, where they are nearer."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Relative; how far each step's loss may be from the first trial's. Orders of summation differ, and steps add that up."""
+"""Relative; how far the first step's loss, and the mean of all, may be from the first trial's. What single steps differ by
+later says little: the first steps of a model, most of all of a random one, amplify how it was rounded.
+"""
 LEAST_LIMIT, TIMES = 600.0, 4.0
 """A trial may take this many seconds, or so many times what the first one took where that is more."""
 ROUNDS = 3
@@ -218,8 +222,7 @@ class Search:
         took = [other.seconds for known in self.rows for other in known.answers if other.outcome is Outcome.measured]
         usual = statistics.median(took) if took else 0.0
         left = self.deadline - time.monotonic()
-        rivals = sum(known.speed > 0 for known in self.rows)
-        kept_back = 2 if rivals > 1 and not repeat else 0  # the two fastest are measured again, once there are two
+        kept_back = 0 if repeat else len(self._rivals())  # for one more measurement of each
         if left <= usual * (1 + kept_back):
             raise _TimeIsUp
         limit = max(LEAST_LIMIT, TIMES * took[0]) if took else LEAST_LIMIT
@@ -238,16 +241,22 @@ class Search:
         if len(first) != len(answer.losses) or not first:
             row.verdict = f"another loss: of {len(answer.losses)} steps, and the first trial took {len(first)}"
             return
-        offs = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in zip(answer.losses, first, strict=True)]
+        pairs = ((answer.losses[0], first[0]), (statistics.fmean(answer.losses), statistics.fmean(first)))
+        offs = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
         row.loss_off = math.nan if any(map(math.isnan, offs)) else max(offs)
         if not row.loss_off <= tolerance:
             row.verdict = f"another loss: off by {row.loss_off:.1e}, more than {tolerance:g}"
 
-    def _repeat(self) -> None:
-        """Measure the two fastest again, in turn, so that a machine that grows warm or busy is so for both."""
+    def _rivals(self) -> list[Row]:
+        """The two fastest, if it takes more than one measurement to tell them apart."""
         fastest = sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)[:2]
-        for repeat in range(1, REPEATS + 1 if len(fastest) > 1 else 0):  # one alone has nobody to be told from
-            for row in (row for row in fastest if row.speed):
+        return fastest if len(fastest) == 2 and fastest[1].speed > fastest[0].speed * (1 - FAR) else []
+
+    def _repeat(self) -> None:
+        """Measure rivals again, in turn, so that a machine that grows warm or busy is so for both."""
+        rivals = self._rivals()
+        for repeat in range(1, REPEATS + 1):
+            for row in (row for row in rivals if row.speed):
                 answer = self._measured(row, repeat)
                 row.answers.append(answer)
                 if answer.outcome is not Outcome.measured:

@@ -111,8 +111,10 @@ def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None,
         from fxtune.kernels.lora_triton import add as launch
 
         return launch(y, narrow, factor, into, residual)
-    torch.addmm(y, narrow, factor, out=into)
-    return into if residual is None else into.add_(residual)
+    if residual is None:
+        return torch.addmm(y, narrow, factor, out=into)
+    whole = y.float() if y.dtype.itemsize == 2 else y  # added up and rounded once, as the kernel does
+    return into.copy_(torch.addmm(whole, narrow.to(whole.dtype), factor.to(whole.dtype)).add_(residual))
 
 
 class Sums:

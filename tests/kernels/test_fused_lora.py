@@ -445,3 +445,41 @@ class Calls(TorchDispatchMode):
 
 def test_the_triton_kernels_are_the_plain_ones():
     assert interpreted(Path(__file__).with_name("interpreted_lora.py")) == ["36", "compared"]
+
+
+@pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.5), (1e-3, 0.98)])
+def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft):
+    """A result in bfloat16 plus an adapter's first steps is mostly that result: it has no smaller bits, so that what is less than
+    half of its last one is lost, always. Of q, k and v, and of gate and up, the sum is made before anything is rounded, and an
+    update acts in the mean as it should: what it changes is held against what it would change exactly.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    def acting(run, b, exact) -> float:
+        with_it, without = (run(given).double() for given in (b, [torch.zeros_like(one) for one in b]))
+        return float(((with_it - without) * exact).sum() / exact.square().sum())
+
+    def exactly(x, weight, a, b):
+        return x.double() @ (weight.double() + b.double() @ a.double()).t()
+
+    inner, width = 256, 768
+    x, a = normal(2048, inner).bfloat16(), [normal(16, inner) * inner**-0.5 for _ in range(2)] + [normal(16, width) * width**-0.5]
+    up = [(normal(width, inner) * inner**-0.5).bfloat16() for _ in range(2)]
+    down = (normal(inner, width) * width**-0.5).bfloat16()
+    b = [normal(width, 16) * size for _ in range(2)]
+
+    made, plain = [augment(up[:1], [16])], x @ up[0].t()
+    exact = exactly(x, up[0], a[0], b[0]) - exactly(x, up[0], a[0], 0 * b[0])
+    assert acting(lambda given: lora_linear(x, a[:1], given, made, [1.0]), b[:1], exact) == pytest.approx(1, abs=0.01)
+    assert acting(lambda given: plain + (x @ a[0].bfloat16().t()) @ given[0].bfloat16().t(), b[:1], exact) < by_peft
+
+    def exact_mlp(given):
+        gate, above = (exactly(x, weight, *halves) for weight, *halves in zip(up, a, given, strict=False))
+        return (F.silu(gate) * above) @ down.double().t()
+
+    both, zero = ([augment(up, [16, 16])], [augment([down], [16])]), torch.zeros(inner, 16)
+    exact = exact_mlp(b) - exact_mlp([0 * one for one in b])
+    assert acting(lambda given: lora_mlp(x, a, [*given, zero], *both, [1.0] * 3), b, exact) == pytest.approx(1, abs=0.03)

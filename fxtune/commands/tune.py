@@ -20,6 +20,7 @@ import math
 import multiprocessing
 import shlex
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 MINUTES = 30.0
 STEPS = 8
+LONGEST_REASON = 200
+"""Letters of it in the table; --json has all of it, and so has the line that was printed when the trial ended."""
 GIB = 1 << 30
 
 
@@ -141,7 +144,7 @@ def results_table(search: Search) -> Any:
         lines.append([row.title, f"{statistics.median(row.speeds):,.0f}{times}" if row.speeds else "",
                       f"{speed / first:.2f}x" if speed and first else "", f"{peak:.2f}" if peak else "",
                       _gib(row.outlook.need).removesuffix(" GiB"), "" if row.loss_off is None else f"{row.loss_off:.0e}",
-                      row.verdict])
+                      textwrap.shorten(row.verdict, LONGEST_REASON, placeholder=" ...")])
     return table(f"{len(search.rows)} settings, {search.steps} steps each; loss within {TOLERANCE[search.ground.precision]:g}",
                  ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""], lines)
 

@@ -21,7 +21,7 @@ class Row:
     verdict: str = ""
     """In words, where it did not run, or may not win."""
     loss_off: Optional[float] = None
-    """The largest relative distance of a step's loss from the first trial's."""
+    """The relative distance from the first trial's losses, as search.py takes it."""
 
     @property
     def speeds(self) -> list[float]:

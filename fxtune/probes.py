@@ -102,9 +102,9 @@ def _liger(device: torch.device) -> str:
 
 
 def _flash4(device: torch.device) -> str:
-    from fxtune.kernels import flash4
+    from flash_attn.cute import flash_attn_func
 
-    return _attention(device, lambda q, k, v: flash4.package().flash_attn_func(q, k, v, causal=True))
+    return _attention(device, lambda q, k, v: flash_attn_func(q, k, v, causal=True))
 
 
 def _flash3(device: torch.device) -> str:

@@ -35,9 +35,9 @@ FAR = 0.2
 REPEATS = 2
 """Further measurements of the two fastest, where they are nearer."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Relative; how far the first step's loss, and the mean of all, may be from the first trial's. What single steps differ by
-later says little: the first steps of a model, most of all of a random one, amplify how it was rounded.
-"""
+"""Relative; how far the first step's loss, and the mean of all, may be from the first trial's."""
+SINGLE = 5
+"""How many times as far any single step's may be: training, most of all of a random model, amplifies how it was rounded."""
 LEAST_LIMIT, TIMES = 600.0, 4.0
 """A trial may take this many seconds, or so many times what the first one took where that is more."""
 ROUNDS = 3
@@ -241,8 +241,9 @@ class Search:
         if len(first) != len(answer.losses) or not first:
             row.verdict = f"another loss: of {len(answer.losses)} steps, and the first trial took {len(first)}"
             return
-        pairs = ((answer.losses[0], first[0]), (statistics.fmean(answer.losses), statistics.fmean(first)))
-        offs = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
+        pairs = [(statistics.fmean(answer.losses), statistics.fmean(first)), *zip(answer.losses, first, strict=True)]
+        mean, begin, *later = (abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs)
+        offs = [mean, begin, *(off / SINGLE for off in later)]
         row.loss_off = math.nan if any(map(math.isnan, offs)) else max(offs)
         if not row.loss_off <= tolerance:
             row.verdict = f"another loss: off by {row.loss_off:.1e}, more than {tolerance:g}"

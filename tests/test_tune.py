@@ -61,8 +61,8 @@ for word, what in rules.items():
         time.sleep(60)
     elif what == "loss":
         losses = [3.0, 3.5]
-    elif what == "rounded":
-        speed, losses = 2 * speed, [3.0, 2.904]
+    elif isinstance(what, list):
+        speed, losses = 2 * speed, what
 figures = {"tokens_per_second": speed, "memory_gib": 1.5, "losses": losses, "data_wait": rules.get("wait", 0.0)}
 open(words[words.index("--json") + 1], "w").write(json.dumps(figures))
 """
@@ -282,12 +282,24 @@ def test_another_loss_never_wins(cwd, bench, capsys):
     assert verdict(found, techniques__attention__backend="eager") == "another loss: off by 1.0e-01, more than 0.001"
 
 
-def test_a_later_step_whose_loss_is_off_is_weighed_with_the_others(cwd, bench):
-    """1.4e-3 off, as training amplifies rounding; the first step's is the same, and the mean of both 7e-4 off."""
-    bench.set({"techniques.attention.backend=eager": "rounded"})
+RECIPES = [3.0] * 20
+
+
+@pytest.mark.parametrize(("losses", "wins"), [
+    ([*RECIPES[:-1], 3.012], True),  # 4e-3 off at last, as training amplifies rounding
+    ([*RECIPES[:-1], 3.018], False),  # 6e-3, more than five times what is allowed
+    ([3.006, 2.994, *RECIPES[2:]], False),  # the first step is of the same weights: 2e-3 off, whatever the mean
+    ([3.0, *[3.004] * 19], False),  # all the others 1.3e-3 off, and so the mean
+    ([*RECIPES, 3.0], False),
+    ([*RECIPES[:-1], float("nan")], False),
+], ids=["one step", "one step far", "the first step", "the mean", "more steps", "nan"])
+def test_losses_are_held_against_the_recipes(cwd, bench, losses, wins):
+    bench.set({"all": RECIPES, "techniques.attention.backend=eager": losses})
     code, found = tuned_as("--axes", "attention")
     assert code == 0
-    assert found["winner"] == {"techniques.attention.backend": "eager"}
+    assert found["winner"] == ({"techniques.attention.backend": "eager"} if wins else {})
+    assert verdict(found, techniques__attention__backend="eager").startswith("" if wins else "another loss")
+    assert "losses of the same batches are those of the recipe within 0.001" in RECIPE.read_text()
 
 
 def test_a_recipe_that_does_not_run_is_replaced_by_one_that_does(cwd, bench, capsys):

@@ -6,9 +6,9 @@
 
 It begins with the recipe as it is, varies one axis at a time from the best so far (fxtune/axes.py), and goes round until
 nothing gets better or the minutes are over. What memory's forecast or a technique's check rules out is a line of the table and
-costs nothing; a trial that fails is a line that says why. The two fastest are measured again: what lies within the spread of
-those measurements is a tie, and of tied settings the one that changes the fewest keys wins. A trial whose loss on the same
-batches is not that of the first one is marked and never wins.
+costs nothing; a trial that fails is a line that says why. The two fastest are measured again where they are near each other:
+what lies within the spread of those measurements is a tie, and of tied settings the one that changes the fewest keys wins. A
+trial whose loss on the same batches is not that of the first one is marked and never wins.
 
 There are a few dozen points, each dear and each to be explained, so this is no task for a sampler that learns a model of them.
 """
@@ -169,7 +169,7 @@ def header(search: Search, winner: Row, path: Path) -> list[str]:
             f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
             f"Packages: fxtune {__version__}, {', '.join(packages)}.",
             f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
-            f"Each step's loss is within {TOLERANCE[search.ground.precision]:g} of the recipe's."]
+            f"The losses of the same batches are those of the recipe within {TOLERANCE[search.ground.precision]:g}."]
 
 
 def _command(path: Path) -> str:

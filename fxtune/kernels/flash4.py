@@ -9,8 +9,8 @@ that saves `torch.ops.fxtune.flash4.default` keeps `out` and `lse`, and then not
 What it gives: on an H200, forward and backward with 32 query and 8 key heads of 128: 516 TFLOP/s in rows of 4k, 610 at 64k,
 against 264 and 326 of the FlashAttention-2 that is built into torch.
 
-What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds, once
-a machine: what was compiled stays in fxtune's cache, see package(). Nothing that changes from batch to batch is part of that
+What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the
+first time: what was compiled stays in fxtune's cache, see package(). Nothing that changes from batch to batch is part of that
 combination. The backward pass allocates dq and, where heads share keys, dk and dv in float32 beside the results.
 
 `max_seqlen` is an upper bound, so that it stays the same from batch to batch. Documents of no tokens are skipped by the
@@ -22,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import platform
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from fxtune.errors import StorageError
 from fxtune.host import cache_home
 
 VERSION = "4.0.0b36"
@@ -86,28 +88,35 @@ def flash4_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 @functools.cache
 def package() -> Any:
-    """flash_attn.cute.interface, which from now on keeps what it compiles, and finds it in later processes.
+    """flash_attn.cute.interface, which keeps what it compiles and finds it in later processes.
 
-    The folder is in fxtune's cache unless the environment names another (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR; _ENABLED=0 for
-    none): the package's own default lies below /tmp, where others may put what would be loaded as code. The package reads these
-    when it is imported, and its locks raise in the midst of a step where the file system has none, so that is tried here.
+    It lies in fxtune's cache, unless the environment names another folder or says none (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR,
+    _ENABLED=0): the package's own default is below /tmp, where others may put what would be loaded as code. The package reads
+    both when it is first imported, so this comes before. It locks its files in the midst of a step, and would raise there where
+    a folder cannot be written or a file system has no locks, so that is tried here, once.
     """
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE"
-    folder = Path(os.environ.setdefault(f"{name}_DIR", str(cache_home() / "flash4")))
-    os.environ.setdefault(f"{name}_ENABLED", "1" if _can_lock(folder) else "0")
+    directory, enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    if os.environ.get(enabled, "1") == "1" and (folder := _place(os.environ.get(directory))):
+        os.environ.update({directory: str(folder), enabled: "1"})
     from flash_attn.cute import interface
 
     return interface
 
 
-def _can_lock(folder: Path) -> bool:
+def _place(given: Optional[str]) -> Optional[Path]:
+    """A folder where files can be made and locked: `given`, or one in fxtune's cache; None where there is none.
+
+    One for each kind of card: of the package's keys not all have it (4.0.0b36: those of bwd_pre), and homes are shared.
+    """
+    card = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
+        folder = Path(given) if given else cache_home() / "flash4" / f"{platform.machine()}-{card}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    except (OSError, StorageError):
+        return None
+    return folder
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int, scale: float, window: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from itertools import accumulate, pairwise
@@ -151,13 +152,19 @@ def test_torch_can_estimate_its_cost():
     assert counter.get_total_flops() == forward + forward * 5 // 2
 
 
-@pytest.mark.parametrize(("given", "folder", "enabled"), [
-    ({}, "cache/fxtune/flash4", "1"),
-    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine", "1"),
-    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "cache/fxtune/flash4", "0"),
-    ({"XDG_CACHE_HOME": "a file"}, "a file/fxtune/flash4", "0"),
-], ids=["in fxtune's cache", "where the user says", "not where the user says so", "nowhere to write"])
-def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, given, folder, enabled):
+KEPT = "cache/fxtune/flash4/{machine}-cpu|1"
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({}, KEPT),
+    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, KEPT),
+    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine|1"),
+    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "None|0"),
+    ({"XDG_CACHE_HOME": "a file"}, "None|None"),
+    ({"XDG_CACHE_HOME": "", "HOME": "~"}, "None|None"),
+], ids=["in fxtune's cache", "also where it is asked for", "where the user says", "not where the user says so",
+        "nowhere to write", "no home"])
+def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, given, told):
     """By a stand-in for the package, which reads the environment when it is imported, as the real one does."""
     stand_in = tmp_path / "flash_attn" / "cute"
     stand_in.mkdir(parents=True)
@@ -171,5 +178,7 @@ def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, gi
                           cwd=tmp_path, capture_output=True, text=True, check=False,
                           env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache", **given})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{folder}|{enabled}"
-    assert (tmp_path / folder).is_dir() == ("a file" not in folder)
+    assert done.stdout.strip() == told.format(machine=platform.machine())
+    folder = tmp_path / told.partition("|")[0].format(machine=platform.machine())
+    assert folder.is_dir() == (not told.startswith("None"))
+    assert not list(tmp_path.rglob("tmp*")), "nothing of the trial is left"

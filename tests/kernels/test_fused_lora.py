@@ -447,7 +447,7 @@ def test_the_triton_kernels_are_the_plain_ones():
     assert interpreted(Path(__file__).with_name("interpreted_lora.py")) == ["36", "compared"]
 
 
-@pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.5), (1e-3, 0.98)])
+@pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])
 def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft):
     """A result in bfloat16 plus an adapter's first steps is mostly that result: it has no smaller bits, so that what is less than
     half of its last one is lost, always. Of q, k and v, and of gate and up, the sum is made before anything is rounded, and an

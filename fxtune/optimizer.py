@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.compiled import keep_on_disk
 from fxtune.kernels.guarded_step import LIMIT, Guard, unwaiting
 from fxtune.kernels.stochastic_adamw import StochasticAdamW
 from fxtune.memory import MOMENTS as PER_WEIGHT
@@ -174,6 +175,7 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
     def adamw(chosen: list[torch.Tensor]) -> torch.optim.Optimizer:
         groups = _groups(chosen, config.weight_decay)
         if config.stochastic_rounding:
+            keep_on_disk()  # its step is compiled
             return StochasticAdamW(groups, betas=betas, eps=config.eps, **shared)
         return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=config.fused, **shared)
 
@@ -217,6 +219,7 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
         return unwaiting()(groups, **given)
     from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
+    keep_on_disk()
     part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **given)
     for parameter in parameters:
         # torchao gives a small tensor moments in the weight's dtype. In bfloat16 the second one would stand still.

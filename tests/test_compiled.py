@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from test_floors import ALL, imports
+from torch import nn
+from transformers import LlamaConfig
 
 from fxtune import compiled, source
+from fxtune.optimizer import Optimizer
+from fxtune.techniques.attention import Attention
+from fxtune.update_rule import OptimizerConfig, OptimizerName
+from fxtune.world import Library
 
 
 @pytest.fixture
@@ -57,11 +63,27 @@ def test_a_changed_operator_has_another_folder(home, package):
     assert compiled.keep_on_disk() not in (first, second)
 
 
+@pytest.mark.parametrize("options", [dict(name=OptimizerName.adamw, stochastic_rounding=True),
+                                     dict(name=OptimizerName.adamw_8bit, library=Library.torchao)])
+def test_what_an_optimizer_compiles_lies_there_too(home, options):
+    """torch's own default is below /tmp, where other users of a machine may put what would be loaded as code."""
+    Optimizer(nn.Linear(64, 64, bias=False).bfloat16(), OptimizerConfig(**options))
+    assert os.environ[compiled.VARIABLE].startswith(str(home))
+
+
+def test_what_transformers_compiles_for_flex_attention_lies_there_too(home):
+    hf_config = LlamaConfig()
+    Attention(enabled=True, backend="flex").configure(hf_config)
+    assert hf_config._attn_implementation == "flex_attention"
+    assert os.environ[compiled.VARIABLE].startswith(str(home))
+
+
 def test_operators_are_all_in_kernels_and_need_nothing_else_of_ours():
     for name, path in ALL.items():
         if name.startswith("kernels."):
             others = {one for one in imports(path, set(ALL)) if not one.startswith("kernels")}
-            assert others <= {"errors", "halving"}, f"{name} imports {others}: not in the digest of the compiler's cache"
+            # Of these nothing is in what operators compute: an error's text, where a package keeps its files.
+            assert others <= {"errors", "halving", "host"}, f"{name} imports {others}: not in the digest of the compiler's cache"
         else:
             assert "custom_op" not in path.read_text(), f"{name}: operators are in kernels/, see fxtune/compiled.py"
 

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from fxtune.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
+from fxtune.compiled import keep_on_disk
 from fxtune.errors import ConfigError
 from fxtune.kernels import packed_attention
 from fxtune.kernels.packed_attention import CUDNN, SDPA
@@ -118,6 +119,8 @@ class Attention(Technique):
             except (ImportError, OSError, ValueError) as error:
                 raise ConfigError(f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
                                   "network and HF_HUB_OFFLINE, or set it to auto.") from error
+        elif self.backend == "flex":
+            keep_on_disk()  # transformers compiles it
         hf_config._attn_implementation = implementation
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:

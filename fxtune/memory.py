@@ -62,8 +62,8 @@ from fxtune.world import Facts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers of the parameter's dtype that an optimizer keeps for each one (8-bit ones: of float32). Muon's are for the hidden
-matrices that it updates; all the rest is AdamW's (see optimizer.py)."""
+"""Numbers of the parameter's dtype that an optimizer keeps for each one; of float32 where it rounds by chance, and of 8-bit ones.
+Muon's are for the hidden matrices that it updates; all the rest is AdamW's (see optimizer.py)."""
 SPARE = 0.04
 """Share of the need that goes to fragments between blocks."""
 CONTEXT = 3 << 28
@@ -240,11 +240,12 @@ def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
     """Bytes of weights, and of gradients and moments."""
     number, lora = BYTES.get(facts.dtype, 4), facts.techniques.get("lora")
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
+    each = 4 if facts.stochastic_rounding or "8bit" in facts.optimizer else number
     total = shape.in_linears + shape.around
     if not lora:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
         rest = _not_muons(shape) if facts.optimizer == "muon" else 0
-        return number * total + copies, int(number * (total * (1 + moments) + rest * (MOMENTS["adamw"] - moments)))
+        return number * total + copies, int(total * (number + moments * each) + rest * (MOMENTS["adamw"] - moments) * each)
     wanted = [str(name) for name in lora["target_modules"]]
     adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
     adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)

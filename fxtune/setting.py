@@ -56,7 +56,7 @@ class Setting:
             model=self.hf_config.to_dict(), dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
             packing=config.data.packing, sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
             micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value,
-            deterministic=config.run.deterministic)
+            stochastic_rounding=config.optimizer.stochastic_rounding, deterministic=config.run.deterministic)
         asked = replace(self.facts, techniques=config.techniques.asked())
         self.techniques, self.decided = config.techniques.ready(self.facts, list(update_rule.check(config.optimizer, asked)))
         """Every `auto` decided, and what was decided and why."""

@@ -69,6 +69,8 @@ class Facts:
     """Bytes of `memory` that nobody uses yet."""
     host_memory: int = 0
     optimizer: str = "adamw"
+    stochastic_rounding: bool = False
+    """Whether the optimizer rounds weights by chance, and so keeps its moments in float32."""
     deterministic: bool = False
     """Whether the same run twice must give the same bits."""
     techniques: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -5,7 +5,8 @@
 One run is told to end again and again at random instants, by SIGTERM and by SIGUSR1 in turn, and started again by the same words.
 Each time it must end with 75, and its newest checkpoint must be of the last step in metrics.jsonl. Without words it is LoRA on a
 small random Llama on a CPU. The runs are forked from a parent that has imported everything, so that a stop costs a second or two
-(on a GPU, which a fork cannot use, they are not); what is measured begins with the signal and has no part in that.
+(on a GPU, which a fork cannot use, they are not); what is measured begins with the signal and has no part in that. Ctrl-C ends it
+with what was measured so far.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -71,7 +73,7 @@ def main() -> None:
         line = ([*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else
                 command(folder, "run.device=cpu", *ENDLESS))
         saved, ended = [], []
-        with (Processes() if words and torch.cuda.is_available() else ForkServer()) as server:
+        with (Processes() if words and torch.cuda.is_available() else ForkServer()) as server, suppress(KeyboardInterrupt):
             for how in islice(cycle((signal.SIGTERM, signal.SIGUSR1)), options.stops):
                 at, end = stop_once(server, line, folder, how, draw.uniform(0, options.within))
                 saved += [at] if at is not None else []
@@ -79,8 +81,10 @@ def main() -> None:
                 if options.json:  # each time: what is measured outlives a job that is killed
                     options.json.write_text(json.dumps({"saved": saved, "ended": ended}, indent=1))
         print(f"{len(ended)} stops by SIGTERM and SIGUSR1, each ended with 75 and with the last step's checkpoint")
-        print(told("signal to saved checkpoint", saved), f"  ({len(saved)} with something new to save)")
-        print(told("signal to the process's end", ended))
+        if saved:
+            print(told("signal to saved checkpoint", saved), f"  ({len(saved)} with something new to save)")
+        if ended:
+            print(told("signal to the process's end", ended))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

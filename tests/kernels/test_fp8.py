@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import interpreted
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -31,6 +31,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @settings(max_examples=60, deadline=None)
+@example(3, 1, -88, False, 1)  # a row next to the smallest scale
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(-90, 90), st.booleans(), st.integers(0, 2**31))
 def test_a_number_keeps_its_sign_and_three_bits_wherever_its_row_lies(rows, width, magnitude, powers, seed):
     draw = torch.Generator().manual_seed(seed)
@@ -43,7 +44,7 @@ def test_a_number_keeps_its_sign_and_three_bits_wherever_its_row_lies(rows, widt
     assert (found * x >= 0).all()
     largest = x.abs().amax(1, keepdim=True)
     assert (scales * 448 >= largest * 0.9999).all()
-    assert (scales * 448 <= largest * (2 if powers else 1) * 1.0001).all()
+    assert (scales * 448 <= largest.clamp(min=fp8.SMALLEST * 448) * (2 if powers else 1) * 1.0001).all()
     if powers:
         assert torch.equal(torch.frexp(scales)[0], torch.full_like(scales, 0.5))
         again, scales_again = fp8.quantize_rows(found, powers)

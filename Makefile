@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# On a machine without an NVIDIA driver plain `torch` would bring gigabytes of CUDA libraries, so the CPU build goes first.
+# torch goes first: on a machine without an NVIDIA driver the CPU build, where pip's index has one. PyPI's brings gigabytes of CUDA
+# libraries; PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
 .PHONY: help setup quickstart test check lint audit format clean
@@ -19,7 +20,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, about two minutes on two CPU cores
+quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, half a minute on two CPU cores
 	$(BIN)/python -m fxtune +recipe=quickstart
 
 test: setup  ## Run all tests that need no GPU

@@ -53,7 +53,7 @@ words
 {words}
 
 examples
-  fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in two minutes
+  fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in half a minute
   fxtune preview +recipe=quickstart                    look at the samples first
   fxtune verify +recipe=quickstart --loss              is every technique on, is the loss right?
   fxtune +recipe=quickstart optimizer.lr=1e-3          change any key of the recipe

@@ -21,7 +21,7 @@ README = TEXTS["README.md"]
 def commands(text: str) -> list[str]:
     """Every `fxtune ...` or `python -m fxtune ...` line of a document's code blocks, without its comment."""
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL))
-    lines = [line.split("  #")[0].strip() for line in blocks.splitlines()]
+    lines = [line.split("  #")[0].strip() for line in re.sub(r"\\\n *", "", blocks).splitlines()]
     return [line.removeprefix("python -m ") for line in lines if line.startswith(("fxtune ", "python -m fxtune "))]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_it_goes_on_from_the_best_of_each_axis_and_writes_what_differs(cwd, benc
         "defaults": ["quickstart", "_self_"], "model": None, "data": None,
         "train": {"micro_batch_size": 2}, "techniques": {"attention": {"backend": "eager"}}}
     for part in ("fxtune tune +recipe=quickstart", "python -m fxtune +recipe=quickstart_tuned", ground.facts.device_name,
-                 "1,560 tokens/s", "peak 1.50 GiB", f"torch {torch.__version__}", "# @package _global_"):
+                 "1,560 tokens/s", "peak 1.50 GiB", f"torch {metadata.version('torch')}", "# @package _global_"):
         assert part in text
     # the best was measured 1 + REPEATS times, and the compiler was tried on top of the better attention
     eager = "techniques.attention.backend=eager"

@@ -494,22 +494,22 @@ def seconds_of(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_help_comes_within_a_second_because_nothing_heavy_is_imported(cwd):
+def test_help_comes_at_once_because_nothing_heavy_is_imported(cwd):
     script = ("import sys; from fxtune.__main__ import main; main(['--help']); main(['recipes']); "
               "print({'torch', 'hydra', 'yaml'} & {*sys.modules})")
     done, seconds = seconds_of(lambda: fxtune("-c", script, cwd=cwd))
     assert "+recipe=quickstart" in done.stdout
     assert done.stdout.endswith("set()\n")
-    assert seconds < 1
+    assert seconds < seconds_of(lambda: fxtune("-c", "import torch", cwd=cwd))[1] / 2
 
 
-def test_a_mistake_ends_within_four_seconds_before_a_model_is_touched(cwd):
+def test_a_mistake_ends_in_little_more_than_torch_takes_before_a_model_is_touched(cwd):
     script = ("import sys; from fxtune.__main__ import main; code = main(['+recipe=quickstart', 'optimizer.lrr=1']); "
               "print({'transformers', 'peft', 'datasets', 'wandb'} & {*sys.modules}); sys.exit(code)")
     done, seconds = seconds_of(lambda: fxtune("-c", script, cwd=cwd))
     assert (done.returncode, done.stdout) == (2, "set()\n")
     assert done.stderr == "fxtune: on the command line: unknown key `optimizer.lrr`; did you mean `optimizer.lr`?\n"
-    assert seconds < 4
+    assert seconds < 2 * seconds_of(lambda: fxtune("-c", "import torch", cwd=cwd))[1]
 
 
 def test_the_module_is_the_command(cwd):

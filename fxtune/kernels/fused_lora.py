@@ -167,14 +167,13 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
         kept = x.new_empty(0), x.new_empty(0), x.new_empty(0)
         for rows in _tiles(len(x), tiles):
             gate_up, xa = first.apart(_rows(x[rows]))
-            p = gated(act, gate_up, (xa, first.b), spaced(x, len(xa), gate_up.shape[1] // 2))
+            p = gated(act, gate_up, (xa, first.b), second.space(len(xa)))
             if not keep:
                 del gate_up
-            product, pa = second.apart(p, y[rows])
-            added(product, pa, second.b.t(), y[rows], None if residual is None else _rows(residual[rows]))
+            _, pa = second.whole(p, None if residual is None else _rows(residual[rows]), y[rows], room=True)
             if keep:
                 kept = gate_up, xa, pa
-            del p, product  # or they would still be there when the next tile's are made
+            del p  # or it would still be there when the next tile's is made
         return y, *kept
 
 

@@ -7,10 +7,10 @@ a multiple of ALIGN. A bias of the frozen linears is one more column of B, oppos
 
 What a kind of base does (`Base`; fused_lora.py calls nothing else of it). For a group whose result is read as it is:
 
-    whole(x)                        -> x W^T + xa B^T, xa = x A^T      [rows, out] and [rows, R]
-    whole_backward(dy)              -> dy W + dyb A,   dyb = dy B      [rows, in] and [rows, R]
+    whole(x, residual)              -> x W^T + xa B^T + residual, xa = x A^T       [rows, out] and [rows, R]
+    whole_backward(dy)              -> dy W + dyb A, dyb = dy B                    [rows, in] and [rows, R]
 
-Around a gated activation, whose kernels add the adapters' second half in passing (kernels/gated.py):
+Beside a gated activation, whose kernels add the adapters' second half in passing (kernels/gated.py):
 
     apart(x)                        -> x W^T, x A^T
     apart_backward(dy)              -> dy W, dy B
@@ -32,11 +32,14 @@ nf4/..., int8/...   quantized.packed() of each sibling      with W dequantised f
 fp8             lora_fp8.py                                 two fp8 operands, B added to y afterwards
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
-[dy | dy B] M[:, :in] is dx: B costs no pass over y. Where second halves come in passing, the first ones are what rides along:
-x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more, and in front of
-a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free. The frozen parameters of the
-model are views of M (weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see: nobody
-reads them but a call that has just written them.
+[dy | dy B] M[:, :in] is dx: B costs no pass over y. That one rounding is why results are always made so: a result in bfloat16
+has no bits for what an adapter adds in its first steps, and a sum of the two loses it (or, with the residual stream in it, has it
+decide ties, so that it acts by more than its size). Where second halves come in passing, in float32 too, the first ones are what
+rides along: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more, and
+in front of a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free. So it is with
+gradients, whose last bits no sum is waiting for, where dy is narrower than dx. The frozen parameters of the model are views of M
+(weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see: nobody reads them but a call
+that has just written them.
 """
 
 from __future__ import annotations
@@ -59,14 +62,6 @@ operators: a compiled graph has it as a constant of each call, and two models of
 def is_dense(kind: str) -> bool:
     """Whether a group of this kind has its weights in 16 or 32 bits."""
     return kind in (DENSE, DENSE_CUTE)
-
-
-def rides(kind: str, inner: int, out: int, bias: bool) -> bool:
-    """Whether whole() has B in the product, in place of a pass over y that adds it.
-
-    A copy of x beside xa, or that pass: by what is the narrower. A bias is opposite ones that x A^T, taken in passing, lacks.
-    """
-    return is_dense(kind) and (out > inner or bias)
 
 
 @torch.no_grad()
@@ -134,10 +129,15 @@ class Base:
         operand, dyb = self.operand(dy, self.b)
         return self.backward(operand, None, out), dyb
 
-    def whole(self, x: Tensor, residual: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """x W^T + xa B^T, [rows, out], and xa. `residual`, of the former's shape, is added to it: only where not rides()."""
-        operand, xa = self.operand(x, self.a.t())
-        return added(self.forward(operand, None), xa, self.b.t(), residual=residual), xa
+    def space(self, rows: int) -> Tensor:
+        """Where an x [rows, in] may be put for whole() to read with `room`."""
+        return spaced(self.a, rows, self.adapters.inner)
+
+    def whole(self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None,
+              room: bool = False) -> tuple[Tensor, Tensor]:
+        """x W^T + xa B^T + residual, [rows, out], written to `out` where it is given, and xa. `room`: as for whole_backward()."""
+        operand, xa = (self.beside if room else self.operand)(x, self.a.t())
+        return added(self.forward(operand, None, out), xa, self.b.t(), residual=residual), xa
 
     def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
         """dy W + dyb A, [rows, in], and dyb. `room`: between dy's rows may be some that is nobody's."""
@@ -187,19 +187,20 @@ class Dense(Base):
         buffer = x.as_strided((rows, whole), (whole, 1))
         return Operand(x, buffer), self.projected(x, factor, right=buffer[:, width:])
 
-    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return mm(operand.more, self.made[:self.out].t(), out, self.by)
+    def space(self, rows: int) -> Tensor:
+        return self.room(rows, self.inner)[1]
+
+    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None,
+                residual: Optional[Tensor] = None) -> Tensor:
+        return mm(operand.more, self.made[:self.out].t(), out, self.by, residual)
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
         return mm(operand.more, self.made[:, :self.inner], out, self.by)
 
-    def whole(self, x: Tensor, residual: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        if rides(DENSE, self.inner, self.out, bool(self.adapters.bias)):
-            assert residual is None
-            operand, xa = self.operand(x, self.a.t())
-            return self.forward(operand, xa), xa
-        product, xa = self.apart(x)
-        return added(product, xa, self.b.t(), product.new_empty(product.shape), residual), xa
+    def whole(self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None,
+              room: bool = False) -> tuple[Tensor, Tensor]:
+        operand, xa = (self.beside if room else self.operand)(x, self.a.t())
+        return self.forward(operand, xa, out, residual), xa
 
     def whole_backward(self, dy: Tensor, room: bool) -> tuple[Tensor, Tensor]:
         if room or self.inner > self.out or self.adapters.bias:  # with room there is no copy

@@ -1,6 +1,6 @@
 """Large products in 16 bits by one of two kernels: cuBLAS's, or quack's for Hopper, written in CuTe DSL.
 
-`mm(left, right, out, by)` is torch.mm, with a word for who multiplies. The large products of a model with frozen weights are
+`mm(left, right, out, by, plus)` is torch.mm, or torch.addmm, with a word for who multiplies. The large products of a model with frozen weights are
 three quarters of a step's time, and cuBLAS's choice for them is not the fastest kernel that there is. On an H200 in bfloat16,
 16,384 rows, the card at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B model's layer with
 room for adapters of rank 16, forward and their dx):
@@ -51,17 +51,19 @@ _READY: set[tuple[torch.device, torch.dtype]] = set()
 """What prepare() has compiled for."""
 
 
-def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS) -> Tensor:
-    """left right, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` where it is given.
+def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS, plus: Optional[Tensor] = None) -> Tensor:
+    """left right + plus, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` where given.
 
-    Rows may lie apart; `right` may be a transpose. `by`: CUBLAS, or CUTE for products that it serves, for which prepare() was
-    called. Autograd is not told of it.
+    Rows may lie apart; `right` may be a transpose. `plus` [rows, columns]: added before the result is rounded, once; not `out`.
+    `by`: CUBLAS, or CUTE for products that it serves, for which prepare() was called. Autograd is not told of it.
     """
     if by == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out
-        if served(left, right, out):
-            torch.ops.fxtune.cute_mm(left, right, out)
+        if served(left, right, out, plus):
+            torch.ops.fxtune.cute_mm(left, right, out, plus)
             return out
+    if plus is not None:
+        return torch.addmm(plus, left, right) if out is None else torch.addmm(plus, left, right, out=out)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
@@ -70,25 +72,26 @@ FARTHEST = 2**31
 more than 32 bits there has not been shown."""
 
 
-def served(left: Tensor, right: Tensor, out: Tensor) -> bool:
+def served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> bool:
     """Whether this product is one for the CuTe kernel: on a card that it is for, in 16 bits, large, and readable by it.
 
     The copy engine of Hopper (TMA) moves boxes whose first dimension is contiguous and whose rows begin on 16 bytes. It writes
     whole 16 bytes, so that the end of a row which is no multiple of them would spill into what lies behind it.
     """
     (rows, inner), columns = left.shape, right.shape[1]
-    if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, out.dtype} != {left.dtype}:
+    results = [out] if plus is None else [out, plus]
+    if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, *(one.dtype for one in results)} != {left.dtype}:
         return False
     if rows < LEAST_ROWS or min(inner, columns) < LEAST_SIZE:
         return False
-    if max(size * stride for one in (left, right, out) for size, stride in zip(one.shape, one.stride(), strict=True)) >= FARTHEST:
+    if max(size * stride for one in (left, right, *results) for size, stride in zip(one.shape, one.stride(), strict=True)) >= FARTHEST:
         return False
     processors = processors_of(left.device)
     if not processors or filled(rows, columns, processors) < FULL:
         return False
     if columns * out.itemsize % 16:
         return False
-    return _readable(left) and _readable(out) and (_readable(right) or _readable(right.t()))
+    return _readable(left) and all(_readable(one) for one in results) and (_readable(right) or _readable(right.t()))
 
 
 def filled(rows: int, columns: int, processors: int) -> float:
@@ -112,7 +115,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     """Compile the CuTe kernel for products of `dtype`, or load it from disk, and see that it multiplies.
 
     To be called before a product is asked for, since neither a recording of CUDA graphs nor a clock should have that in it: some
-    seconds for each of two kernels the first time, then milliseconds. They are kept in QUACK_CACHE_DIR where that is set, else in
+    seconds for each of three kernels the first time, then milliseconds. They are kept in QUACK_CACHE_DIR where that is set, else in
     `cache`; quack's own default is a folder under /tmp that others may write to.
 
     Raises whatever the package and its compiler do, and RuntimeError where the product is wrong.
@@ -126,40 +129,41 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     draw = torch.Generator(device).manual_seed(0)  # of its own: random state is left as it is
     left, wide, tall = (torch.randn(size, generator=draw, device=device).to(dtype)[:, :width] for size, width in (
         ((600, 1064), 1056), ((1056, 784), 776), ((776, 1064), 1056)))
-    out = torch.empty(600, 784, dtype=dtype, device=device)[:, :776]
-    for right in (wide, tall.t()):
-        by_quack(left, right, out.fill_(float("nan")))
+    out, stream = torch.empty(2, 600, 784, dtype=dtype, device=device)[..., :776].unbind()
+    stream.copy_(left[:, :776])
+    for right, plus in ((wide, None), (tall.t(), None), (tall.t(), stream)):
+        by_quack(left, right, out.fill_(float("nan")), plus)
         with torch.autocast(device.type, enabled=False):
-            exact = left.float() @ right.float()
+            exact = left.float() @ right.float() + (0 if plus is None else plus.float())
         off = ((out.float() - exact).norm() / exact.norm()).item()
         if not off < 1e-2:
             raise RuntimeError(f"its product is {off:.1e} from float32's")
     _READY.add((device, dtype))
 
 
-def by_quack(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left right to `out` by the CuTe kernel. For what served() allows, or as aligned as that."""
+def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
+    """Write left right + plus to `out` by the CuTe kernel. For what served() allows, or as aligned as that."""
     if (left.device, left.dtype) not in _READY and left.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the CuTe matmul would be compiled while a CUDA graph is recorded: call matmul.prepare() first")
     from quack.gemm import gemm
 
     # detach: what is exported to it must not ask for a gradient. b_kn: the right factor is [k, columns], as torch has it.
-    gemm(left.detach(), right.detach(), out.detach(), None, None, *TILE, *CLUSTER, pingpong=False, persistent=True,
+    gemm(left.detach(), right.detach(), out.detach(), None if plus is None else plus.detach(), None, *TILE, *CLUSTER, pingpong=False, persistent=True,
          is_dynamic_persistent=False, b_kn=True)
 
 
-torch.library.define("fxtune::cute_mm", "(Tensor left, Tensor right, Tensor(a!) out) -> ()")
+torch.library.define("fxtune::cute_mm", "(Tensor left, Tensor right, Tensor(a!) out, Tensor? plus=None) -> ()")
 torch.library.impl("fxtune::cute_mm", "cuda")(by_quack)
 
 
 @torch.library.impl("fxtune::cute_mm", "cpu")
-def reference(left: Tensor, right: Tensor, out: Tensor) -> None:
+def reference(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
     """The same by torch."""
-    torch.mm(left, right, out=out)
+    mm(left, right, out, CUBLAS, plus)
 
 
 @torch.library.register_fake("fxtune::cute_mm")
-def _(left: Tensor, right: Tensor, out: Tensor) -> None:
+def _(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
     assert out.shape == (left.shape[0], right.shape[1])
 
 

@@ -71,6 +71,13 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
         # and no further from float32 than cuBLAS, whose rounding of the result is the same
         assert reference.relative(found[at], exact) <= 1.01 * reference.relative((left[at] @ right), exact)
         assert torch.isfinite(found).all()
+        plus = drawn(rows, right.shape[1], right.shape[1] + 8, dtype)
+        for by in (CUTE, matmul.CUBLAS):
+            total = mm(left, right, into.fill_(float("nan")), by, plus)
+            assert torch.equal(total, mm(left, right, torch.empty_like(into), by, plus))
+            away = (total[at] == (exact + plus[at].float()).to(dtype)).float().mean()  # rounded once, and not twice
+            assert away > 0.98, (by, away)
+            assert torch.isfinite(total).all()
 
 
 def test_more_numbers_than_int32_can_count(monkeypatch):

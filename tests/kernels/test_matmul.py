@@ -56,8 +56,8 @@ def by_op(monkeypatch):
     """[rows, inner, columns] of each product that the CuTe kernel is given, inside of operators too."""
     seen, real = [], matmul.served
 
-    def watched(left, right, out):
-        if taken := real(left, right, out):
+    def watched(left, right, out, plus=None):
+        if taken := real(left, right, out, plus):
             seen.append((*left.shape, right.shape[1]))
         return taken
 
@@ -71,9 +71,10 @@ def quack(monkeypatch):
     calls = []
 
     def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, *, pingpong, persistent, is_dynamic_persistent, b_kn):
-        assert (C, semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, None, True, False, False)
-        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride()))
-        D.copy_(A.float() @ B.float())
+        assert (semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, True, False, False)
+        assert C is None or (C.shape, C.requires_grad) == (D.shape, False)
+        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride(), C is not None))
+        D.copy_(A.float() @ B.float() + (0 if C is None else C.float()))
 
     top, inner, cache = ModuleType("quack"), ModuleType("quack.gemm"), ModuleType("quack.cache")
     inner.gemm, cache.CACHE_DIR, top.cache, top.gemm = gemm, None, cache, inner
@@ -114,6 +115,10 @@ def test_what_the_kernel_serves(monkeypatch, change, taken):
     right = drawn(columns, inner, dtype=dtype).t() if known["across"] else drawn(inner, columns, dtype=dtype)
     assert served(left, right, out) == taken
     assert not served(left, right, torch.empty(rows, columns, dtype=torch.float64))
+    assert served(left, right, out, torch.empty_like(out)) == taken
+    for plus in (torch.empty(rows, columns, dtype=torch.float64), torch.empty(rows, columns + 4, dtype=dtype)[:, 4:],
+                 torch.empty(columns, rows, dtype=dtype).t()):
+        assert not served(left, right, out, plus)
 
 
 def test_a_product_is_one_to_whoever_looks(small):
@@ -125,6 +130,13 @@ def test_a_product_is_one_to_whoever_looks(small):
         mm(x, w)
     assert (mode.found, found is out) == ([(20, 32, 24)], True)
     torch.testing.assert_close(out, x @ w, rtol=0, atol=0)
+    plus = drawn(20, 24)
+    with Calls() as mode:
+        both = [mm(x, w, into, by, plus) for by in (CUTE, CUBLAS) for into in (None, torch.empty_like(out))]
+    assert mode.found == [(20, 32, 24)] * 2
+    exact = x.double() @ w.double() + plus.double()
+    for one in both:
+        assert (one == exact.bfloat16()).float().mean() > 0.99  # rounded once; but for sums in another order, next to a tie
     with FlopCounterMode(display=False) as counted:
         mm(x, w, by=CUTE)
     assert counted.get_total_flops() == 2 * 20 * 32 * 24
@@ -162,7 +174,7 @@ def test_an_mlps_products_are_all_the_kernels(small, by_op, tiles):
     with torch.autocast("cpu", torch.bfloat16):
         y = lora_mlp(x, a + a_down, b + b_down, [up], [down], [1.0] * 3, DENSE_CUTE, DENSE_CUTE, tiles=tiles)
     rows = 32 // tiles
-    forward = [(rows, 32, 112), (rows, 48, 48)]  # with the adapters' first halves as more columns
+    forward = [(rows, 32, 112), (rows, 64, 32)]  # the adapters' first halves are more columns, or their second ones more rows
     assert by_op == forward * tiles
     by_op.clear()
     y.float().sum().backward()
@@ -190,15 +202,16 @@ def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folde
     state = torch.random.get_rng_state()
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert str(tmp_path) == quack.cache.CACHE_DIR
-    assert [call[:7] for call in quack.calls] == [(256, 192, 1, 2, False, True, False)] * 2
-    assert [call[7:] for call in quack.calls] == [((1064, 1), (784, 1)), ((1064, 1), (1, 1064))]  # both orders in memory
+    assert [call[:7] for call in quack.calls] == [(256, 192, 1, 2, False, True, False)] * 3
+    assert [call[7:] for call in quack.calls] == [((1064, 1), (784, 1), False), ((1064, 1), (1, 1064), False),  # both orders in memory
+                                                     ((1064, 1), (1, 1064), True)]
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
-    assert len(quack.calls) == 2
+    assert len(quack.calls) == 3
     assert torch.equal(state, torch.random.get_rng_state())
     quack.cache.CACHE_DIR = "/the/users/own"
     with torch.autocast("cpu", torch.bfloat16):
         matmul.prepare(torch.device("cpu"), torch.float16, tmp_path)
-    assert (quack.cache.CACHE_DIR, len(quack.calls)) == ("/the/users/own", 4)
+    assert (quack.cache.CACHE_DIR, len(quack.calls)) == ("/the/users/own", 6)
 
 
 def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):

@@ -50,8 +50,8 @@ def twice(stream):
     (lambda stream: stream + mlp(stream) + mlp(stream + 1), 2),
     (lambda stream: (stream * 3 + mlp(stream)).relu(), 1),
     (lambda stream: stream + linear(stream), 1), (lambda stream: stream + mlp(stream + linear(stream)), 2),
-    (lambda stream: stream + linear(stream, bias=True), 0),  # rides in the matmul
-    (lambda stream: torch.cat([stream, stream], -1) + linear(stream, 2 * HIDDEN), 0),  # likewise
+    (lambda stream: stream + linear(stream, bias=True), 1),
+    (lambda stream: torch.cat([stream, stream], -1) + linear(stream, 2 * HIDDEN), 1),
     (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
     (lambda stream: stream + mlp(stream).relu(), 0), (lambda stream: stream + mlp(stream) * 0.5, 0),
     (twice, 0),  # what the MLP made is read by others, too

@@ -235,10 +235,14 @@ def test_fused_adapters_hand_their_projections_out_turned(family, at_once, polic
 
 
 def seen_by(monkeypatch, name):
-    """(columns, numbers between rows) of what a method of the frozen weights is given."""
+    """(columns, numbers between rows) of the gradients that a method of the frozen weights is given."""
     own, found = getattr(Dense, name), []
-    monkeypatch.setattr(Dense, name, lambda self, x, factor: found.append((x.shape[1], x.stride(0) - x.shape[1])) or own(
-        self, x, factor))
+
+    def method(self, x, factor):
+        found.extend([(x.shape[1], x.stride(0) - x.shape[1])] if factor is self.b else [])
+        return own(self, x, factor)
+
+    monkeypatch.setattr(Dense, name, method)
     return found
 
 

@@ -101,8 +101,8 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
 
 
 def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None) -> Tensor:
-    """y + narrow factor + residual: `y` and `residual` [rows, width] with contiguous rows, `narrow` [rows, R], `factor`
-    [R, width].
+    """y + narrow factor + residual, rounded after each of the two sums: `y` and `residual` [rows, width] with contiguous rows,
+    `narrow` [rows, R], `factor` [R, width].
 
     In place, or written to `out` of y's shape, which may be y.
     """
@@ -111,10 +111,8 @@ def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None,
         from fxtune.kernels.lora_triton import add as launch
 
         return launch(y, narrow, factor, into, residual)
-    if residual is None:
-        return torch.addmm(y, narrow, factor, out=into)
-    whole = y.float() if y.dtype.itemsize == 2 else y  # added up and rounded once, as the kernel does
-    return into.copy_(torch.addmm(whole, narrow.to(whole.dtype), factor.to(whole.dtype)).add_(residual))
+    torch.addmm(y, narrow, factor, out=into)
+    return into if residual is None else into.add_(residual)
 
 
 class Sums:

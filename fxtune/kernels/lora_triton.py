@@ -115,7 +115,10 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
 
 
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
-    """Write y + t F + residual to `out`, which may be y, added in float32 and rounded once; out is returned.
+    """Write y + t F, added in float32 and rounded, to `out`, which may be y; out is returned.
+
+    `residual`: is added to that, and the sum rounded again, as another operator would. Were it rounded once, with a y that has
+    been rounded before, then sums of y and residual that are ties would be decided by t F however small it is.
 
     `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any
     strides.
@@ -319,5 +322,6 @@ def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_acros
         t = tl.load(t_ptr + row * t_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
         total = y.to(tl.float32) + tl.dot(t, factor)
         if MORE:
-            total += tl.load(more_ptr + row * more_stride + column, mask=inside, other=0.0).to(tl.float32)
+            more = tl.load(more_ptr + row * more_stride + column, mask=inside, other=0.0)
+            total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + more.to(tl.float32)
         tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)

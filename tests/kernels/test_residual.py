@@ -102,11 +102,13 @@ def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
     assert max(found) == 2
 
 
-def test_in_bfloat16_the_sum_is_rounded_once():
+def test_in_bfloat16_sums_apart_from_a_product_are_rounded_as_two_operators_do():
+    """Rounded once, the adapters' share would decide each tie of y + stream, which many are, however small it is."""
     draw = torch.Generator().manual_seed(0)
     y, stream, narrow, factor = (torch.randn(*shape, generator=draw).bfloat16()
                                  for shape in ((512, 64), (512, 64), (512, 16), (16, 64)))
-    exact = y.float() + narrow.float() @ factor.float() + stream.float()
+    whole = (y.float() + narrow.float() @ factor.float()).bfloat16() + stream
     found = lora_adapters.add(y, narrow, factor, torch.empty_like(y), stream)
-    assert (found == exact.bfloat16()).float().mean() > 0.999  # but for sums in another order, next to a tie
-    assert (found.float() - exact).abs().max() < 1.01 * 2.0**-8 * exact.abs().max()
+    assert (found == whole).float().mean() > 0.999  # but for sums in another order, next to a tie
+    nothing = lora_adapters.add(y, narrow, 1e-6 * factor, torch.empty_like(y), stream)
+    assert torch.equal(nothing, y + stream)

@@ -1,7 +1,7 @@
 """Large products in 16 bits by one of two kernels: cuBLAS's, or quack's for Hopper, written in CuTe DSL.
 
-`mm(left, right, out, by, plus)` is torch.mm, or torch.addmm, with a word for who multiplies. The large products of a model with frozen weights are
-three quarters of a step's time, and cuBLAS's choice for them is not the fastest kernel that there is. On an H200 in bfloat16,
+`mm(left, right, out, by, plus)` is torch.mm, or torch.addmm, with a word for who multiplies. The large products of a model with
+frozen weights are three quarters of a step's time, and cuBLAS's choice for them is not the fastest kernel there. On an H200, bfloat16,
 16,384 rows, the card at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B model's layer with
 room for adapters of rank 16, forward and their dx):
 
@@ -84,7 +84,8 @@ def served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = No
         return False
     if rows < LEAST_ROWS or min(inner, columns) < LEAST_SIZE:
         return False
-    if max(size * stride for one in (left, right, *results) for size, stride in zip(one.shape, one.stride(), strict=True)) >= FARTHEST:
+    if any(size * stride >= FARTHEST for one in (left, right, *results)
+           for size, stride in zip(one.shape, one.stride(), strict=True)):
         return False
     processors = processors_of(left.device)
     if not processors or filled(rows, columns, processors) < FULL:
@@ -115,7 +116,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     """Compile the CuTe kernel for products of `dtype`, or load it from disk, and see that it multiplies.
 
     To be called before a product is asked for, since neither a recording of CUDA graphs nor a clock should have that in it: some
-    seconds for each of three kernels the first time, then milliseconds. They are kept in QUACK_CACHE_DIR where that is set, else in
+    seconds for each of three kernels the first time, then milliseconds. They are kept in QUACK_CACHE_DIR where it is set, else in
     `cache`; quack's own default is a folder under /tmp that others may write to.
 
     Raises whatever the package and its compiler do, and RuntimeError where the product is wrong.
@@ -148,8 +149,8 @@ def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = 
     from quack.gemm import gemm
 
     # detach: what is exported to it must not ask for a gradient. b_kn: the right factor is [k, columns], as torch has it.
-    gemm(left.detach(), right.detach(), out.detach(), None if plus is None else plus.detach(), None, *TILE, *CLUSTER, pingpong=False, persistent=True,
-         is_dynamic_persistent=False, b_kn=True)
+    gemm(left.detach(), right.detach(), out.detach(), None if plus is None else plus.detach(), None, *TILE, *CLUSTER,
+         pingpong=False, persistent=True, is_dynamic_persistent=False, b_kn=True)
 
 
 torch.library.define("fxtune::cute_mm", "(Tensor left, Tensor right, Tensor(a!) out, Tensor? plus=None) -> ()")

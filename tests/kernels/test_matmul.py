@@ -73,7 +73,8 @@ def quack(monkeypatch):
     def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, *, pingpong, persistent, is_dynamic_persistent, b_kn):
         assert (semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, True, False, False)
         assert C is None or (C.shape, C.requires_grad) == (D.shape, False)
-        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride(), C is not None))
+        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride(),
+                      C is not None))
         D.copy_(A.float() @ B.float() + (0 if C is None else C.float()))
 
     top, inner, cache = ModuleType("quack"), ModuleType("quack.gemm"), ModuleType("quack.cache")
@@ -203,8 +204,8 @@ def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folde
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert str(tmp_path) == quack.cache.CACHE_DIR
     assert [call[:7] for call in quack.calls] == [(256, 192, 1, 2, False, True, False)] * 3
-    assert [call[7:] for call in quack.calls] == [((1064, 1), (784, 1), False), ((1064, 1), (1, 1064), False),  # both orders in memory
-                                                     ((1064, 1), (1, 1064), True)]
+    assert [call[7:] for call in quack.calls] == [  # both orders in memory, and with a third tensor
+        ((1064, 1), (784, 1), False), ((1064, 1), (1, 1064), False), ((1064, 1), (1, 1064), True)]
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert len(quack.calls) == 3
     assert torch.equal(state, torch.random.get_rng_state())

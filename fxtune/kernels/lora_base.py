@@ -33,13 +33,13 @@ fp8             lora_fp8.py                                 two fp8 operands, B 
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
 [dy | dy B] M[:, :in] is dx: B costs no pass over y. That one rounding is why results are always made so: a result in bfloat16
-has no bits for what an adapter adds in its first steps, and a sum of the two loses it (or, with the residual stream in it, has it
-decide ties, so that it acts by more than its size). Where second halves come in passing, in float32 too, the first ones are what
-rides along: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more, and
-in front of a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free. So it is with
-gradients, whose last bits no sum is waiting for, where dy is narrower than dx. The frozen parameters of the model are views of M
-(weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see: nobody reads them but a call
-that has just written them.
+has no bits for what an adapter adds in its first steps, and a sum of the two loses it (or, with the residual stream in it, has
+it decide ties, so that it acts by more than its size). Where second halves come in passing, in float32 too, the first ones are
+what rides along: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once
+more, and in front of a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free.
+Gradients of a group no narrower out than in are made so, too, for speed, and have A added afterwards. The frozen parameters
+of the model are views of M (weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see:
+nobody reads them but a call that has just written them.
 """
 
 from __future__ import annotations

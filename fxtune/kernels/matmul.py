@@ -1,9 +1,9 @@
 """Large products in 16 bits by one of two kernels: cuBLAS's, or quack's for Hopper, written in CuTe DSL.
 
 `mm(left, right, out, by, plus)` is torch.mm, or torch.addmm, with a word for who multiplies. The large products of a model with
-frozen weights are three quarters of a step's time, and cuBLAS's choice for them is not the fastest kernel there. On an H200, bfloat16,
-16,384 rows, the card at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B model's layer with
-room for adapters of rank 16, forward and their dx):
+frozen weights are three quarters of a step's time, and cuBLAS's choice for them is not the fastest there is. On an H200, in
+bfloat16, 16,384 rows, the card at its limit of 700 W for a minute, kernels in turn, milliseconds (the linears of an 8B model's
+layer with room for adapters of rank 16, forward and their dx):
 
                      cuBLAS   256 x 192, 1 x 2   2 x 1   2 x 2   1 x 1   128 x 256, 1 x 2
     gate and up      5.95     5.65               5.81    5.87    5.94    6.00
@@ -54,8 +54,9 @@ _READY: set[tuple[torch.device, torch.dtype]] = set()
 def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS, plus: Optional[Tensor] = None) -> Tensor:
     """left right + plus, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` where given.
 
-    Rows may lie apart; `right` may be a transpose. `plus` [rows, columns]: added before the result is rounded, once; not `out`.
-    `by`: CUBLAS, or CUTE for products that it serves, for which prepare() was called. Autograd is not told of it.
+    Rows may lie apart; `right` may be a transpose. `plus` [rows, columns], not `out`: the CuTe kernel, and a CPU, adds it to sums
+    in float32 and rounds once; cuBLAS (of CUDA 13, on an H200) adds it to what it has rounded. `by`: CUBLAS, or CUTE for products
+    that it serves, for which prepare() was called. Autograd is not told of it.
     """
     if by == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out

@@ -4,9 +4,10 @@
 down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an adapter costs several passes
 over activations: dropout's and dtype's copies, a product that is added to the output, a scaled copy of it, and the same again
 backward. Here it costs what it must. Of a group x is read once more for x A^T and dy once more for dy B. Of an MLP over a dense
-base x and dy are not: there both ride in the frozen products as columns, and what adapters add is added by the activation's
-kernels, by down's product, or in one pass over something hidden_size wide. Gradients of A and B read x and dy once more. The
-frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses it.
+base x and dy are not: there both ride in the frozen products as columns, and only what down_proj reads is read once more. What
+adapters add is added by the activation's kernels, by down's product, or in one pass over something hidden_size wide. Gradients
+of A and B read x and dy once more. The frozen half, and how A and B ride along in its matmul, is lora_base.py; a `kind` chooses
+it.
 
 What is kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide. Of an MLP also gate_up, gate and
 up side by side, the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it in passing, and what

@@ -9,8 +9,10 @@ What a kind of base does (`Base`; fused_lora.py calls nothing else of it). For a
 
     whole(x, residual)              -> x W^T + xa B^T + residual, xa = x A^T       [rows, out] and [rows, R]
     whole_backward(dy)              -> dy W + dyb A, dyb = dy B                    [rows, in] and [rows, R]
+    space(rows)                     -> where an x can be put that whole() reads without a copy
+    projected(x, A)                 -> x A^T alone
 
-Beside a gated activation, whose kernels add the adapters' second half in passing (kernels/gated.py):
+Around a gated activation, whose kernels add the adapters' second half in passing (kernels/gated.py):
 
     apart(x)                        -> x W^T, x A^T
     apart_backward(dy)              -> dy W, dy B
@@ -32,14 +34,15 @@ nf4/..., int8/...   quantized.packed() of each sibling      with W dequantised f
 fp8             lora_fp8.py                                 two fp8 operands, B added to y afterwards
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, added up in float32 and rounded once, and
-[dy | dy B] M[:, :in] is dx: B costs no pass over y. That one rounding is why results are always made so: a result in bfloat16
-has no bits for what an adapter adds in its first steps, and a sum of the two loses it (or, with the residual stream in it, has
-it decide ties, so that it acts by more than its size). Where second halves come in passing, in float32 too, the first ones are
+[dy | dy B] M[:, :in] is dx. That one rounding is why results are always made so, though it takes a copy of an x that has no
+room beside its rows, which is more than a pass over y that adds (x A^T) B^T where x is the wider one: a result in bfloat16 has
+no bits for what an adapter adds in its first steps, and a sum of the two loses it (or, with the residual stream in it, has it
+decide ties, so that it acts by more than its size). Where second halves come in passing, in float32 too, the first ones are
 what rides along: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once
 more, and in front of a matmul over both it is a copy of x; what a matmul's last tile computes beyond W's columns is free.
-Gradients of a group no narrower out than in are made so, too, for speed, and have A added afterwards. The frozen parameters
-of the model are views of M (weight_views), so nothing is stored twice. Writing A and B into M is no effect that anyone can see:
-nobody reads them but a call that has just written them.
+Gradients take dy B so, too, where dy is no narrower than dx, and (dy B) A is added in a pass: but where dy has room, or there
+is a bias. The frozen parameters of the model are views of M (weight_views), so nothing is stored twice. Writing A and B into M
+is no effect that anyone can see: nobody reads them but a call that has just written them.
 """
 
 from __future__ import annotations
@@ -119,13 +122,13 @@ class Base:
         """dy W + dyb A, [rows, in] in the compute dtype, written to `out` where it is given; without A where dyb is None."""
         raise NotImplementedError
 
-    def apart(self, x: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """x W^T and x A^T, for `x` [rows, in] with contiguous rows; the first in `out` [rows, out], or in rows that lie apart."""
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x W^T and x A^T, for `x` [rows, in] with contiguous rows; rows of the first may lie apart."""
         operand, xa = self.operand(x, self.a.t())
-        return self.forward(operand, None, out), xa
+        return self.forward(operand, None), xa
 
     def apart_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """dy W and dy B, for `dy` [rows, out]; `out` [rows, in], as in apart()."""
+        """dy W and dy B, for `dy` [rows, out]; the first in `out` [rows, in], where a kind has a use for it."""
         operand, dyb = self.operand(dy, self.b)
         return self.backward(operand, None, out), dyb
 
@@ -208,7 +211,7 @@ class Dense(Base):
         product, dyb = self.apart_backward(dy)
         return added(product, dyb, self.a, product.new_empty(product.shape)), dyb
 
-    def apart(self, x: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return _parted(mm(x, self.made[:, :self.inner].t(), by=self.by), self.out)
 
     def apart_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,14 @@ A card that draws all the power it may have is as fast as its work is frugal: wh
 chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups to a tile, a cluster of two tiles side by
 side that share the rows of the left factor, and a grid that stays (a program for each processor, tiles in turn). Sums are
 float32 in a fixed order: the same bits from run to run. Sizes and strides are no part of what is compiled, so there is one
-kernel for each dtype and order of the right factor in memory. Compiling takes seconds and is kept on disk (prepare()).
+kernel for each dtype and order of the right factor in memory, and one that adds a third tensor. Compiling takes seconds and is
+kept on disk (prepare()).
 
 `by` says what is wanted of large products; a small one, or one that the kernel cannot read, is cuBLAS's all the same (served()).
 It is an argument and no state of this module: models of one process may differ in it, and nobody has to remember to set it.
 
 The call of quack is an operator, `fxtune::cute_mm`, since what counts operations, traces with fake tensors or profiles
-must see a product there. On a CPU it is torch.mm, which is its reference.
+must see a product there. On a CPU it is torch's own product, which is its reference.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBL
     """left right + plus, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` where given.
 
     Rows may lie apart; `right` may be a transpose. `plus` [rows, columns], not `out`: the CuTe kernel, and a CPU, adds it to sums
-    in float32 and rounds once; cuBLAS (of CUDA 13, on an H200) adds it to what it has rounded. `by`: CUBLAS, or CUTE for products
-    that it serves, for which prepare() was called. Autograd is not told of it.
+    in float32 and rounds once, the kernel where `right` is a transpose; cuBLAS (of CUDA 13, on an H200) adds it to what it has
+    rounded. `by`: CUBLAS, or CUTE for products that it serves, for which prepare() was called. Autograd is not told of it.
     """
     if by == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out
@@ -93,7 +94,8 @@ def served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = No
         return False
     if columns * out.itemsize % 16:
         return False
-    return _readable(left) and all(_readable(one) for one in results) and (_readable(right) or _readable(right.t()))
+    factor = _readable(right.t()) or (plus is None and _readable(right))
+    return _readable(left) and all(_readable(one) for one in results) and factor
 
 
 def filled(rows: int, columns: int, processors: int) -> float:

@@ -1,15 +1,15 @@
 """The residual stream is added where fused adapters write their result: a pass over the graph of a compiled layer.
 
 `residual + mlp(norm(residual))` is how a pre-norm decoder layer ends, and `residual + o_proj(...)` how its first half does. The
-last act of fused LoRA in it is a product, or a pass over something hidden_size wide that adds what adapters add
-(lora_adapters.add); adding the stream is another pass, over three such tensors. Where the product is quack's kernel (matmul.py),
-the stream is added to its float32 sums and all of it is rounded once: on random data the result is 1.66e-3 from float32's, where
-two roundings make 2.35e-3. cuBLAS and the pass round before they add it, as two operators would, so that numbers are what they
-were, and a tensor is read and written once less.
+last act of fused LoRA in it is quack's product (matmul.py), or over fp8, nf4 and int8 a pass over something hidden_size wide that
+adds what adapters add (lora_adapters.add); adding the stream is another pass, over three such tensors. quack's kernel adds it to
+its float32 sums and rounds once: on random data the result is 1.66e-3 from float32's, where two roundings make 2.35e-3. The pass
+rounds before it adds it, as two operators would, and saves one reading and one writing.
 
 The two are found in the graph that Inductor is about to write code for: after autograd, for which they stay what they were, and
-whatever the model's own code looks like. A norm in between (Gemma 2), a factor (Granite), another dtype (autocast over a
-float32 stream) and shapes that the compiler leaves open keep them apart, and so does eager mode.
+whatever the model's own code looks like. A norm in between (Gemma 2), a factor (Granite), another dtype (autocast over a float32
+stream) and shapes that the compiler leaves open keep them apart, and so does eager mode. So do products that cuBLAS does: torch
+would copy the stream to where the result goes first, and cuBLAS rounds before it adds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
+from fxtune.kernels import fused_lora  # noqa: F401  (its operators are named below)
+from fxtune.kernels.lora_base import DENSE
+
 _ADD = torch.ops.aten.add.Tensor
+_KIND: dict[Any, int] = {torch.ops.fxtune.lora_linear.default: 6, torch.ops.fxtune.lora_mlp.default: 7}
+"""Which argument of an operator says how the weights of its last product are stored, and who multiplies by them."""
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -80,8 +85,8 @@ def _fused(node: fx.Node) -> Optional[fx.Node]:
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
     made: Any = node.args[0]
-    ours = made.target in (torch.ops.fxtune.lora_linear.default, torch.ops.fxtune.lora_mlp.default)
-    return made if ours and made.args[-1] is None else None
+    kind = made.args[_KIND[made.target]] if made.target in _KIND else DENSE
+    return made if kind != DENSE and made.args[-1] is None else None
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

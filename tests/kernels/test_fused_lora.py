@@ -402,11 +402,11 @@ def test_gate_and_up_of_a_tile_are_gone_when_the_next_one_s_are_made(monkeypatch
     _, fused, _ = mlp(16, 40, [2, 3, 1])
     own, made, alive = Dense.apart, [], []
 
-    def apart(self, x, out=None):
+    def apart(self, x):
         alive.append(sum(one() is not None for one in made))
-        y, narrow = own(self, x, out)
+        y, narrow = own(self, x)
         assert narrow._base is None  # it would keep what y is a part of
-        made.extend([weakref.ref(y)] if out is None else [])
+        made.append(weakref.ref(y))
         return y, narrow
 
     monkeypatch.setattr(Dense, "apart", apart)
@@ -448,7 +448,7 @@ def test_the_triton_kernels_are_the_plain_ones():
 
 
 @pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])
-def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft):
+def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft, monkeypatch):
     """A result in bfloat16 plus an adapter's first steps is mostly that result: it has no smaller bits, so that what is less than
     half of its last one is lost, always. Over dense weights the sum is made before anything is rounded, that with the residual
     stream of compiled layers as well, and an update acts in the mean as it should: what it changes is held against what it would
@@ -491,8 +491,11 @@ def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft):
     last, zeros = [normal(inner, 16) * size], [torch.zeros_like(one) for one in b]
     p = F.silu(x.double() @ up[0].double().t()) * (x.double() @ up[1].double().t())
     exact = exactly(p, down, a[2], last[0]) - exactly(p, down, a[2], 0 * last[0])
-    for residual in (None, 2 * normal(2048, inner).bfloat16()):
-        def run(given, residual=residual):
-            return torch.ops.fxtune.lora_mlp(x, a, [*zeros, *given], *both, [1.0] * 3, "dense", "dense", "silu", False, 1,
+    stream = 2 * normal(2048, inner).bfloat16()
+    for residual, tiles in ((None, 1), (stream, 1), (stream, 3)):
+        def run(given, residual=residual, tiles=tiles):
+            return torch.ops.fxtune.lora_mlp(x, a, [*zeros, *given], *both, [1.0] * 3, "dense", "dense", "silu", False, tiles,
                                              residual)[0]
-        assert acting(run, last, exact) == pytest.approx(1, abs=0.03), residual is None
+        assert acting(run, last, exact) == pytest.approx(1, abs=0.03), (residual is None, tiles)
+    monkeypatch.setattr(Dense, "operand", None)
+    run(b[:0] + last)  # what down_proj reads is written where its product reads it, and not copied

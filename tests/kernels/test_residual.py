@@ -1,5 +1,5 @@
-"""The residual stream in the last pass of fused adapters: found in graphs, left alone where the sum is another, with the
-same numbers."""
+"""The residual stream in the last product or pass of fused adapters: found in graphs, left alone where the sum is another, with
+the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxtune.kernels import lora_adapters, residual
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.lora_base import augment
+from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment
 from fxtune.techniques.compile import Compile
 from fxtune.techniques.lora import Fused
 
@@ -30,14 +30,14 @@ WEIGHTS = {out: (drawn(out, HIDDEN), drawn(out)) for out in (HIDDEN, 2 * HIDDEN)
 UP, DOWN = augment([drawn(WIDE, HIDDEN), drawn(WIDE, HIDDEN)], [RANK] * 2), augment([drawn(HIDDEN, WIDE)], [RANK])
 
 
-def mlp(x):
-    return lora_mlp(x, A, B, [UP], [DOWN], [1.0] * 3)
+def mlp(x, kind=DENSE_CUTE):
+    return lora_mlp(x, A, B, [UP], [DOWN], [1.0] * 3, DENSE, kind)
 
 
-def linear(x, out=HIDDEN, bias=False):
+def linear(x, out=HIDDEN, bias=False, kind=DENSE_CUTE):
     weight, offset = WEIGHTS[out]
     made = augment([weight], [RANK], bias)
-    return lora_linear(x, [A[0]], [B[0][:1].expand(out, -1).contiguous()], [made], [1.0], bias=[offset] if bias else [])
+    return lora_linear(x, [A[0]], [B[0][:1].expand(out, -1).contiguous()], [made], [1.0], kind, [offset] if bias else [])
 
 
 def twice(stream):
@@ -52,6 +52,7 @@ def twice(stream):
     (lambda stream: stream + linear(stream), 1), (lambda stream: stream + mlp(stream + linear(stream)), 2),
     (lambda stream: stream + linear(stream, bias=True), 1),
     (lambda stream: torch.cat([stream, stream], -1) + linear(stream, 2 * HIDDEN), 1),
+    (lambda stream: stream + mlp(stream, DENSE), 0), (lambda stream: stream + linear(stream, kind=DENSE), 0),  # cuBLAS's product
     (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
     (lambda stream: stream + mlp(stream).relu(), 0), (lambda stream: stream + mlp(stream) * 0.5, 0),
     (twice, 0),  # what the MLP made is read by others, too
@@ -73,7 +74,7 @@ def test_only_a_sum_with_what_was_there_before_is_folded(layer, folds):
 
 def test_shapes_that_are_left_open_keep_them_apart():
     def layer(stream, *weights):
-        return stream + lora_mlp(stream, weights[:3], weights[3:6], weights[6:7], weights[7:], [1.0] * 3)
+        return stream + lora_mlp(stream, weights[:3], weights[3:6], weights[6:7], weights[7:], [1.0] * 3, DENSE, DENSE_CUTE)
 
     with torch.no_grad():
         graph = make_fx(layer, tracing_mode="symbolic")(torch.randn(2, 5, HIDDEN), *A, *B, UP, DOWN)

@@ -17,7 +17,7 @@ from fxtune.kernels import residual
 from fxtune.pipeline import Pipeline
 from fxtune.techniques.checkpointing import Policy
 from fxtune.techniques.compile import Compile
-from fxtune.techniques.lora import Fused, Lora
+from fxtune.techniques.lora import Fused, Lora, Matmul
 from fxtune.techniques.precision import Autocast, Precision
 
 GIB = 2**30
@@ -50,12 +50,16 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
 
 
 def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
-    """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew."""
+    """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew: by quack's products, not by cuBLAS's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found, fold = [], residual.fold
     monkeypatch.setattr(residual, "fold", lambda graph: found.append(fold(graph)) or found[-1])
-    reference.build(pipeline(Fused.on, True), "llama", reference.batch("llama"), lora=True)
-    assert max(found) == 2, found
+    for matmul in (Matmul.auto, Matmul.cublas):
+        found.clear()
+        made = pipeline(Fused.on, True)
+        made.lora.matmul = matmul
+        *_, notes = reference.build(made, LAYERS_OF_8B, reference.batch(LAYERS_OF_8B, (1500, 1500)), lora=True)
+        assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
 
 
 @pytest.mark.parametrize("options", [

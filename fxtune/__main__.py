@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-if (__name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir)
-        != os.path.dirname(os.path.dirname(os.path.realpath(__file__)))):
+if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir) != os.path.dirname(
+    os.path.dirname(os.path.realpath(__file__))
+):
     # `python -m` looks for modules in the working directory first: a wandb.py among somebody's data must not be imported.
     del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that start below
@@ -55,8 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfxtune: {stop}", file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:  # where signals are not ours to answer, as in a thread
-        print("\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.",
-              file=sys.stderr)
+        print(
+            "\nfxtune: interrupted. A run goes on from its newest checkpoint when the same command is given again.",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: nobody reads on, and that is fine
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,8 +73,10 @@ def _without_memory(error: MemoryError | RuntimeError) -> int:
     found = shortage(error)
     if found is None:
         raise error
-    told = HardwareError(f"This process was given no more memory ({found.why}). Free some, or raise its limit (`ulimit -v`, the "
-                         "container's, the batch job's).")
+    told = HardwareError(
+        f"This process was given no more memory ({found.why}). Free some, or raise its limit (`ulimit -v`, the "
+        "container's, the batch job's)."
+    )
     show(told)
     return told.exit_code
 
@@ -135,7 +140,9 @@ def _word(argv: list[str]) -> tuple[str, list[str]]:
     known = library.recipes()
     if argv[0] in known or argv[0].endswith(".yaml"):
         raise ConfigError(f"`{argv[0]}` is a recipe: fxtune +recipe={shlex.join([argv[0]])}")
-    raise ConfigError(f"fxtune has no word `{argv[0]}`{library.did_you_mean(argv[0], WORDS)} `fxtune --help` explains them.")
+    raise ConfigError(
+        f"fxtune has no word `{argv[0]}`{library.did_you_mean(argv[0], WORDS)} `fxtune --help` explains them."
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,7 +153,9 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: list[str], word: Word) -> tuple[argparse.Namespace, list[str]]:
     """The word's own flags, and Hydra's, less those that would let it read unvetted files (--config-dir and its like)."""
     what = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    bare = [i for i, text in enumerate(argv) if text in ("-i", "--info") and (argv[i + 1:i + 2] or ["-"])[0] not in what]
+    bare = [
+        i for i, text in enumerate(argv) if text in ("-i", "--info") and (argv[i + 1 : i + 2] or ["-"])[0] not in what
+    ]
     argv = ["--info=all" if i in bare else text for i, text in enumerate(argv)]
     parser = _Parser(prog="fxtune", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -203,7 +212,9 @@ def _call_hydra(task: Callable[[DictConfig], Any], argv: list[str]) -> None:
     def started(cfg: DictConfig) -> None:
         task(cfg)
 
-    started.__module__ = "__main__"  # so Hydra takes it for a script's; a package it would search for configs nobody vetted
+    started.__module__ = (
+        "__main__"  # so Hydra takes it for a script's; a package it would search for configs nobody vetted
+    )
     with _arguments(argv):
         try:
             hydra.main(config_path=None, config_name=ROOT, version_base="1.3")(started)()
@@ -224,7 +235,9 @@ class _Job:
     def __init__(self, word: Word, flags: dict[str, Any], multirun: bool = False, swept: frozenset[str] = frozenset()):
         self.word, self.flags, self.multirun, self.swept = word, flags, multirun, swept
         self.number = 0
-        self.failures: list[type[UserError]] = []  # not the errors: their tracebacks would keep each failed job's model in memory
+        self.failures: list[
+            type[UserError]
+        ] = []  # not the errors: their tracebacks would keep each failed job's model in memory
 
     def __call__(self, cfg: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -237,11 +250,15 @@ class _Job:
         try:
             config = typed(cfg)
             if self.word.reads_data and not config.data.sources:
-                raise ConfigError("data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
-                                  "or give data: 'data.sources=[{path: my.jsonl}]'")
+                raise ConfigError(
+                    "data.sources is empty: choose a recipe that has some (+recipe=quickstart), "
+                    "or give data: 'data.sources=[{path: my.jsonl}]'"
+                )
             if self.multirun:
                 overrides = list(HydraConfig.get().overrides.task)
-                title = title_of([text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number)
+                title = title_of(
+                    [text for text in overrides if text.lstrip("+").partition("=")[0] in self.swept], self.number
+                )
                 whole = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
                 plain = redact(json.loads(json.dumps(asdict(config))))  # as it is written to a run's folder
                 config.run.dir = str(place(whole / title, config.run.resume.value, plain))
@@ -316,7 +333,9 @@ def _complete_keys(program: str, rest: str, overrides: list[str]) -> None:
     from fxtune import config
 
     try:
-        choices = config.prepare([text for text in rest.split(" ")[:-1] if "=" in text], multirun=True, everything=True)
+        choices = config.prepare(
+            [text for text in rest.split(" ")[:-1] if "=" in text], multirun=True, everything=True
+        )
     except ConfigError:
         choices = config.prepare([], everything=True)  # a line that is half typed is no error: offer what is there
     os.environ["COMP_LINE"] = " ".join([program, *(choice.text for choice in choices), rest.split(" ")[-1]])

@@ -39,15 +39,20 @@ from fxtune.world import Facts
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 """What kernels/gated.py knows, by its names there."""
 _WHAT = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear": "single linears"}
-_GATED = re.compile(r"defforward\(self,(?P<x>\w+)(:[\w.]+)?\)(->[\w.]+)?:(?P<y>\w+)=self\.down_proj\(self\.(?P<act>\w+)\("
-                    r"self\.gate_proj\((?P=x)\)\)\*self\.up_proj\((?P=x)\)\)return(?P=y)$")
+_GATED = re.compile(
+    r"defforward\(self,(?P<x>\w+)(:[\w.]+)?\)(->[\w.]+)?:(?P<y>\w+)=self\.down_proj\(self\.(?P<act>\w+)\("
+    r"self\.gate_proj\((?P=x)\)\)\*self\.up_proj\((?P=x)\)\)return(?P=y)$"
+)
 """A gated MLP's forward without its spaces."""
 _TURNED = re.compile(
     "".join(rf"(?P<{x}>\w+)=self\.{x}_proj\(hidden_states\)\.view\(hidden_shape\)\.transpose\(1,2\)" for x in "qkv")
-    + r"cos,sin=position_embeddings(?P=q),(?P=k)=apply_rotary_pos_emb\((?P=q),(?P=k),cos,sin\)")
+    + r"cos,sin=position_embeddings(?P=q),(?P=k)=apply_rotary_pos_emb\((?P=q),(?P=k),cos,sin\)"
+)
 """The beginning of an attention that does nothing between its projections and RoPE, without its spaces."""
 
 
@@ -64,7 +69,9 @@ class Fusion:
 
     def told(self) -> str:
         parts = [f"{count} {_WHAT[name]}" for name, count in self.groups.items()]
-        return (", ".join(parts) or "none") + "".join(f"; {count} left to peft: {why}" for why, count in self.left.items())
+        return (", ".join(parts) or "none") + "".join(
+            f"; {count} left to peft: {why}" for why, count in self.left.items()
+        )
 
 
 def hindrance(facts: Facts) -> str | None:
@@ -78,8 +85,10 @@ def hindrance(facts: Facts) -> str | None:
         return "techniques.lora.dora=true scales each weight anew in every step"
     compute = facts.techniques.get("quantize", {}).get("compute_dtype", "auto")
     if getattr(compute, "value", compute) not in ("auto", facts.compute_dtype):
-        return (f"techniques.quantize.compute_dtype={getattr(compute, 'value', compute)} is not what the rest computes in, "
-                f"{facts.compute_dtype}")
+        return (
+            f"techniques.quantize.compute_dtype={getattr(compute, 'value', compute)} is not what the rest computes in, "
+            f"{facts.compute_dtype}"
+        )
     return None
 
 
@@ -92,7 +101,9 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
     wanted = lora["target_modules"]
     if not ("all-linear" in wanted or set(MLP) <= set(wanted)):
         return False
-    return any(_activation(module) and all(getattr(module, name).bias is None for name in MLP) for module in model.modules())
+    return any(
+        _activation(module) and all(getattr(module, name).bias is None for name in MLP) for module in model.modules()
+    )
 
 
 def calls(run: Callable[[], Any]) -> Counter[str]:
@@ -180,7 +191,9 @@ def _one_mlp(module: Any) -> str | None:
         return None
     linears = [getattr(module, name) for name in MLP]
     plain = all(linear.get_base_layer().bias is None for linear in linears) and (
-        kind_of(linears[0]), _dtype(linears[0])) == (kind_of(linears[1]), _dtype(linears[1]))
+        kind_of(linears[0]),
+        _dtype(linears[0]),
+    ) == (kind_of(linears[1]), _dtype(linears[1]))
     return _activation(module) if plain else None
 
 
@@ -189,7 +202,9 @@ def _projections(module: Any) -> list[str]:
     attention: Any = type(module)
     names = [name for name in _adapted(module, PROJECTIONS) if _reads_hidden_states(attention, name)]
     linears = [getattr(module, name) for name in names]
-    alike = len({(kind_of(one), _dtype(one), one.get_base_layer().bias is None, one.in_features) for one in linears}) == 1
+    alike = (
+        len({(kind_of(one), _dtype(one), one.get_base_layer().bias is None, one.in_features) for one in linears}) == 1
+    )
     return names if alike and len(names) > 1 else []
 
 
@@ -210,7 +225,11 @@ def _adapted(module: Any, names: Sequence[str]) -> list[str]:
 def _turns(module: Any, names: Sequence[str]) -> bool:
     """Whether an attention has our own RoPE (techniques.liger.rope), which then can be part of what its projections are."""
     attention: Any = type(module)
-    return tuple(names) == PROJECTIONS and getattr(module, "liger", None) == "rope" and bool(_TURNED.search(_source(attention)))
+    return (
+        tuple(names) == PROJECTIONS
+        and getattr(module, "liger", None) == "rope"
+        and bool(_TURNED.search(_source(attention)))
+    )
 
 
 @functools.cache
@@ -223,9 +242,16 @@ def _reads_hidden_states(kind: Any, name: str) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     uses = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{name}" for node in nodes)
-    lines = [node.lineno for node in nodes if isinstance(node, ast.Call) and ast.unparse(node) == f"self.{name}(hidden_states)"]
-    others = [node.lineno for node in nodes
-              if isinstance(node, ast.Name) and node.id == "hidden_states" and isinstance(node.ctx, ast.Store)]
+    lines = [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Call) and ast.unparse(node) == f"self.{name}(hidden_states)"
+    ]
+    others = [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id == "hidden_states" and isinstance(node.ctx, ast.Store)
+    ]
     return uses == len(lines) == 1 and not any(line <= lines[0] for line in others)
 
 

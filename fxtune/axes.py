@@ -85,7 +85,9 @@ def applied(config: Config, deltas: Deltas) -> Config:
 
 def plain(options: Any) -> dict[str, Any]:
     """A technique's options as plain values."""
-    return {key: value.value if isinstance(value, Enum) else value for key, value in dataclasses.asdict(options).items()}
+    return {
+        key: value.value if isinstance(value, Enum) else value for key, value in dataclasses.asdict(options).items()
+    }
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -116,11 +118,16 @@ def outlook(config: Config, ground: Ground) -> Outlook:
     keeping = techniques.checkpointing.keeping() if techniques.checkpointing.enabled else everything
     need = forecast(replace(facts, techniques=asked), keeping).device
     if facts.device == "cuda" and techniques.compile.enabled and config.techniques.liger.enabled:
-        asked["liger"] = dataclasses.asdict(config.techniques.liger)  # which of its kernels `auto` takes is measured in the trial
+        asked["liger"] = dataclasses.asdict(
+            config.techniques.liger
+        )  # which of its kernels `auto` takes is measured in the trial
     if keeping == everything:
         asked.pop("checkpointing", None)  # policy=none is no checkpointing
-    return Outlook({"micro_batch_size": config.train.micro_batch_size, "workers": workers, "techniques": asked}, need,
-                   fits=need <= facts.free_memory * (1 + MARGIN))
+    return Outlook(
+        {"micro_batch_size": config.train.micro_batch_size, "workers": workers, "techniques": asked},
+        need,
+        fits=need <= facts.free_memory * (1 + MARGIN),
+    )
 
 
 def _decided(asked: Pipeline, facts: Facts) -> Pipeline:
@@ -154,10 +161,20 @@ def checkpointing(config: Config, ground: Ground) -> Iterator[Deltas]:
     """From what keeps the most to what keeps the least, and `auto`. What a layer does not name is left out."""
     layers = skeleton(ground.facts.model)
     mlp = getattr(decoder_layers(layers)[0], "mlp", None) if layers is not None else None
-    wide = [name for name, (inward, outward) in selective.linears(mlp).items() if outward > inward] if mlp is not None else []
+    wide = (
+        [name for name, (inward, outward) in selective.linears(mlp).items() if outward > inward]
+        if mlp is not None
+        else []
+    )
     off = {**plain(Checkpointing()), "enabled": True, "policy": "none"}
-    ways: list[Deltas] = [{}, {"policy": "selective"}, *([{"policy": "selective", "recompute": wide}] if wide else []),
-                          {"policy": "selective", "save": ["attention"]}, {"policy": "full"}, {"policy": "auto"}]
+    ways: list[Deltas] = [
+        {},
+        {"policy": "selective"},
+        *([{"policy": "selective", "recompute": wide}] if wide else []),
+        {"policy": "selective", "save": ["attention"]},
+        {"policy": "full"},
+        {"policy": "auto"},
+    ]
     if config.techniques.compile.enabled:
         ways.insert(3, {"policy": "budget", "budget": 0.5})
     for way in ways:
@@ -179,7 +196,11 @@ def compiling(config: Config, ground: Ground) -> Iterator[Deltas]:
         ways += [("model", "default"), ("model", "reduce_overhead")]
     for scope, mode in ways:
         if ground.facts.device == "cuda" or mode == "default":
-            yield {"techniques.compile.enabled": True, "techniques.compile.scope": scope, "techniques.compile.mode": mode}
+            yield {
+                "techniques.compile.enabled": True,
+                "techniques.compile.scope": scope,
+                "techniques.compile.mode": mode,
+            }
 
 
 def liger(config: Config, ground: Ground) -> Iterator[Deltas]:
@@ -190,7 +211,11 @@ def liger(config: Config, ground: Ground) -> Iterator[Deltas]:
     kernels = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
     yield {key + "enabled": False}
     for kernel, head in (("auto", "auto"), ("auto", "off"), ("off", "on")):
-        yield {key + "enabled": True, **{key + name: kernel for name in kernels}, key + "fused_linear_cross_entropy": head}
+        yield {
+            key + "enabled": True,
+            **{key + name: kernel for name in kernels},
+            key + "fused_linear_cross_entropy": head,
+        }
 
 
 def fused_lora(config: Config, ground: Ground) -> Iterator[Deltas]:
@@ -214,8 +239,15 @@ def workers(config: Config, ground: Ground) -> Iterator[Deltas]:
 
 
 AXES: dict[str, Callable[[Config, Ground], Iterator[Deltas]]] = {
-    "attention": attention, "compile": compiling, "liger": liger, "fused_lora": fused_lora, "matmul": matmul,
-    "checkpointing": checkpointing, "micro_batch": micro_batch, "workers": workers}
+    "attention": attention,
+    "compile": compiling,
+    "liger": liger,
+    "fused_lora": fused_lora,
+    "matmul": matmul,
+    "checkpointing": checkpointing,
+    "micro_batch": micro_batch,
+    "workers": workers,
+}
 """Kernels first, for what they take decides what fits; the loader last, for it shows when all else is fast."""
 
 

@@ -59,25 +59,42 @@ class Backend:
         if self.gpu and facts.device != "cuda":
             yield "needs a GPU, and this run is on a CPU", "Use sdpa or eager"
         elif self.gpu and facts.capability and not self.capability[0] <= facts.capability < self.capability[1]:
-            yield (f"does not serve {facts.device_name} (compute capability {_dotted(facts.capability)}; it serves "
-                   f"{_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"), "Use sdpa, or auto"
+            yield (
+                (
+                    f"does not serve {facts.device_name} (compute capability {_dotted(facts.capability)}; it serves "
+                    f"{_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
+                ),
+                "Use sdpa, or auto",
+            )
         for package, version, install in self.packages:
             if package not in facts.packages:
                 yield f"needs the package {package}", f"Install it: {install}"
             elif version and facts.packages[package] != version:
-                yield f"is built on {package} {version}, and {facts.packages[package]} is here", f"Install it: {install}"
+                yield (
+                    f"is built on {package} {version}, and {facts.packages[package]} is here",
+                    f"Install it: {install}",
+                )
         if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
-            yield (f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
-                   "Set model.dtype=bfloat16, or techniques.precision.autocast=bfloat16")
+            yield (
+                f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
+                "Set model.dtype=bfloat16, or techniques.precision.autocast=bfloat16",
+            )
         yield from self._heads(facts)
-        if self.flag == "_supports_flash_attn" and "chunked_attention" in (model.get("layer_types") or ()) and (
-                facts.sequence_length > model.get("attention_chunk_size", 0)):
-            yield (f"has no chunked attention, and {kind} has chunks of {model.get('attention_chunk_size')} tokens",
-                   "Use flex or eager, or shorten data.sequence_length")
-        for has, name, value in ((self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
-                                 (self.dropout, "dropout in attention", _dropout(model)),
-                                 (self.window, "sliding window", _window(facts)),
-                                 (self.sinks, "attention sinks", kind in SINKS)):
+        if (
+            self.flag == "_supports_flash_attn"
+            and "chunked_attention" in (model.get("layer_types") or ())
+            and (facts.sequence_length > model.get("attention_chunk_size", 0))
+        ):
+            yield (
+                f"has no chunked attention, and {kind} has chunks of {model.get('attention_chunk_size')} tokens",
+                "Use flex or eager, or shorten data.sequence_length",
+            )
+        for has, name, value in (
+            (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
+            (self.dropout, "dropout in attention", _dropout(model)),
+            (self.window, "sliding window", _window(facts)),
+            (self.sinks, "attention sinks", kind in SINKS),
+        ):
             if value and not has:
                 yield f"leaves out {kind}'s {name}" + ("" if value is True else f" ({value})"), "Use eager, or auto"
         if facts.deterministic and not self.deterministic:
@@ -89,8 +106,13 @@ class Backend:
     def _heads(self, facts: Facts) -> Iterator[Reason]:
         for width in _head_dims(facts.text):
             if self.head_dim and (width > self.head_dim or width % 8):
-                yield (f"takes heads of up to {self.head_dim} in steps of 8, and {facts.text.get('model_type', 'this model')}'s "
-                       f"have {width}"), "Use eager, or auto"
+                yield (
+                    (
+                        f"takes heads of up to {self.head_dim} in steps of 8, and {facts.text.get('model_type', 'this model')}'s "
+                        f"have {width}"
+                    ),
+                    "Use eager, or auto",
+                )
                 return
 
     def _more(self, facts: Facts) -> Iterator[Reason]:
@@ -102,9 +124,15 @@ class Flash4(Backend):
         """Hopper takes 8 to 256; Blackwell to 128, DeepSeek's 192 with 128, and 256 (flash_attn/cute/interface.py)."""
         widths = _head_dims(facts.text)
         most = 256 if (facts.capability or (9, 0))[0] == 9 else 128
-        if widths and (max(widths) > most or any(width % 8 or width < 8 for width in widths)) and not (
-                most == 128 and facts.capability and facts.capability[0] < 12 and widths in ({256}, {128, 192})):
-            yield (f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"), "Use sdpa, or auto"
+        if (
+            widths
+            and (max(widths) > most or any(width % 8 or width < 8 for width in widths))
+            and not (most == 128 and facts.capability and facts.capability[0] < 12 and widths in ({256}, {128, 192}))
+        ):
+            yield (
+                (f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"),
+                "Use sdpa, or auto",
+            )
 
     def _more(self, facts: Facts) -> Iterator[Reason]:
         if facts.deterministic and (facts.capability or (9, 0))[0] >= 12:
@@ -115,8 +143,10 @@ class Cudnn(Backend):
     def _more(self, facts: Facts) -> Iterator[Reason]:
         compiled = facts.techniques.get("compile", {})
         if facts.packing and compiled and compiled.get("fullgraph"):
-            yield ("takes packed rows one document at a time, which a whole compiled graph cannot hold",
-                   "Set techniques.compile.fullgraph=false, or use flash4 or sdpa")
+            yield (
+                "takes packed rows one document at a time, which a whole compiled graph cannot hold",
+                "Set techniques.compile.fullgraph=false, or use flash4 or sdpa",
+            )
         if facts.text.get("kv_lora_rank"):
             yield "takes values as wide as keys only", "Use flash4, or auto"
 
@@ -130,9 +160,11 @@ class Sdpa(Backend):
             return
         yield from super().refuses(facts)
         if facts.device == "cuda" and facts.packing and _mask_bytes(facts) > LARGEST_MASK:
-            yield (f"would build a mask of {_mask_bytes(facts) / 2**30:.1f} GiB for packed rows of {facts.sequence_length} "
-                   f"tokens, because its kernel for documents {instead[0][0]}",
-                   "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex")
+            yield (
+                f"would build a mask of {_mask_bytes(facts) / 2**30:.1f} GiB for packed rows of {facts.sequence_length} "
+                f"tokens, because its kernel for documents {instead[0][0]}",
+                "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
+            )
 
 
 class Eager(Backend):
@@ -140,29 +172,80 @@ class Eager(Backend):
         # bfloat16 scores, the mask added, a softmax in float32
         scores = 8 * facts.text.get("num_attention_heads", 0) * _mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:
-            yield (f"writes out the scores of each layer and their softmax, {scores / 2**30:,.0f} GiB in rows of "
-                   f"{facts.sequence_length} tokens",
-                   "Use auto, or shorten data.sequence_length")
+            yield (
+                f"writes out the scores of each layer and their softmax, {scores / 2**30:,.0f} GiB in rows of "
+                f"{facts.sequence_length} tokens",
+                "Use auto, or shorten data.sequence_length",
+            )
 
 
 FA3 = "build it from github.com/Dao-AILab/flash-attention, folder hopper, or use techniques.attention.backend=flash4"
 BY_DOCUMENTS = Backend(SDPA, "FlashAttention-2, built into torch", r"^aten::_flash_attention_forward$")
 BACKENDS: dict[str, Backend] = {
-    "flash4": Flash4(FLASH4, "FlashAttention-4", r"^fxtune::flash4$", capability=((9, 0), (13, 0)), softcap=True,
-                     packages=(("flash-attn-4", FLASH4_VERSION, "pip install 'fxtune[flash]'"),)),
-    "flash3": Backend("flash_attention_3", "FlashAttention-3", r"flash_attn_3::\w*fwd|FlashAttnFwdSm90", softcap=True,
-                      capability=((9, 0), (10, 0)), packages=(("flash-attn-3", "", FA3),)),
-    "cudnn": Cudnn(CUDNN, "cuDNN's attention", r"^aten::_scaled_dot_product_cudnn_attention$", head_dim=128, window=False,
-                   deterministic=False),
-    "flash2": Backend("flash_attention_2", "FlashAttention-2", r"flash_attn::_flash_attn_(varlen_)?forward|void flash::flash_fwd",
-                      softcap=True, dropout=True,
-                      packages=(("flash-attn", "", "pip install flash-attn --no-build-isolation (compiles for an hour)"),)),
-    "sdpa": Sdpa("sdpa", "scaled_dot_product_attention of torch", r"^aten::scaled_dot_product_attention$", gpu=False, half=False,
-                 head_dim=0, dropout=True, flag="_supports_sdpa"),
-    "flex": Backend("flex_attention", "torch's compiler, for a block mask", "", half=False, softcap=True, sinks=True, head_dim=0,
-                    flag="_supports_flex_attn"),
-    "eager": Eager("eager", "plain operations", r"^aten::softmax$", gpu=False, half=False, head_dim=0, softcap=True, dropout=True,
-                   sinks=True, flag=""),
+    "flash4": Flash4(
+        FLASH4,
+        "FlashAttention-4",
+        r"^fxtune::flash4$",
+        capability=((9, 0), (13, 0)),
+        softcap=True,
+        packages=(("flash-attn-4", FLASH4_VERSION, "pip install 'fxtune[flash]'"),),
+    ),
+    "flash3": Backend(
+        "flash_attention_3",
+        "FlashAttention-3",
+        r"flash_attn_3::\w*fwd|FlashAttnFwdSm90",
+        softcap=True,
+        capability=((9, 0), (10, 0)),
+        packages=(("flash-attn-3", "", FA3),),
+    ),
+    "cudnn": Cudnn(
+        CUDNN,
+        "cuDNN's attention",
+        r"^aten::_scaled_dot_product_cudnn_attention$",
+        head_dim=128,
+        window=False,
+        deterministic=False,
+    ),
+    "flash2": Backend(
+        "flash_attention_2",
+        "FlashAttention-2",
+        r"flash_attn::_flash_attn_(varlen_)?forward|void flash::flash_fwd",
+        softcap=True,
+        dropout=True,
+        packages=(("flash-attn", "", "pip install flash-attn --no-build-isolation (compiles for an hour)"),),
+    ),
+    "sdpa": Sdpa(
+        "sdpa",
+        "scaled_dot_product_attention of torch",
+        r"^aten::scaled_dot_product_attention$",
+        gpu=False,
+        half=False,
+        head_dim=0,
+        dropout=True,
+        flag="_supports_sdpa",
+    ),
+    "flex": Backend(
+        "flex_attention",
+        "torch's compiler, for a block mask",
+        "",
+        half=False,
+        softcap=True,
+        sinks=True,
+        head_dim=0,
+        flag="_supports_flex_attn",
+    ),
+    "eager": Eager(
+        "eager",
+        "plain operations",
+        r"^aten::softmax$",
+        gpu=False,
+        half=False,
+        head_dim=0,
+        softcap=True,
+        dropout=True,
+        sinks=True,
+        flag="",
+    ),
 }
 """The fastest first."""
 
@@ -177,8 +260,14 @@ def named(implementation: str) -> Backend:
 
 def hub(asked: str) -> Backend:
     name = asked.removeprefix(HUB)
-    return Backend(name, f"the hub's {name}", r"(?i)flash|attn|attention|fmha", softcap=True,
-                   packages=(("kernels", "", "pip install kernels"),), deterministic=False)
+    return Backend(
+        name,
+        f"the hub's {name}",
+        r"(?i)flash|attn|attention|fmha",
+        softcap=True,
+        packages=(("kernels", "", "pip install kernels"),),
+        deterministic=False,
+    )
 
 
 def offers(kind: str, flag: str) -> bool:
@@ -215,7 +304,7 @@ def _window(facts: Facts) -> int:
 
 
 def _mask_bytes(facts: Facts) -> int:
-    return facts.micro_batch_size * facts.sequence_length ** 2
+    return facts.micro_batch_size * facts.sequence_length**2
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -12,7 +12,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-POSITIVE, NOT_NEGATIVE, SHARE, BELOW_ONE, AT_LEAST_ONE = "above 0", "0 or more", "from 0 to 1", "from 0 to below 1", "1 or more"
+POSITIVE, NOT_NEGATIVE, SHARE, BELOW_ONE, AT_LEAST_ONE = (
+    "above 0",
+    "0 or more",
+    "from 0 to 1",
+    "from 0 to below 1",
+    "1 or more",
+)
 PART = "above 0 and below 1"
 
 _NOWHERE = re.compile("[\0\ud800-\udfff]")
@@ -26,31 +32,59 @@ _HOLDS = {
 }
 
 BOUNDS = {
-    "run.seed": NOT_NEGATIVE, "run.memory_gib": POSITIVE,
-    "data.sources.*.weight": POSITIVE, "data.sources.*.limit": AT_LEAST_ONE,
+    "run.seed": NOT_NEGATIVE,
+    "run.memory_gib": POSITIVE,
+    "data.sources.*.weight": POSITIVE,
+    "data.sources.*.limit": AT_LEAST_ONE,
     "data.eval_sources.*.limit": AT_LEAST_ONE,
-    "data.eval_fraction": BELOW_ONE, "data.sequence_length": AT_LEAST_ONE, "data.workers": NOT_NEGATIVE,
+    "data.eval_fraction": BELOW_ONE,
+    "data.sequence_length": AT_LEAST_ONE,
+    "data.workers": NOT_NEGATIVE,
     "data.cache_days": AT_LEAST_ONE,
-    "data.buckets.*": AT_LEAST_ONE, "data.mix.long_share": PART, "data.mix.threshold": AT_LEAST_ONE,
-    "data.questions.limit": AT_LEAST_ONE, "data.questions.show": NOT_NEGATIVE,
-    "data.questions.max_new_tokens": AT_LEAST_ONE, "data.questions.batch_size": AT_LEAST_ONE,
-    "train.max_steps": AT_LEAST_ONE, "train.epochs": POSITIVE, "train.micro_batch_size": AT_LEAST_ONE,
-    "train.global_batch_size": AT_LEAST_ONE, "train.eval_every": NOT_NEGATIVE, "train.log_every": AT_LEAST_ONE,
-    "train.max_grad_norm": NOT_NEGATIVE, "train.max_skipped_steps": AT_LEAST_ONE,
-    "train.spike_window": AT_LEAST_ONE, "train.spike_threshold": POSITIVE,
-    "optimizer.lr": POSITIVE, "optimizer.weight_decay": NOT_NEGATIVE, "optimizer.betas.*": BELOW_ONE, "optimizer.eps": POSITIVE,
+    "data.buckets.*": AT_LEAST_ONE,
+    "data.mix.long_share": PART,
+    "data.mix.threshold": AT_LEAST_ONE,
+    "data.questions.limit": AT_LEAST_ONE,
+    "data.questions.show": NOT_NEGATIVE,
+    "data.questions.max_new_tokens": AT_LEAST_ONE,
+    "data.questions.batch_size": AT_LEAST_ONE,
+    "train.max_steps": AT_LEAST_ONE,
+    "train.epochs": POSITIVE,
+    "train.micro_batch_size": AT_LEAST_ONE,
+    "train.global_batch_size": AT_LEAST_ONE,
+    "train.eval_every": NOT_NEGATIVE,
+    "train.log_every": AT_LEAST_ONE,
+    "train.max_grad_norm": NOT_NEGATIVE,
+    "train.max_skipped_steps": AT_LEAST_ONE,
+    "train.spike_window": AT_LEAST_ONE,
+    "train.spike_threshold": POSITIVE,
+    "optimizer.lr": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.betas.*": BELOW_ONE,
+    "optimizer.eps": POSITIVE,
     "optimizer.momentum": BELOW_ONE,
-    "schedule.warmup_steps": NOT_NEGATIVE, "schedule.warmup_ratio": SHARE, "schedule.min_lr_ratio": SHARE,
+    "schedule.warmup_steps": NOT_NEGATIVE,
+    "schedule.warmup_ratio": SHARE,
+    "schedule.min_lr_ratio": SHARE,
     "schedule.decay_ratio": SHARE,
-    "techniques.lora.r": AT_LEAST_ONE, "techniques.lora.alpha": POSITIVE, "techniques.lora.dropout": BELOW_ONE,
-    "techniques.rope.factor": AT_LEAST_ONE, "techniques.rope.original_max_position_embeddings": AT_LEAST_ONE,
-    "techniques.precision.initial_scale": POSITIVE, "techniques.precision.scale_growth_interval": AT_LEAST_ONE,
-    "techniques.checkpointing.every": AT_LEAST_ONE, "techniques.checkpointing.mlp_tiles": AT_LEAST_ONE,
+    "techniques.lora.r": AT_LEAST_ONE,
+    "techniques.lora.alpha": POSITIVE,
+    "techniques.lora.dropout": BELOW_ONE,
+    "techniques.rope.factor": AT_LEAST_ONE,
+    "techniques.rope.original_max_position_embeddings": AT_LEAST_ONE,
+    "techniques.precision.initial_scale": POSITIVE,
+    "techniques.precision.scale_growth_interval": AT_LEAST_ONE,
+    "techniques.checkpointing.every": AT_LEAST_ONE,
+    "techniques.checkpointing.mlp_tiles": AT_LEAST_ONE,
     "techniques.checkpointing.offload_layers": AT_LEAST_ONE,
-    "techniques.checkpointing.budget": SHARE, "techniques.liger.chunk_rows": AT_LEAST_ONE,
-    "techniques.compile.max_graph_breaks": NOT_NEGATIVE, "techniques.compile.max_recompiles": NOT_NEGATIVE,
-    "loader.num_workers": NOT_NEGATIVE, "loader.prefetch_factor": AT_LEAST_ONE,
-    "checkpoint.every": NOT_NEGATIVE, "checkpoint.keep": AT_LEAST_ONE,
+    "techniques.checkpointing.budget": SHARE,
+    "techniques.liger.chunk_rows": AT_LEAST_ONE,
+    "techniques.compile.max_graph_breaks": NOT_NEGATIVE,
+    "techniques.compile.max_recompiles": NOT_NEGATIVE,
+    "loader.num_workers": NOT_NEGATIVE,
+    "loader.prefetch_factor": AT_LEAST_ONE,
+    "checkpoint.every": NOT_NEGATIVE,
+    "checkpoint.keep": AT_LEAST_ONE,
     "tracking.wandb.init_timeout": POSITIVE,
 }
 """Each key's range; `*` stands for any position of a list. Null is always inside: what may be null, its type says."""
@@ -74,11 +108,15 @@ def out_of_bounds(config: Any) -> Iterator[str]:
         if isinstance(value, str) and _NOWHERE.search(value):
             yield f"`{key}={value!r}` has a character that no file and no name can have (NUL, or half of a surrogate pair)"
     if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", config.run.name) or config.run.name.startswith("."):
-        yield (f"`run.name={config.run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, not "
-               "empty (run.dir takes a path)")
+        yield (
+            f"`run.name={config.run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, not "
+            "empty (run.dir takes a path)"
+        )
     if config.train.micro_batch_size >= 1 and config.train.global_batch_size % config.train.micro_batch_size:
-        yield (f"`train.global_batch_size={config.train.global_batch_size}` must be a multiple of "
-               f"`train.micro_batch_size={config.train.micro_batch_size}`")
+        yield (
+            f"`train.global_batch_size={config.train.global_batch_size}` must be a multiple of "
+            f"`train.micro_batch_size={config.train.micro_batch_size}`"
+        )
     if len(config.optimizer.betas) != 2:
         yield f"`optimizer.betas={config.optimizer.betas}` must be two numbers, as in [0.9, 0.999]"
     if sorted(set(config.data.buckets)) != config.data.buckets:
@@ -86,8 +124,10 @@ def out_of_bounds(config: Any) -> Iterator[str]:
     if config.data.eval_fraction and config.data.eval_sources:
         yield "`data.eval_fraction` and `data.eval_sources` are two ways to hold data out: set one of them"
     if config.train.eval_every and not config.data.eval_fraction and not config.data.eval_sources:
-        yield (f"`train.eval_every={config.train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "
-               "data.eval_sources, or train.eval_every=0")
+        yield (
+            f"`train.eval_every={config.train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "
+            "data.eval_sources, or train.eval_every=0"
+        )
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -97,7 +97,9 @@ class Checkpoints:
     one-line messages for the user, always in the thread that calls this object.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, recipe: str = "", note: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, recipe: str = "", note: Callable[[str], None] = print
+    ) -> None:
         self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
         self.failure: StorageError | None = None
         """Of the latest save that has ended; None: it is on the disk."""
@@ -110,8 +112,13 @@ class Checkpoints:
         """The step that was loaded or saved last: what lies at later ones is none of what this run has come by. None: neither."""
         self._told = False
 
-    def save(self, state: TrainState, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor],
-             since: float | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+        since: float | None = None,
+    ) -> None:
         """Copy all of it and have it written; returns when it is copied. Waits for the save before this one first.
 
         Weights and moments may change afterwards, on a GPU only by what is issued after `fence`. `since` (time.perf_counter()):
@@ -123,8 +130,10 @@ class Checkpoints:
         if text == self._whole:
             return
         self.failure, self._whole = None, ""
-        tensors = {**{f"{WEIGHTS}/{name}": tensor for name, tensor in weights.items()},
-                   **{f"{MOMENTS}/{name}": tensor for name, tensor in moments.items()}}
+        tensors = {
+            **{f"{WEIGHTS}/{name}": tensor for name, tensor in weights.items()},
+            **{f"{MOMENTS}/{name}": tensor for name, tensor in moments.items()},
+        }
         taken = self._snapshot.take(tensors)
         saving = self._saving = _Saving(self, state, text, tensors if taken is None else taken)
         if taken is not None:
@@ -133,8 +142,10 @@ class Checkpoints:
             if not self._told:
                 self._told = True
                 size = _shown(sum(tensor.nbytes for tensor in tensors.values()))
-                self.note(f"This host's memory has no room for a copy of what a checkpoint holds ({size}), so training "
-                          "stands still while one is written.")
+                self.note(
+                    f"This host's memory has no room for a copy of what a checkpoint holds ({size}), so training "
+                    "stands still while one is written."
+                )
             saving.run()
         saving.stall = time.perf_counter() - since
         if taken is None:
@@ -148,17 +159,23 @@ class Checkpoints:
             place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
             free = shutil.disk_usage(place).free
         except OSError as error:
-            raise StorageError(f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk.") from error
+            raise StorageError(
+                f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk."
+            ) from error
         there = sum(step_of(path) <= self._own for path in stored.paths(self.folder)) if self._own is not None else 0
         free += max(there - 1, 0) * size - SPARE  # all but the newest may go
         what = f"a checkpoint takes {_shown(size)} and what is exported at the end {_shown(exported)}"
         if free < size + exported:
-            raise StorageError(f"The disk of {self.folder} has no room for this run: {what}, and {_shown(max(free, 0))} are "
-                               "free. Free space there, or set run.dir to another disk.")
+            raise StorageError(
+                f"The disk of {self.folder} has no room for this run: {what}, and {_shown(max(free, 0))} are "
+                "free. Free space there, or set run.dir to another disk."
+            )
         fit, wanted = (free - exported) // max(size, 1) + min(there, 1), self.config.keep + 1 + self.config.keep_best
         if fit < wanted:
-            self.note(f"The disk of {self.folder} has room for {fit} checkpoints: {what}. checkpoint.keep={self.config.keep} "
-                      f"and the one being written would be {wanted}, so where there is no room old ones go first.")
+            self.note(
+                f"The disk of {self.folder} has room for {fit} checkpoints: {what}. checkpoint.keep={self.config.keep} "
+                f"and the one being written would be {wanted}, so where there is no room old ones go first."
+            )
 
     def fence(self) -> None:
         """To be called before weights or moments change: on a GPU that waits, on the device, until they are copied."""
@@ -185,7 +202,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._collect(wait=True)
 
     def _collect(self, wait: bool, last: bool = False) -> None:
@@ -204,9 +223,12 @@ class Checkpoints:
         elif isinstance(saving.error, (OSError, SafetensorError)) or shortage(saving.error):
             reason = f"The checkpoint of step {saving.step} could not be written to {self.folder}: {saving.error}."
             if not last:
-                self.note(f"{reason} Earlier ones are intact, and training goes on; the next one that is due is tried again.")
-            self.failure = StorageError(f"{reason} Earlier checkpoints are intact. Free space there, or set run.dir to another "
-                                        "disk.")
+                self.note(
+                    f"{reason} Earlier ones are intact, and training goes on; the next one that is due is tried again."
+                )
+            self.failure = StorageError(
+                f"{reason} Earlier checkpoints are intact. Free space there, or set run.dir to another disk."
+            )
             self.failure.__cause__ = saving.error
         else:
             raise saving.error  # a bug of ours, or the device died
@@ -218,7 +240,9 @@ class Checkpoints:
         """
         self._collect(wait=True)
         self._whole = ""  # whoever asks thinks that it may have been harmed since
-        with contextlib.suppress(OSError):  # a run that was killed in its last save makes none that would do it, and tell
+        with contextlib.suppress(
+            OSError
+        ):  # a run that was killed in its last save makes none that would do it, and tell
             stored.sweep(self.folder)
         passed_over = []
         for path in reversed(stored.paths(self.folder)):
@@ -232,8 +256,11 @@ class Checkpoints:
             self._own = found.state.step
             return found
         if passed_over:
-            raise StorageError(f"No whole checkpoint in {self.folder}:\n" + "\n".join(f"  {text}" for text in passed_over)
-                               + f"\nStart the run anew with {ANEW}, or bring an intact copy of a checkpoint back.")
+            raise StorageError(
+                f"No whole checkpoint in {self.folder}:\n"
+                + "\n".join(f"  {text}" for text in passed_over)
+                + f"\nStart the run anew with {ANEW}, or bring an intact copy of a checkpoint back."
+            )
         return None
 
     def _read(self, path: Path, model: Mapping[str, torch.Tensor] | None) -> Checkpoint:
@@ -258,7 +285,12 @@ class _Saving(threading.Thread):
 
     def __init__(self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.folder, self.config, self.recipe, self.snapshot = owner.folder, owner.config, owner.recipe, owner._snapshot
+        self.folder, self.config, self.recipe, self.snapshot = (
+            owner.folder,
+            owner.config,
+            owner.recipe,
+            owner._snapshot,
+        )
         self.step, self.best_step, self.own = state.step, state.best_step, owner._own
         self.text, self.tensors = text, tensors
         self.error: BaseException | None = None
@@ -287,8 +319,14 @@ class _Saving(threading.Thread):
         stored.sweep(self.folder)
         self._make_room()
         self._set_aside()
-        weights, moments = ({name.removeprefix(f"{kind}/"): tensor for name, tensor in self.tensors.items()
-                             if name.startswith(f"{kind}/")} for kind in (WEIGHTS, MOMENTS))
+        weights, moments = (
+            {
+                name.removeprefix(f"{kind}/"): tensor
+                for name, tensor in self.tensors.items()
+                if name.startswith(f"{kind}/")
+            }
+            for kind in (WEIGHTS, MOMENTS)
+        )
         stored.write(self.folder, self.step, self.recipe, self.text, weights, moments)
         try:
             for path in self._let_go(saved=True):
@@ -313,7 +351,9 @@ class _Saving(threading.Thread):
         return shutil.disk_usage(self.folder).free
 
     def _give_up(self, path: Path) -> None:
-        if any(damaged(newer) is None for newer in stored.paths(self.folder) if step_of(path) < step_of(newer) < self.step):
+        if any(
+            damaged(newer) is None for newer in stored.paths(self.folder) if step_of(path) < step_of(newer) < self.step
+        ):
             stored.remove(path)
 
     def _set_aside(self) -> None:
@@ -321,16 +361,18 @@ class _Saving(threading.Thread):
         for path in stored.paths(self.folder):
             ours = step_of(path) < self.step or (step_of(path) == self.step and self.own in (None, self.step))
             if not ours and not stored.lost(path):
-                self.notes.append(f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
-                                  f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
-                                  f"it its name back when this run has ended, in place of all from step {self.step} on.")
+                self.notes.append(
+                    f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
+                    f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
+                    f"it its name back when this run has ended, in place of all from step {self.step} on."
+                )
         self.own = self.step
 
     def _let_go(self, saved: bool) -> Iterator[Path]:
         """What the keeping rules remove before or after this step is `saved`, oldest first."""
         paths = stored.paths(self.folder)
         older = [path for path in paths if step_of(path) < self.step]
-        kept = {*(older[1 - self.config.keep:] if self.config.keep > 1 else []), self._best(older, saved)}
+        kept = {*(older[1 - self.config.keep :] if self.config.keep > 1 else []), self._best(older, saved)}
         for path in paths:  # those beyond this step are lost, or about to be set aside
             if path not in kept and (step_of(path) < self.step or (saved and step_of(path) > self.step)):
                 yield path
@@ -339,13 +381,13 @@ class _Saving(threading.Thread):
         """The best of the `older` ones: not always `best_step`, whose save may have failed. None where a better one is saved."""
         if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
             return None
-        return next((path for path in reversed(older) if step_of(path) == self.best_step or stored.was_best(path)), None)
+        return next(
+            (path for path in reversed(older) if step_of(path) == self.best_step or stored.was_best(path)), None
+        )
 
 
 def _shown(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
 
 
 def _state(values: dict[str, Any]) -> TrainState:
@@ -356,7 +398,11 @@ def _state(values: dict[str, Any]) -> TrainState:
         raise ValueError(f"{STATE} has `{unknown[0]}`, which this version of fxtune does not know")
     for name, value in values.items():
         default = getattr(plain, name)
-        if default is not None and type(value) is not type(default) and not (type(default) is float and type(value) is int):
+        if (
+            default is not None
+            and type(value) is not type(default)
+            and not (type(default) is float and type(value) is int)
+        ):
             raise ValueError(f"{STATE}: `{name}` is not of its type")
     for name in ("best_loss", "best_step"):
         if not isinstance(values.get(name), (int, float, type(None))):

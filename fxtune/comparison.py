@@ -48,7 +48,7 @@ SLACK = (1 / 8, 1 / 2, 1.0)
 QUIET = 0.01
 """A parameter's gradient is compared with its own norm, or with this part of the mean norm of all where that is more: the
 gradient of a key's bias, for one, is zero but for rounding."""
-_EPSILON = {"bfloat16": 2.0 ** -8, "float16": 2.0 ** -11, "tf32": 2.0 ** -11}
+_EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,16 @@ class Compared:
 
     def beyond(self) -> list[str]:
         """What is outside its bound, in words. NaN is outside of all bounds."""
-        offs = (("loss", self.loss_off), ("gradient", self.gradient_off), (f"gradient of {self.worst}", self.worst_off))
-        return [f"{what} off by {off:.1e} (at most {bound:.1e})"
-                for (what, off), bound in zip(offs, self.bounds, strict=True) if not off <= bound]
+        offs = (
+            ("loss", self.loss_off),
+            ("gradient", self.gradient_off),
+            (f"gradient of {self.worst}", self.worst_off),
+        )
+        return [
+            f"{what} off by {off:.1e} (at most {bound:.1e})"
+            for (what, off), bound in zip(offs, self.bounds, strict=True)
+            if not off <= bound
+        ]
 
 
 @dataclass
@@ -93,8 +100,10 @@ def compare(setting: Setting, plan: Plan, each: bool, tell: Callable[[str], None
     not fit.
     """
     if setting.techniques.rope.enabled and setting.techniques.rope.type is RopeType.dynamic:
-        raise ConfigError("techniques.rope.type=dynamic turns a document's tokens by angles that depend on the row around it, so "
-                          "there is no loss to compare with, document by document. Use yarn or linear.")
+        raise ConfigError(
+            "techniques.rope.type=dynamic turns a document's tokens by angles that depend on the row around it, so "
+            "there is no loss to compare with, document by document. Use yarn or linear."
+        )
     return list(_Comparison(setting, plan, tell).rows(each))
 
 
@@ -102,12 +111,16 @@ def explained(setting: Setting) -> str:
     """The tolerances in a sentence."""
     if precision_of(setting) == "float32":
         loss, gradient, worst = EXACT
-        return (f"Reference: plain transformers in float32, each document alone. Within: loss {loss:g} and gradient {gradient:g} "
-                f"relative, each parameter's gradient {worst:g}.")
+        return (
+            f"Reference: plain transformers in float32, each document alone. Within: loss {loss:g} and gradient {gradient:g} "
+            f"relative, each parameter's gradient {worst:g}."
+        )
     loss, gradient, worst = (_EPSILON[precision_of(setting)] * part for part in SLACK)
-    return (f"Reference: plain transformers in float32, each document alone. Within: at most twice as far from it as plain "
-            f"transformers in {precision_of(setting)} is, plus {loss:.1e} (loss), {gradient:.1e} (gradient), {worst:.1e} (a "
-            "parameter's gradient).")
+    return (
+        f"Reference: plain transformers in float32, each document alone. Within: at most twice as far from it as plain "
+        f"transformers in {precision_of(setting)} is, plus {loss:.1e} (loss), {gradient:.1e} (gradient), {worst:.1e} (a "
+        "parameter's gradient)."
+    )
 
 
 def precision_of(setting: Setting) -> str:
@@ -141,25 +154,36 @@ class _Comparison:
     def rows(self, each: bool) -> Iterator[Compared]:
         precision = precision_of(self.setting)
         plain = self._plain()
-        self.truth = self._reference(replace(plain, precision=Precision(enabled=True, tf32=False)), "plain transformers, float32",
-                                     exact=True)
+        self.truth = self._reference(
+            replace(plain, precision=Precision(enabled=True, tf32=False)), "plain transformers, float32", exact=True
+        )
         yield self._compared("plain transformers, float32", self.truth, (math.inf,) * 3)
         if precision != "float32":
-            rounded = self._compared(f"plain transformers, {precision}",
-                                     self._reference(plain, f"plain transformers, {precision}"), (math.inf,) * 3)
+            rounded = self._compared(
+                f"plain transformers, {precision}",
+                self._reference(plain, f"plain transformers, {precision}"),
+                (math.inf,) * 3,
+            )
             yield rounded
             slack = [_EPSILON[precision] * part for part in SLACK]
             offs = rounded.loss_off, rounded.gradient_off, rounded.worst_off
             self.bounds = tuple(2 * off + part for off, part in zip(offs, slack, strict=True))  # type: ignore[assignment]
         chosen = self.techniques
         if each and (kept := [name for name in BY_DESIGN if getattr(chosen, name).enabled]):
-            self.tell(f"Not taken away: {' and '.join(kept)}. What is computed is another by design, and the reference has "
-                      f"{'it' if len(kept) == 1 else 'them'}, too.")
-        without = {name: replace(chosen, **{name: getattr(plain, name)}) for name in OPTIONAL
-                   if each and getattr(chosen, name).enabled and getattr(chosen, name) != getattr(plain, name)}
+            self.tell(
+                f"Not taken away: {' and '.join(kept)}. What is computed is another by design, and the reference has "
+                f"{'it' if len(kept) == 1 else 'them'}, too."
+            )
+        without = {
+            name: replace(chosen, **{name: getattr(plain, name)})
+            for name in OPTIONAL
+            if each and getattr(chosen, name).enabled and getattr(chosen, name) != getattr(plain, name)
+        }
         for name, pipeline in without.items():
             try:
-                if name != "attention":  # what takes its place isolates documents, which the check of packing cannot know
+                if (
+                    name != "attention"
+                ):  # what takes its place isolates documents, which the check of packing cannot know
                     pipeline.check(self.setting.facts)
             except ConfigError as error:
                 self.tell(f"fxtune, without {name}: left out, the others need it. {error}")
@@ -174,7 +198,9 @@ class _Comparison:
         for name in OPTIONAL:
             getattr(off, name).enabled = False
         if self.setting.facts.text.get("attn_logit_softcapping"):
-            off.attention = Attention(enabled=True, backend="eager")  # all other kernels of transformers leave the cap out
+            off.attention = Attention(
+                enabled=True, backend="eager"
+            )  # all other kernels of transformers leave the cap out
         return off
 
     def _splits(self) -> list[int]:
@@ -202,7 +228,8 @@ class _Comparison:
                     raise HardwareError(
                         f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt takes each document "
                         "alone with all its logits in float32. For the comparison use a shorter data.sequence_length or "
-                        "model.architecture={num_hidden_layers: 4} with model.init=random.") from error
+                        "model.architecture={num_hidden_layers: 4} with model.init=random."
+                    ) from error
             finally:
                 del model
                 _forget()
@@ -237,7 +264,9 @@ class _Comparison:
                 title = f"{name}, {whole // size} x {size}{' as configured' if size == self.plan.sizes.micro_batch_size else ''}"
                 self.tell(f"{title} ...")
                 try:
-                    loss = backward(setting.loss(model), self._batches(size), self.supervised, pipeline.precision, self.scale)
+                    loss = backward(
+                        setting.loss(model), self._batches(size), self.supervised, pipeline.precision, self.scale
+                    )
                     yield self._compared(title, self._result(model, loss), self.bounds)
                 except torch.OutOfMemoryError:
                     if size <= self.plan.sizes.micro_batch_size:
@@ -273,15 +302,24 @@ class _Comparison:
     def _compared(self, name: str, result: _Result, bounds: tuple[float, float, float]) -> Compared:
         reference = self.truth.gradients
         if unlike := sorted(reference.keys() ^ result.gradients.keys()):
-            return Compared(name, result.loss, math.nan, math.inf, f"{unlike[0]} (trained in one of them only)", math.inf, bounds)
+            return Compared(
+                name, result.loss, math.nan, math.inf, f"{unlike[0]} (trained in one of them only)", math.inf, bounds
+            )
         off = {name: (result.gradients[name] - value).norm().item() for name, value in reference.items()}
         norms = {name: value.norm().item() for name, value in reference.items()}
-        whole = math.sqrt(sum(norm ** 2 for norm in norms.values()))
+        whole = math.sqrt(sum(norm**2 for norm in norms.values()))
         floor = QUIET * whole / math.sqrt(len(norms))
         relative = {name: off[name] / max(norms[name], floor) for name in off}
         worst = max(relative, key=lambda name: (math.isnan(relative[name]), relative[name]))
-        return Compared(name, result.loss, abs(result.loss - self.truth.loss) / abs(self.truth.loss),
-                        math.sqrt(sum(value ** 2 for value in off.values())) / whole, worst, relative[worst], bounds)
+        return Compared(
+            name,
+            result.loss,
+            abs(result.loss - self.truth.loss) / abs(self.truth.loss),
+            math.sqrt(sum(value**2 for value in off.values())) / whole,
+            worst,
+            relative[worst],
+            bounds,
+        )
 
 
 def _fill(model: nn.Module) -> None:
@@ -304,7 +342,9 @@ def _to_float32(model: nn.Module) -> None:
             module.compute_dtype = torch.float32
             if (state := getattr(module.weight, "quant_state", None)) is not None:
                 state.dtype = torch.float32
-        if isinstance(module, ModulesToSaveWrapper):  # lora.py casts the output of what it trains in float32 over another dtype
+        if isinstance(
+            module, ModulesToSaveWrapper
+        ):  # lora.py casts the output of what it trains in float32 over another dtype
             for trained in module.modules_to_save.values():
                 trained._forward_hooks.clear()
 

@@ -74,7 +74,9 @@ def hold(folder: Path) -> None:
             held = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(held, fcntl.LOCK_SH)
-            except OSError:  # a file system without locks: there nobody gets the other lock either, and all folders stay
+            except (
+                OSError
+            ):  # a file system without locks: there nobody gets the other lock either, and all folders stay
                 break
             if _is(held, file):
                 break
@@ -87,7 +89,10 @@ def mend(folder: Path) -> None:
     """Remove libraries that are cut short, but for those that another process is linking just now: it holds torch's lock."""
     for library in folder.rglob("*.so"):
         if cut_short(library):
-            with contextlib.suppress(Timeout), FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0):
+            with (
+                contextlib.suppress(Timeout),
+                FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0),
+            ):
                 if cut_short(library):
                     library.unlink(missing_ok=True)
 

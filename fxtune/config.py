@@ -112,6 +112,8 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
 ROOT = "train"
 """Name of the primary config: configs/train.yaml."""
 _PREVIEWED = 20
@@ -162,8 +164,10 @@ def prepare(overrides: list[str], multirun: bool = False, everything: bool = Fal
         try:
             choice = shelf.override(text)
             if choice.sweeps and not multirun:
-                raise ConfigError(f"{COMMAND_LINE}: `{text}` is more than one value. Add -m for one run each, "
-                                  "or write [a,b] for a list, or quote a text that has commas")
+                raise ConfigError(
+                    f"{COMMAND_LINE}: `{text}` is more than one value. Add -m for one run each, "
+                    "or write [a,b] for a list, or quote a text that has commas"
+                )
             for name in choice.names:
                 _ = shelf.recipe(name) if choice.kind is Kind.recipe else shelf.group(choice.key, name)
             choices.append(choice)
@@ -245,10 +249,14 @@ def _check_index(text: str, overrides: list[str]) -> None:
     above = re.match(r"(.*?)\.(\d+)(?:\.|$)", key)
     if above is None:
         return
-    entries = OmegaConf.select(compose(ROOT, [other for other in overrides if not re.match(r"[\w.]*\.\d+[.=]", other)]), above[1])
+    entries = OmegaConf.select(
+        compose(ROOT, [other for other in overrides if not re.match(r"[\w.]*\.\d+[.=]", other)]), above[1]
+    )
     if int(above[2]) >= len(entries):
-        raise ConfigError(f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} here, counted from 0. "
-                          f"Give the whole list: '{above[1]}=[{{path: ...}}]'")
+        raise ConfigError(
+            f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} here, counted from 0. "
+            f"Give the whole list: '{above[1]}=[{{path: ...}}]'"
+        )
 
 
 def _words(error: BaseException) -> str:

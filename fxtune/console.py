@@ -37,13 +37,19 @@ def console() -> Console:
 
 def plain(text: object) -> Text:
     """Text that is shown as it is: no markup, control characters as symbols (a data set must not drive the terminal)."""
-    return Text("".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "�" if 127 <= ord(c) < 160 else c
-                        for c in str(text)))
+    return Text(
+        "".join(
+            chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "�" if 127 <= ord(c) < 160 else c
+            for c in str(text)
+        )
+    )
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table for `console().print`. Cells are plain text, or rich renderables as they are; numbers stand to the right."""
-    made = Table(title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns))
+    made = Table(
+        title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns)
+    )
     kept = [list(row) for row in rows]
     for at, name in enumerate(columns):
         number = bool(kept) and all(isinstance(row[at], (int, float)) for row in kept)

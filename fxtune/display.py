@@ -28,11 +28,13 @@ WINDOW = 50  # log intervals that the rate behind "time left" looks back on
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model"
-                   ) -> Table:
+def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model") -> Table:
     """What `Technique.verify` saw, for people."""
-    return table(title, ["technique", "asked for", "observed", "acted"],
-                 [[each.technique, each.asked, each.observed, tick(each.acted)] for each in evidence])
+    return table(
+        title,
+        ["technique", "asked for", "observed", "acted"],
+        [[each.technique, each.asked, each.observed, tick(each.acted)] for each in evidence],
+    )
 
 
 class Display:
@@ -59,7 +61,9 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.finish()
 
 
@@ -72,7 +76,9 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
         return Display()
     able = console().is_terminal and not console().is_dumb_terminal
     if kind == "rich" and not able:
-        raise ConfigError("tracking.display=rich, but standard output is no terminal that can redraw a line: use auto or plain")
+        raise ConfigError(
+            "tracking.display=rich, but standard output is no terminal that can redraw a line: use auto or plain"
+        )
     return LiveDisplay(clock) if able and kind != "plain" else PlainDisplay(clock)
 
 
@@ -148,7 +154,9 @@ class LiveDisplay(PlainDisplay):
         super().start(total_steps, title, done_steps)
         self.finish()
         self._title, self._began = title, self._clock()
-        self._live = Live(console=console(), get_renderable=self._render, refresh_per_second=4, vertical_overflow="crop")
+        self._live = Live(
+            console=console(), get_renderable=self._render, refresh_per_second=4, vertical_overflow="crop"
+        )
         try:
             self._live.start()
             console().show_cursor(True)
@@ -174,11 +182,18 @@ class LiveDisplay(PlainDisplay):
         pace, width = self._pace, console().width
         left = pace.left()
         passed = self._clock() - self._began
-        times = f"{clock_time(passed)}" + (f", {clock_time(left)} left" if left is not None and pace.done < pace.total else "")
+        times = f"{clock_time(passed)}" + (
+            f", {clock_time(left)} left" if left is not None and pace.done < pace.total else ""
+        )
         head = [plain(self._title), Text(f"{pace.done:,}/{pace.total:,}", "bold"), Text(times, "cyan")]
         room = width - sum(part.cell_len + 2 for part in head)
-        bar = ProgressBar(total=max(pace.total, 1), completed=pace.done, width=min(room, 60),
-                          complete_style="green", finished_style="green")
+        bar = ProgressBar(
+            total=max(pace.total, 1),
+            completed=pace.done,
+            width=min(room, 60),
+            complete_style="green",
+            finished_style="green",
+        )
         row = Table.grid(padding=(0, 2, 0, 0))
         row.add_row(*((head[0], bar, *head[1:]) if room >= 10 else head[1:]))
         return Group(row, *_flow(self._parts(), width))
@@ -186,7 +201,9 @@ class LiveDisplay(PlainDisplay):
     def _parts(self) -> list[Text]:
         parts = []
         for name, text in figures(self._latest).items():
-            beside = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith("checkpoint_")
+            beside = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith(
+                "checkpoint_"
+            )
             if beside or (name == "skipped" and text == "0"):
                 continue  # in metrics.jsonl; here they would push out what people look at
             style = "bold" if name == "loss" else ""
@@ -198,16 +215,51 @@ class LiveDisplay(PlainDisplay):
 
 
 # The order of a line, and what each metric is called in it. Others follow under their own names.
-NAMES = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "train/tokens_per_second": "tok/s",
-         "train/mfu": "mfu", "train/memory_gib": "mem_gib", "train/memory_reserved_gib": "reserved_gib",
-         "train/data_wait": "data_wait", "train/step_seconds": "step_s", "train/epoch": "epoch", "train/tokens": "tokens",
-         "train/supervised_tokens": "supervised_tokens", "train/skipped_steps": "skipped", "eval/loss": "eval_loss",
-         "eval/perplexity": "eval_perplexity", "questions/exact_match": "exact_match"}
-LABELS = {"grad_norm": "grad", "mem_gib": "mem", "data_wait": "data wait", "eval_loss": "eval loss",
-          "eval_perplexity": "perplexity", "exact_match": "exact match", "mfu": "MFU"}
-FORMATS = {"loss": ".4f", "eval_loss": ".4f", "eval_perplexity": ".3f", "lr": ".2e", "grad_norm": ".3g", "tok/s": ".0f",
-           "mfu": ".3f", "mem_gib": ".2f", "reserved_gib": ".2f", "data_wait": ".3f", "step_s": ".3f", "epoch": ".2f",
-           "tokens": ".0f", "supervised_tokens": ".0f", "skipped": ".0f", "exact_match": ".3f"}
+NAMES = {
+    "train/loss": "loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "train/tokens_per_second": "tok/s",
+    "train/mfu": "mfu",
+    "train/memory_gib": "mem_gib",
+    "train/memory_reserved_gib": "reserved_gib",
+    "train/data_wait": "data_wait",
+    "train/step_seconds": "step_s",
+    "train/epoch": "epoch",
+    "train/tokens": "tokens",
+    "train/supervised_tokens": "supervised_tokens",
+    "train/skipped_steps": "skipped",
+    "eval/loss": "eval_loss",
+    "eval/perplexity": "eval_perplexity",
+    "questions/exact_match": "exact_match",
+}
+LABELS = {
+    "grad_norm": "grad",
+    "mem_gib": "mem",
+    "data_wait": "data wait",
+    "eval_loss": "eval loss",
+    "eval_perplexity": "perplexity",
+    "exact_match": "exact match",
+    "mfu": "MFU",
+}
+FORMATS = {
+    "loss": ".4f",
+    "eval_loss": ".4f",
+    "eval_perplexity": ".3f",
+    "lr": ".2e",
+    "grad_norm": ".3g",
+    "tok/s": ".0f",
+    "mfu": ".3f",
+    "mem_gib": ".2f",
+    "reserved_gib": ".2f",
+    "data_wait": ".3f",
+    "step_s": ".3f",
+    "epoch": ".2f",
+    "tokens": ".0f",
+    "supervised_tokens": ".0f",
+    "skipped": ".0f",
+    "exact_match": ".3f",
+}
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, str]:

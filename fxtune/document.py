@@ -81,8 +81,10 @@ def _plain_yaml(text: str, name: str) -> None:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = f"{name}:{event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ConfigError(f"{where}: YAML anchors (&{event.anchor}, *{event.anchor}) are not read; "
-                              "write the value out, or point at a key: ${optimizer.lr}")
+            raise ConfigError(
+                f"{where}: YAML anchors (&{event.anchor}, *{event.anchor}) are not read; "
+                "write the value out, or point at a key: ${optimizer.lr}"
+            )
         if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
             raise ConfigError(f"{where}: YAML merge keys (<<) are not read, write the values out")
         if getattr(event, "tag", None):

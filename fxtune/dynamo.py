@@ -72,9 +72,11 @@ class CompileReport:
         """For people, most important first."""
         state = "cold" if not self.from_disk else "warm" if not self.anew else "warm in part"
         rows = ", ".join(f"{shape}: {count}" for shape, count in self.lengths.items())
-        yield (f"compiled by {self.scope} (mode {self.mode}): {self.graphs} graphs in {self.seconds:.1f} s, "
-               f"{len(self.breaks)} graph breaks, {self.recompilations} recompilations; rows {rows}; disk cache {state} "
-               f"({self.cache})")
+        yield (
+            f"compiled by {self.scope} (mode {self.mode}): {self.graphs} graphs in {self.seconds:.1f} s, "
+            f"{len(self.breaks)} graph breaks, {self.recompilations} recompilations; rows {rows}; disk cache {state} "
+            f"({self.cache})"
+        )
         yield from (f"  graph break at {each.where}: {each.reason}" for each in self.breaks)
         yield from (f"  compiled again: {each}" for each in self.recompiles)
         if self.skipped_cuda_graphs:
@@ -129,7 +131,9 @@ class Watch:
             if isinstance(error, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
                 raise ConfigError(self._cannot(error)) from error
             raise
-        if untold := _UNTOLD.take():  # of a backward pass compiled ahead (dynamic shapes), whose errors torch only logs
+        if (
+            untold := _UNTOLD.take()
+        ):  # of a backward pass compiled ahead (dynamic shapes), whose errors torch only logs
             raise ConfigError(untold)
         if stats["unique_graphs"] != graphs or len(reasons) != known:
             self.graphs += stats["unique_graphs"] - graphs
@@ -145,12 +149,19 @@ class Watch:
     def report(self) -> CompileReport:
         ours = [metric for metric in _compilations(self.since) if metric.compile_id in self.ids]
         return CompileReport(
-            self.scope, self.mode, self.graphs, list(self.breaks),
-            [f"{reason} ({times}x)" if times > 1 else reason for reason, times in self.again.items()], dict(self.lengths),
-            _sum(ours, "duration_us") / 1e6, _sum(ours, "inductor_fx_local_cache_hit_count"),
-            _sum(ours, "inductor_fx_local_cache_miss_count"), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
+            self.scope,
+            self.mode,
+            self.graphs,
+            list(self.breaks),
+            [f"{reason} ({times}x)" if times > 1 else reason for reason, times in self.again.items()],
+            dict(self.lengths),
+            _sum(ours, "duration_us") / 1e6,
+            _sum(ours, "inductor_fx_local_cache_hit_count"),
+            _sum(ours, "inductor_fx_local_cache_miss_count"),
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR", "off"),
             self._skips() - self.skips,
-            sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}))
+            sorted({why for metric in ours if (why := getattr(metric, "cudagraph_skip_reason", None))}),
+        )
 
     @staticmethod
     def _skips() -> int:
@@ -165,8 +176,10 @@ class Watch:
             self.breaks[seen] = self.breaks.get(seen, 0) + 1
         for code, failures in torch._dynamo.utils.guard_failures.items():
             # A guard for each graph that was there already: together they say what was new in this call.
-            if new := dict.fromkeys(_why(failure) for failure in failures[self.told.get(code, 0):]):
-                self.again[f"{code.co_name} ({_short(code.co_filename)}:{code.co_firstlineno}): {'; '.join(list(new)[:4])}"] += 1
+            if new := dict.fromkeys(_why(failure) for failure in failures[self.told.get(code, 0) :]):
+                self.again[
+                    f"{code.co_name} ({_short(code.co_filename)}:{code.co_firstlineno}): {'; '.join(list(new)[:4])}"
+                ] += 1
         self._skip_failures()
         self.ids |= {metric.compile_id for metric in _compilations(begun) if metric.compile_id}
 
@@ -178,26 +191,38 @@ class Watch:
         """Hold what was compiled so far against the budget."""
         if len(self.breaks) > self.max_graph_breaks:
             places = "\n".join(f"  {each.where}: {each.reason}" for each in self.breaks)
-            raise ConfigError(f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and the compiler broke off at "
-                              f"{len(self.breaks)} places:\n{places}\nChange what runs there, or allow as many breaks.")
+            raise ConfigError(
+                f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and the compiler broke off at "
+                f"{len(self.breaks)} places:\n{places}\nChange what runs there, or allow as many breaks."
+            )
         shape, graphs = self.lengths.most_common(1)[0]
         if graphs - 1 > self.max_recompiles:
             why = "\n".join(f"  {each}" for each in self.report().recompiles)
-            raise ConfigError(f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
-                              f"{graphs - 1} times:\n{why}\nA value in a guard that changes from call to call does that: hold it "
-                              "still, use dynamic=always where it is a length, or allow as many.")
+            raise ConfigError(
+                f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
+                f"{graphs - 1} times:\n{why}\nA value in a guard that changes from call to call does that: hold it "
+                "still, use dynamic=always where it is a length, or allow as many."
+            )
 
     def _cannot(self, error: BaseException) -> str:
         if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
             why = "\n".join(f"  {each}" for each in self.report().recompiles)
-            return f"techniques.compile.max_recompiles: torch gave up after so many compilations of one function:\n{why}"
+            return (
+                f"techniques.compile.max_recompiles: torch gave up after so many compilations of one function:\n{why}"
+            )
         stack = getattr(error, "real_stack", None)
         where = f"{_short(stack[-1].filename)}:{stack[-1].lineno} in {stack[-1].name}: " if stack else ""
         text = str(error).strip()
-        told = [line.strip() for line in text.splitlines() if line.strip().startswith(("Explanation:", "Hint:", "Caused by:"))]
-        return (f"techniques.compile.fullgraph: the {self.scope} cannot be one graph.\n  {where}{text.splitlines()[0]}\n"
-                + "".join(f"  {line}\n" for line in told[:3])
-                + "Set fullgraph=false and max_graph_breaks to how many you accept, or turn off what runs there.")
+        told = [
+            line.strip()
+            for line in text.splitlines()
+            if line.strip().startswith(("Explanation:", "Hint:", "Caused by:"))
+        ]
+        return (
+            f"techniques.compile.fullgraph: the {self.scope} cannot be one graph.\n  {where}{text.splitlines()[0]}\n"
+            + "".join(f"  {line}\n" for line in told[:3])
+            + "Set fullgraph=false and max_graph_breaks to how many you accept, or turn off what runs there."
+        )
 
 
 class _Untold(logging.Filter):
@@ -212,10 +237,12 @@ class _Untold(logging.Filter):
             return True
         error = record.exc_info[1] if record.exc_info else None
         last = str(error).strip().splitlines()[-1:] if error else []
-        self.seen = (f"techniques.compile.enabled: torch {torch.__version__} cannot tell what the Triton kernel "
-                     f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would take all "
-                     "its inputs for written, which has given wrong numbers. Turn off what runs that kernel, or set this to "
-                     "false.")
+        self.seen = (
+            f"techniques.compile.enabled: torch {torch.__version__} cannot tell what the Triton kernel "
+            f"{_kernel(error) or 'of this model'} writes ({''.join(last) or 'no reason given'}), and would take all "
+            "its inputs for written, which has given wrong numbers. Turn off what runs that kernel, or set this to "
+            "false."
+        )
         raise _refusal()(self.seen)
 
     def take(self) -> str:
@@ -250,7 +277,9 @@ def _refusal() -> type[ConfigError]:
 
 def _compilations(since: float) -> list[Any]:
     """torch's figures of what was compiled, here and in other places, from the time `since` on."""
-    return [metric for metric in torch._dynamo.utils.get_compilation_metrics() if (metric.start_time or 0) >= since - 0.001]
+    return [
+        metric for metric in torch._dynamo.utils.get_compilation_metrics() if (metric.start_time or 0) >= since - 0.001
+    ]
 
 
 def _sum(metrics: list[Any], name: str) -> int:

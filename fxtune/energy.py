@@ -35,7 +35,9 @@ class Energy:
     `library`: NVML, loaded; None: the driver's. Raises nothing.
     """
 
-    def __init__(self, device: torch.device, library: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device, library: Any = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.joules: float | None = None
         """None: not measured, `how` says why."""
         self.how = ""
@@ -62,7 +64,9 @@ class Energy:
             self.how = "not measured: this GPU tells neither energy nor power"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._nvml is None:
             return
         if self._begin is not None:

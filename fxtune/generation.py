@@ -52,13 +52,17 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
     """
     for name in ("limit", "batch_size", "max_new_tokens"):
         if (value := getattr(config, name)) < 1:
-            raise ConfigError(f"data.questions.{name}={value} must be at least 1; data.questions.path=null asks nothing.")
+            raise ConfigError(
+                f"data.questions.{name}={value} must be at least 1; data.questions.path=null asks nothing."
+            )
     assert config.path is not None
     source = open_source(SourceConfig(path=config.path, limit=config.limit))
     form = source.format()
     if form is RowFormat.text:
-        raise DataError(f"data.questions.path={config.path} holds plain text, which has no question and no answer. "
-                        "Use chat or prompt/completion rows.")
+        raise DataError(
+            f"data.questions.path={config.path} holds plain text, which has no question and no answer. "
+            "Use chat or prompt/completion rows."
+        )
     rows = list(islice(source.rows(), config.limit))
     for row in rows:
         if row.value is None:
@@ -73,8 +77,14 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
     return questions
 
 
-def answer(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batch_size: int = 32,
-           max_new_tokens: int = 64, halving: Halving | None = None) -> list[str]:
+def answer(
+    model: nn.Module,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    batch_size: int = 32,
+    max_new_tokens: int = 64,
+    halving: Halving | None = None,
+) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
     Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were. `halving`: what makes
@@ -88,17 +98,29 @@ def answer(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batc
     # Compiled layers would be compiled again for every length of the cache.
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
-            written = halving.within("questions", batch_size, partial(
-                _first, model, [questions[index].prompt for index in order], ends, tokenizer.pad_token_id or 0, max_new_tokens))
+            written = halving.within(
+                "questions",
+                batch_size,
+                partial(
+                    _first,
+                    model,
+                    [questions[index].prompt for index in order],
+                    ends,
+                    tokenizer.pad_token_id or 0,
+                    max_new_tokens,
+                ),
+            )
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
-            order = order[len(written):]
+            order = order[len(written) :]
     return answers
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
     """Share of the answers that equal the right one, outer whitespace aside."""
-    return sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True)) / len(questions)
+    return sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True)) / len(
+        questions
+    )
 
 
 @dataclass
@@ -125,21 +147,29 @@ class Exam:
 
     def ask(self, model: nn.Module, when: str, halving: Halving | None = None) -> float:
         """Ask, keep the answers as those of `when`, and return the share that is exactly right. `halving`: see answer()."""
-        given = answer(model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving)
+        given = answer(
+            model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving
+        )
         self.answers[when] = given
-        lines = [json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
-                 for question, text in zip(self.questions, given, strict=True)]
+        lines = [
+            json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
+            for question, text in zip(self.questions, given, strict=True)
+        ]
         try:
             self._file(when).write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"{self._file(when)} cannot be written: {error}. Free space there, or set run.dir.") from error
+            raise StorageError(
+                f"{self._file(when)} cannot be written: {error}. Free space there, or set run.dir."
+            ) from error
         return exact_match(given, self.questions)
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions: (question, right answer, answer before, answer after)."""
         before, after = (self.answers.get(when) for when in ("before", "after"))
-        return [(question.text, question.answer, before[index] if before else None, after[index] if after else None)
-                for index, question in enumerate(self.questions[:self.config.show])]
+        return [
+            (question.text, question.answer, before[index] if before else None, after[index] if after else None)
+            for index, question in enumerate(self.questions[: self.config.show])
+        ]
 
     def verdict(self) -> str:
         """One sentence for people."""
@@ -172,7 +202,9 @@ def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Questi
         return "the right answer is empty"
     last = right[-1]
     special = tokenizer.added_tokens_decoder.get(last)
-    return Question(_asked(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None)
+    return Question(
+        _asked(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None
+    )
 
 
 def _asked(row: dict[str, Any]) -> str | None:
@@ -183,13 +215,16 @@ def _asked(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _first(model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int,
-           rows: int) -> list[list[int]]:
+def _first(
+    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int, rows: int
+) -> list[list[int]]:
     """_greedy() for the first `rows` prompts."""
     return _greedy(model, prompts[:rows], ends, pad, max_new_tokens)
 
 
-def _greedy(model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int) -> list[list[int]]:
+def _greedy(
+    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int
+) -> list[list[int]]:
     """The most likely next token, again and again, until each row wrote one of `ends` (left out) or the limit is reached."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -199,8 +234,14 @@ def _greedy(model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int
     stops = torch.tensor(sorted(ends), device=device)
     cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
     for _ in range(max_new_tokens):
-        seen = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                     logits_to_keep=1)  # the head for the last position only: a prompt's logits can be gigabytes
+        seen = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )  # the head for the last position only: a prompt's logits can be gigabytes
         cache, chosen = seen.past_key_values, seen.logits[:, -1].argmax(-1)
         written.append(chosen)
         done |= torch.isin(chosen, stops)

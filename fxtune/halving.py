@@ -56,7 +56,8 @@ def shortage(error: BaseException) -> Shortage | None:
             return None
         text = _PLACE.sub("", str(cause).partition(". See documentation")[0].strip())
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError, MemoryShortError)) or (
-                isinstance(cause, RuntimeError) and any(word in text for word in WORDS)):
+            isinstance(cause, RuntimeError) and any(word in text for word in WORDS)
+        ):
             return Shortage(_first_line(text) or type(cause).__name__)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
@@ -104,15 +105,26 @@ def _unexplained(part: str, rows: int, why: str) -> HardwareError:
 class Halving:
     """How many rows at once the parts of a run take (`training`, `evaluation`, `questions`), where memory made them fewer."""
 
-    def __init__(self, device: torch.device, rows: dict[str, int] | None = None, note: Callable[[str], None] | None = None,
-                 explain: Callable[[str, int, str], HardwareError] = _unexplained,
-                 drop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rows: dict[str, int] | None = None,
+        note: Callable[[str], None] | None = None,
+        explain: Callable[[str, int, str], HardwareError] = _unexplained,
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
         """`rows`: by part, from an earlier stretch of the run; it is kept up to date in place.
 
         `note`: told once of each halving; None: nothing is halved. `explain`: the error to raise where nothing is left to halve,
         of the part, its rows at once and why. `drop`: lets go of what can be made again.
         """
-        self.device, self.known, self.note, self.explain, self.drop = device, {} if rows is None else rows, note, explain, drop
+        self.device, self.known, self.note, self.explain, self.drop = (
+            device,
+            {} if rows is None else rows,
+            note,
+            explain,
+            drop,
+        )
 
     def rows(self, part: str, whole: int) -> int:
         """How many rows at once `part` takes now; `whole`: as the recipe says."""

@@ -13,7 +13,9 @@ from fxtune.techniques.precision import Precision
 class HeldOut:
     """`plan` says what is held out, and how many rows are taken at once until measure() is asked for fewer."""
 
-    def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device, loss: Loss, precision: Precision) -> None:
+    def __init__(
+        self, plan: Plan, config: LoaderConfig, device: torch.device, loss: Loss, precision: Precision
+    ) -> None:
         self.config, self.device, self.loss, self.precision = config, device, loss, precision
         self.loader = Loader(plan, config, device)
 

@@ -44,8 +44,10 @@ class History:
             note(f"{self.path} cannot be written ({error}); training goes on without it")
             return
         if isinstance(logged, int) and last < logged <= step:
-            note(f"{self.path} has no lines of steps {last + 1} to {logged}, which were logged: a full disk or a power cut took "
-                 "them. Training goes on all the same.")
+            note(
+                f"{self.path} has no lines of steps {last + 1} to {logged}, which were logged: a full disk or a power cut took "
+                "them. Training goes on all the same."
+            )
 
     def write(self, line: dict[str, Any]) -> int | None:
         """Add a line. Returns where it ends in the file, in bytes, be it there already or not; None where there is no file."""
@@ -56,8 +58,10 @@ class History:
         self._waiting += text
         self._end += len(text)
         if (error := self._flush()) and first:
-            self._note(f"{NAME} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait in "
-                       "memory until there is room")
+            self._note(
+                f"{NAME} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait in "
+                "memory until there is room"
+            )
         return self._end
 
     def close(self) -> None:
@@ -136,5 +140,7 @@ def _lines(path: Path, step: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """NaN and infinities as null: JSON has no word for them, and pandas, jq and DuckDB read null as a missing number."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }

@@ -62,14 +62,20 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):  # unlike Path's, it takes a name that is too long for a name
         if revision is not None:
-            raise ConfigError(f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision.")
+            raise ConfigError(
+                f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision."
+            )
         return Origin(folder, str(folder.resolve()))
     if os.path.exists(folder):
-        raise ConfigError(f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
-                          f"{folder.parent}).")
+        raise ConfigError(
+            f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
+            f"{folder.parent})."
+        )
     if _looks_local(name):
-        raise ConfigError(f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
-                          "or a hub id such as Qwen/Qwen3-0.6B.")
+        raise ConfigError(
+            f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
+            "or a hub id such as Qwen/Qwen3-0.6B."
+        )
     patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
     found = _snapshot(name, revision, patterns, key)
     return Origin(found, name, found.name if is_commit(found.name) else revision)
@@ -81,7 +87,9 @@ def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
     if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
         below = origin.folder / "adapter"
         known = below if (below / "adapter_config.json").exists() else "runs/NAME/adapter"
-        raise ConfigError(f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {known}.")
+        raise ConfigError(
+            f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {known}."
+        )
     return origin
 
 
@@ -92,8 +100,11 @@ def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None
         _snapshot(origin.name, origin.revision, list(files), key)
     for file in files:
         if not (origin.folder / file).exists():
-            reason = ("It is not in the cache and could not be fetched: check the network and HF_HUB_OFFLINE."
-                      if origin.revision else "Copy it there, or use a complete copy of the model.")
+            reason = (
+                "It is not in the cache and could not be fetched: check the network and HF_HUB_OFFLINE."
+                if origin.revision
+                else "Copy it there, or use a complete copy of the model."
+            )
             raise StorageError(f"{key}={origin.name}: {origin.folder / file} is missing. {reason}")
 
 
@@ -140,7 +151,9 @@ def ask(name: str, revision: str | None, kind: str = "model") -> tuple[str | Non
     if isinstance(answer, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)):
         raise answer
     status = answer.response.status_code if isinstance(answer, errors.HfHubHTTPError) else 500
-    return None, _reason(answer) if 400 <= status < 429 else _silence.keep(_reason(answer))  # a refusal is about this name alone
+    return None, _reason(answer) if 400 <= status < 429 else _silence.keep(
+        _reason(answer)
+    )  # a refusal is about this name alone
 
 
 class _Silence:
@@ -182,31 +195,45 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
             return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
         if here is None:
             raise HubError(_unreachable(name, key, reason))
-        say(f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
-            f"{here.name}.")
+        say(
+            f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
+            f"{here.name}."
+        )
         return here
     except errors.GatedRepoError as error:
-        raise ConfigError(f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
-                          "HF_TOKEN).") from error
+        raise ConfigError(
+            f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
+            "HF_TOKEN)."
+        ) from error
     except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{key}={name} has no revision {revision!r}. Its branches, tags and commits: {page}/commits") from error
+        raise ConfigError(
+            f"{key}={name} has no revision {revision!r}. Its branches, tags and commits: {page}/commits"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ConfigError(f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
-                          "private model needs `hf auth login`.") from error
+        raise ConfigError(
+            f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
+            "private model needs `hf auth login`."
+        ) from error
     except HubError:
         raise
     except Exception as error:  # a fetch that broke off, a full disk: the classes differ by the library's version
-        known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(("httpx", "huggingface_hub"))
+        known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(
+            ("httpx", "huggingface_hub")
+        )
         if not known:
             raise
-        raise HubError(f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
-                       "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
-                       f"{name}`) and give that folder.") from error
+        raise HubError(
+            f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
+            "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
+            f"{name}`) and give that folder."
+        ) from error
 
 
 def _unreachable(name: str, key: str, reason: str) -> str:
-    return (f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
-            f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder.")
+    return (
+        f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
+        f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+    )
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
@@ -215,7 +242,9 @@ def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None
     from huggingface_hub import errors
 
     try:
-        found = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
+        found = Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
+        )
     except (errors.LocalEntryNotFoundError, ValueError):
         return None
     there = [pattern for pattern in patterns if any(found.glob(pattern))]
@@ -229,4 +258,8 @@ def _whole(found: Path | None) -> bool:
 
 def _reason(error: Exception) -> str:
     text = str(redact((str(error).splitlines() or [""])[0].rstrip(".")))
-    return text if isinstance(error, TimeoutError) or "HTTP" in type(error).__name__ else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, TimeoutError) or "HTTP" in type(error).__name__
+        else f"{type(error).__name__}: {text}"
+    )

@@ -59,8 +59,9 @@ def inspect_folder(folder: Path, told: str) -> None:
                 if file.suffix == ".json":
                     _inspect_json(file, told)
                 elif file.suffix == ".jinja" and (size := file.stat().st_size) > MAX_TEMPLATE:
-                    raise ConfigError(f"{told}: {file} has {size:,} bytes, more than a chat template ever has "
-                                      f"({MAX_TEMPLATE:,}).")
+                    raise ConfigError(
+                        f"{told}: {file} has {size:,} bytes, more than a chat template ever has ({MAX_TEMPLATE:,})."
+                    )
     except OSError as error:
         raise StorageError(f"{told}: {folder} cannot be read: {error}") from error
 
@@ -70,11 +71,18 @@ def inspect_config(values: Any, told: str) -> None:
     for name, value in _leaves(values):
         key = name.rpartition(".")[2]
         if isinstance(value, str) and _KERNEL.match(key) and ("/" in value or ":" in value):
-            raise ConfigError(f"{told}: {name}={value!r} names compiled code of the hub, which a model cannot ask for. Remove "
-                              "it; to use that kernel, say so in techniques.attention.backend.")
+            raise ConfigError(
+                f"{told}: {name}={value!r} names compiled code of the hub, which a model cannot ask for. Remove "
+                "it; to use that kernel, say so in techniques.attention.backend."
+            )
         if isinstance(value, str) and key == "transformers_weights" and not _SHARD.fullmatch(value):
             raise ConfigError(f"{told}: {name}={value!r} is no safetensors file of this folder.")
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and "theta" not in name and "base" not in key:
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and "theta" not in name
+            and "base" not in key
+        ):
             most = MOST_LAYERS if _LAYERS.search(key) else MOST_EXPERTS if _EXPERTS.search(key) else MOST
             if isinstance(value, int) and not -MOST <= value <= most:
                 raise ConfigError(f"{told}: {name}={str(value)[:24]} is beyond what any model has ({most:,}).")
@@ -85,8 +93,10 @@ def _require_own(file: Path, folder: Path, told: str) -> None:
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     weights = file.suffix == ".safetensors"
     if not weights and not target.is_relative_to(root) and not target.is_relative_to(blobs):
-        raise ConfigError(f"{told}: {file} is a link to {target}, out of the model's folder. What it says would be read, and "
-                          "saved with what you train. Copy the file there if that is what you want.")
+        raise ConfigError(
+            f"{told}: {file} is a link to {target}, out of the model's folder. What it says would be read, and "
+            "saved with what you train. Copy the file there if that is what you want."
+        )
     if not target.exists():
         raise StorageError(f"{told}: {file} is a link to {target}, which is not there. Use a complete copy.")
     if not stat.S_ISREG(target.stat().st_mode):
@@ -112,27 +122,38 @@ def _inspect_json(file: Path, told: str) -> None:
     elif file.name == "adapter_config.json" and isinstance(values, dict):
         _inspect_adapter(values, told)
     elif file.name.endswith(".index.json"):
-        paths = [value for name, value in named if name.startswith("weight_map.")
-                 and not (isinstance(value, str) and _SHARD.fullmatch(value))]
+        paths = [
+            value
+            for name, value in named
+            if name.startswith("weight_map.") and not (isinstance(value, str) and _SHARD.fullmatch(value))
+        ]
         if paths:
-            raise ConfigError(f"{told} names {paths[0]!r} as a file of weights: only safetensors files of this folder are read.")
+            raise ConfigError(
+                f"{told} names {paths[0]!r} as a file of weights: only safetensors files of this folder are read."
+            )
     elif file.name == "tokenizer_config.json" and isinstance(values, dict):
         for entry in values.get("chat_template") or [] if isinstance(values.get("chat_template"), list) else []:
             if not isinstance(entry, dict) or not _PLAIN.fullmatch(str(entry.get("name", ""))):
-                raise ConfigError(f"{told} has a chat template named {str(entry)[:80]}: a name has letters, digits, `_`, `-` "
-                                  "and `.`, as it becomes a file's when the tokenizer is saved.")
+                raise ConfigError(
+                    f"{told} has a chat template named {str(entry)[:80]}: a name has letters, digits, `_`, `-` "
+                    "and `.`, as it becomes a file's when the tokenizer is saved."
+                )
 
 
 def _inspect_adapter(values: dict[str, Any], told: str) -> None:
     if values.get("megatron_config"):
-        raise ConfigError(f"{told}: megatron_config has a library import modules by name. fxtune trains no Megatron models.")
+        raise ConfigError(
+            f"{told}: megatron_config has a library import modules by name. fxtune trains no Megatron models."
+        )
     for name in ("base_model_name_or_path", "revision"):
         if not isinstance(values.get(name), (str, type(None))):
             raise ConfigError(f"{told}: {name}={str(values[name])[:24]} is no text. Use another copy of the adapter.")
     start = values.get("init_lora_weights")
     if start not in _STARTS and not str(start).startswith("pissa_niter_"):
-        raise ConfigError(f"{told}: init_lora_weights={start!r} reads other files or needs data. Use an adapter that was saved "
-                          "as plain LoRA.")
+        raise ConfigError(
+            f"{told}: init_lora_weights={start!r} reads other files or needs data. Use an adapter that was saved "
+            "as plain LoRA."
+        )
     if values.get("layer_replication"):
         raise ConfigError(f"{told}: layer_replication builds another model than the base. fxtune does not.")
     for name, value in _leaves({key: values.get(key) for key in ("r", "rank_pattern")}):

@@ -67,8 +67,9 @@ class Interval:
         """How many of the latest steps were not finite and not for their loss scale alone."""
         self.spikes = 0
 
-    def add(self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor, scale: torch.Tensor,
-            limit: torch.Tensor) -> None:
+    def add(
+        self, loss: torch.Tensor, norm: torch.Tensor, finite: torch.Tensor, scale: torch.Tensor, limit: torch.Tensor
+    ) -> None:
         self.steps.append(torch.stack([loss, norm, finite.to(loss.dtype), scale, limit]))
 
     def post(self) -> None:

@@ -22,10 +22,23 @@ from fxtune.tracking import Tracker
 class Journal:
     """Of one run. `state.figures` is kept up to date: the last value of each."""
 
-    def __init__(self, folder: RunFolder, screen: Display, tracker: Tracker, state: TrainState, startup: StartUp,
-                 compile: Compile) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        screen: Display,
+        tracker: Tracker,
+        state: TrainState,
+        startup: StartUp,
+        compile: Compile,
+    ) -> None:
         self.folder, self.screen, self.tracker, self.state, self.startup, self.compile = (
-            folder, screen, tracker, state, startup, compile)
+            folder,
+            screen,
+            tracker,
+            state,
+            startup,
+            compile,
+        )
         self.told: set[str] = set()
 
     def log(self, figures: dict[str, Any]) -> None:
@@ -51,8 +64,15 @@ class Journal:
             self.folder.write("compile.json", report.plain())
         except StorageError as error:  # a witness's report: training goes on
             self.screen.note(str(error))
-        self.tracker.log(self.state.step, {"compile/graphs": report.graphs, "compile/graph_breaks": len(report.breaks),
-                                           "compile/recompilations": report.recompilations, "compile/seconds": report.seconds})
+        self.tracker.log(
+            self.state.step,
+            {
+                "compile/graphs": report.graphs,
+                "compile/graph_breaks": len(report.breaks),
+                "compile/recompilations": report.recompilations,
+                "compile/seconds": report.seconds,
+            },
+        )
         for line in report.lines():
             self.screen.note(line)
 
@@ -79,22 +99,30 @@ class Journal:
 def introduction(config: Config, setting: Setting, data: Prepared) -> Iterator[str]:
     """Lines on what `auto` and null became here, and what the data came to."""
     facts, device, loader = setting.facts, setting.world.device, config.loader.resolved(setting.world.device)
-    yield (f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned memory "
-           f"{'on' if loader.pin_memory else 'off'}")
+    yield (
+        f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned memory "
+        f"{'on' if loader.pin_memory else 'off'}"
+    )
     yield from config.techniques.idle()
     yield from setting.decided
     yield from _plan(data.training, config.train.global_batch_size)
     if data.evaluation:
         held = data.evaluation.summary()
-        yield (f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised tokens")
+        yield (
+            f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised tokens"
+        )
     if facts.dtype == "bfloat16" and not setting.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
-        yield ("The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small learning rates "
-               "learn little. optimizer.stochastic_rounding=true loses none on average; model.dtype=float32 with "
-               "techniques.precision.autocast=bfloat16 loses none, for twice the memory.")
+        yield (
+            "The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small learning rates "
+            "learn little. optimizer.stochastic_rounding=true loses none on average; model.dtype=float32 with "
+            "techniques.precision.autocast=bfloat16 loses none, for twice the memory."
+        )
 
 
 def _plan(plan: Plan, rows: int) -> Iterator[str]:
     yield from plan.notes()
     seen = plan.summary()
-    yield (f"{seen['steps']} steps of {rows} rows, {seen['epochs']:.2f} epochs; {seen['supervised_share']:.1%} of the tokens "
-           f"supervised, {seen['padding_share']:.1%} padding")
+    yield (
+        f"{seen['steps']} steps of {rows} rows, {seen['epochs']:.2f} epochs; {seen['supervised_share']:.1%} of the tokens "
+        f"supervised, {seen['padding_share']:.1%} padding"
+    )

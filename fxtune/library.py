@@ -52,7 +52,11 @@ def recipes() -> dict[str, Recipe]:
     """Every recipe that `+recipe=NAME` finds from this working directory, by name."""
     found = {path.stem: Recipe(path.stem, path, shipped=True) for path in sorted(shipped("recipes").glob("*.yaml"))}
     if LOCAL.resolve() != shipped("recipes").resolve():
-        found |= {path.stem: Recipe(path.stem, path, shipped=False) for path in sorted(LOCAL.glob("*.yaml")) if path.is_file()}
+        found |= {
+            path.stem: Recipe(path.stem, path, shipped=False)
+            for path in sorted(LOCAL.glob("*.yaml"))
+            if path.is_file()
+        }
     return dict(sorted(found.items()))
 
 
@@ -65,8 +69,10 @@ def find(name: str) -> Recipe:
         return Recipe(path.stem, path, shipped=False)
     known = recipes()
     if name not in known:
-        raise ConfigError(f"there is no recipe `{name}`{did_you_mean(name, known)} `fxtune recipes` lists them all; "
-                          "your own go into ./recipes/NAME.yaml, or are given as a path: +recipe=./mine.yaml")
+        raise ConfigError(
+            f"there is no recipe `{name}`{did_you_mean(name, known)} `fxtune recipes` lists them all; "
+            "your own go into ./recipes/NAME.yaml, or are given as a path: +recipe=./mine.yaml"
+        )
     return known[name]
 
 

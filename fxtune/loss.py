@@ -35,9 +35,11 @@ from fxtune.technique import Evidence, backbone, model_inputs, observed
 from fxtune.techniques.liger import Liger, Switch
 from fxtune.techniques.precision import LossScale, Precision
 
-LOGITS = {"logits_scaling": lambda value: 1.0 / value,  # Granite
-          "logit_scale": lambda value: value,  # Cohere
-          "lm_head_multiplier": lambda value: value}  # Falcon-H1
+LOGITS = {
+    "logits_scaling": lambda value: 1.0 / value,  # Granite
+    "logit_scale": lambda value: value,  # Cohere
+    "lm_head_multiplier": lambda value: value,
+}  # Falcon-H1
 """Options of Hugging Face configs that scale the logits, and the factor that each value means."""
 SAME = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """How far logits may be from the model's own, relative to their norm, by the dtype of the head's output."""
@@ -73,8 +75,17 @@ class Loss:
         if not self.fused:
             return F.cross_entropy(self._logits(hidden), batch.labels, reduction="sum")
         if (linear := _linear(self.head)) is not None:
-            return linear_cross_entropy(hidden, linear.weight, batch.labels, linear.bias, scale=self.scale, cap=self.cap,
-                                        chunk_rows=self.chunk_rows, fp8_scales=_scales(linear), by=self.by)
+            return linear_cross_entropy(
+                hidden,
+                linear.weight,
+                batch.labels,
+                linear.bias,
+                scale=self.scale,
+                cap=self.cap,
+                chunk_rows=self.chunk_rows,
+                fp8_scales=_scales(linear),
+                by=self.by,
+            )
         # A head with an adapter or with packed weights: its own forward, again in the backward pass, so no logits are kept.
         total = torch.zeros((), device=hidden.device)
         # The state of random numbers is read for dropout alone, for it cannot be while a pass is recorded (kernels/recorded.py).
@@ -99,7 +110,9 @@ class Loss:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """[supervised, d]: the last hidden states at the positions that have a target."""
-        states = backbone(self.model)(**model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens))[0]
+        states = backbone(self.model)(
+            **model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)
+        )[0]
         selected: torch.Tensor = _Rows.apply(states.flatten(0, 1), batch.supervised_at)
         return selected
 
@@ -116,8 +129,17 @@ class Loss:
     def _row_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         linear = _linear(self.head)
         if self.fused and linear is not None:
-            return row_losses(hidden, linear.weight, labels, linear.bias, scale=self.scale, cap=self.cap,
-                              chunk_rows=self.chunk_rows, fp8_scales=_scales(linear), by=self.by)
+            return row_losses(
+                hidden,
+                linear.weight,
+                labels,
+                linear.bias,
+                scale=self.scale,
+                cap=self.cap,
+                chunk_rows=self.chunk_rows,
+                fp8_scales=_scales(linear),
+                by=self.by,
+            )
         pieces = zip(hidden.split(self._chunk()), labels.split(self._chunk()), strict=True)
         return torch.cat([F.cross_entropy(self._logits(rows), wanted, reduction="none") for rows, wanted in pieces])
 
@@ -138,7 +160,11 @@ class Loss:
             try:
                 hidden = backbone(self.model)(**given)[0].flatten(0, 1)
                 apart = [_apart(self._logits(hidden), own.float()), _apart(self._row_losses(hidden, labels), wanted)]
-            except (AttributeError, RuntimeError, TypeError) as problem:  # a model of another make: its parts do not fit
+            except (
+                AttributeError,
+                RuntimeError,
+                TypeError,
+            ) as problem:  # a model of another make: its parts do not fit
                 if shortage(problem):
                     raise
                 apart, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
@@ -147,14 +173,20 @@ class Loss:
         self.whole = not max(apart) <= limit
         asked = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
         if self.whole:
-            return Evidence("loss", asked, f"{type(self.model).__name__}: {why}, so all its logits are computed", not self.fused)
+            return Evidence(
+                "loss", asked, f"{type(self.model).__name__}: {why}, so all its logits are computed", not self.fused
+            )
         how = f"; {self._how()}" if self.fused else ""
-        return Evidence("loss", asked, f"a small row's logits and losses within {max(apart):.1e} of the model's own{how}", True)
+        return Evidence(
+            "loss", asked, f"a small row's logits and losses within {max(apart):.1e} of the model's own{how}", True
+        )
 
     def _how(self) -> str:
         linear = _linear(self.head)
         if linear is None:
-            return f"{self._chunk():,} rows at once, the head ({type(self.head).__name__}) run again in the backward pass"
+            return (
+                f"{self._chunk():,} rows at once, the head ({type(self.head).__name__}) run again in the backward pass"
+            )
         dtype = linear.weight.dtype if _scales(linear) is None else torch.bfloat16
         rows = self.chunk_rows or rows_at_once(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
@@ -176,8 +208,14 @@ class _Rows(torch.autograd.Function):
         return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, at, gradient), None
 
 
-def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: Precision, scale: LossScale,
-             recorder: Recorder | None = None) -> torch.Tensor:
+def backward(
+    loss: Loss,
+    batches: Iterable[Batch],
+    supervised: int,
+    precision: Precision,
+    scale: LossScale,
+    recorder: Recorder | None = None,
+) -> torch.Tensor:
     """Forward and backward of an optimizer step: the gradients, times `scale`, are left in the parameters.
 
     `supervised`: targets of all the step's micro-batches together. Returns the mean loss over them, a scalar on the device.
@@ -192,7 +230,9 @@ def backward(loss: Loss, batches: Iterable[Batch], supervised: int, precision: P
     return total
 
 
-def one_pass(loss: Loss, precision: Precision, scale: LossScale, batch: Batch, supervised: torch.Tensor | int) -> torch.Tensor:
+def one_pass(
+    loss: Loss, precision: Precision, scale: LossScale, batch: Batch, supervised: torch.Tensor | int
+) -> torch.Tensor:
     """Forward and backward of a micro-batch: its part of the mean over `supervised` targets, and of the gradients."""
     with precision.context(batch.input_ids.device):
         part = loss.sum(batch) / supervised

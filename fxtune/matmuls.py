@@ -27,21 +27,31 @@ def hindrance(facts: Facts) -> str | None:
     """Why the CuTe kernel cannot multiply under `facts` and what to change, or None: it can, adapters being fused."""
     found = facts.packages.get(PACKAGE)
     tokens = facts.micro_batch_size * max(facts.rows, default=facts.sequence_length)
-    smallest = min((int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)), default=0)
+    smallest = min(
+        (int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)), default=0
+    )
     if facts.device != "cuda" or facts.capability != CAPABILITY:
-        card = f"{facts.device_name}, {facts.capability[0]}.{facts.capability[1]}" if facts.capability else facts.device
+        card = (
+            f"{facts.device_name}, {facts.capability[0]}.{facts.capability[1]}" if facts.capability else facts.device
+        )
         return f"its kernel is for a GPU of compute capability 9.0 (H100, H200), and this is {card}"
     if found != VERSION:
-        return (f"it calls inner functions of {PACKAGE} {VERSION}, and {found or 'none'} is installed: "
-                f"pip install '{PACKAGE}[cu13]=={VERSION}'")
+        return (
+            f"it calls inner functions of {PACKAGE} {VERSION}, and {found or 'none'} is installed: "
+            f"pip install '{PACKAGE}[cu13]=={VERSION}'"
+        )
     if facts.compute_dtype not in ("bfloat16", "float16"):
-        return (f"it is for products in 16 bits, and these are in {facts.compute_dtype}: set "
-                "techniques.precision.autocast=bfloat16")
+        return (
+            f"it is for products in 16 bits, and these are in {facts.compute_dtype}: set "
+            "techniques.precision.autocast=bfloat16"
+        )
     if "quantize" in facts.techniques:
         return "techniques.quantize.enabled=true leaves no product in 16 bits that fused adapters do at once"
     if tokens and tokens < LEAST_ROWS:
-        return (f"it is for {LEAST_ROWS:,} tokens at once or more, and a micro-batch has {tokens:,}: raise "
-                "train.micro_batch_size or data.sequence_length")
+        return (
+            f"it is for {LEAST_ROWS:,} tokens at once or more, and a micro-batch has {tokens:,}: raise "
+            "train.micro_batch_size or data.sequence_length"
+        )
     if smallest and smallest < LEAST_SIZE:
         return f"it is for linears of {LEAST_SIZE:,} numbers or more on either side, and this model has some of {smallest:,}"
     return None
@@ -64,8 +74,9 @@ def take(model: Any, optional: bool) -> str | None:
         why = f"{type(error).__name__}: {next((line for line in str(error).splitlines() if line.strip()), 'no reason given')}"
         if optional:
             return why
-        raise HardwareError(f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or "
-                            "cublas.") from error
+        raise HardwareError(
+            f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or cublas."
+        ) from error
     products_by_cute(model)
     model.products_by = CUTE
     return None
@@ -88,6 +99,9 @@ def ran(model: Any) -> tuple[str, bool | None]:
                 seen = operators(lambda: (mm(x, made.t(), y, CUTE), mm(y, made, x, CUTE)), {"cute": OPERATOR})["cute"]  # noqa: B023
                 kernels = ", ".join(sorted(name[:60] for name in seen.kernels)) or "kernels that nobody may see"
                 theirs = not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels)
-                return (f"{rows:,} rows times one of {len(groups)} groups' {made.shape[0]:,} x {made.shape[1]:,}, and back: "
-                        f"{seen.calls} products by {kernels}", seen.calls == 2 and theirs)
+                return (
+                    f"{rows:,} rows times one of {len(groups)} groups' {made.shape[0]:,} x {made.shape[1]:,}, and back: "
+                    f"{seen.calls} products by {kernels}",
+                    seen.calls == 2 and theirs,
+                )
     return f"none of {len(groups)} groups' weights is large enough, so cuBLAS does", None

@@ -108,8 +108,13 @@ class Measured:
     """(name, seconds, calls) a step of what ran on the device, on a CPU of its operators; longest first. None: not asked for."""
 
 
-def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, age: Optional[Callable[[], float]] = None,
-            profile: bool = False) -> Measured:
+def measure(
+    config: Config,
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
+    age: Optional[Callable[[], float]] = None,
+    profile: bool = False,
+) -> Measured:
     """Take `warm_up` steps of training and then `steps` that are measured. `config` stays as it is.
 
     `age`: seconds since what start-up time counts from; the start of this process by default. `profile`: take PROFILED steps more
@@ -172,8 +177,14 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         _wait(device)
         figures = meter.read()
     interval.settle()
-    kernels = [(name, spent / PROFILED, calls / PROFILED) for name, (spent, calls) in sorted(
-        times(lambda: list(taken)).items(), key=lambda one: -one[1][0])] if profile else None
+    kernels = (
+        [
+            (name, spent / PROFILED, calls / PROFILED)
+            for name, (spent, calls) in sorted(times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
+        ]
+        if profile
+        else None
+    )
 
     seconds = figures["train/step_seconds"] * steps
     counted = range(warm_up, warm_up + steps)
@@ -184,19 +195,35 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
     compiled = trainer.techniques.compile
     step_peak = figures["train/memory_gib"]
     return Measured(
-        tokens_per_second=tokens / seconds, supervised_tokens_per_second=supervised / seconds,
+        tokens_per_second=tokens / seconds,
+        supervised_tokens_per_second=supervised / seconds,
         padding_per_second=(sum(slots(plan, step) for step in counted) - tokens) / seconds,
-        step_seconds=float(middle), step_seconds_p5=float(low), step_seconds_p95=float(high), mfu=figures.get("train/mfu"),
-        memory_gib=max(peak, step_peak), memory_reserved_gib=_reserved(device), step_memory_gib=step_peak,
+        step_seconds=float(middle),
+        step_seconds_p5=float(low),
+        step_seconds_p95=float(high),
+        mfu=figures.get("train/mfu"),
+        memory_gib=max(peak, step_peak),
+        memory_reserved_gib=_reserved(device),
+        step_memory_gib=step_peak,
         data_wait=figures["train/data_wait"],
         joules_per_token=energy.joules / tokens if energy.joules else None,
-        watts=energy.joules / seconds if energy.joules else None, energy=energy.how,
-        first_step_seconds=since_start[0], second_step_seconds=since_start[1],
+        watts=energy.joules / seconds if energy.joules else None,
+        energy=energy.how,
+        first_step_seconds=since_start[0],
+        second_step_seconds=since_start[1],
         compile_seconds=compiled.report().seconds if compiled.enabled else None,
-        loss=sum(finite) / len(finite) if finite else None, losses=losses, skipped_steps=interval.skipped,
-        steps=steps, warm_up=warm_up, rows=_rows(plan, counted), decided=trainer.decided,
+        loss=sum(finite) / len(finite) if finite else None,
+        losses=losses,
+        skipped_steps=interval.skipped,
+        steps=steps,
+        warm_up=warm_up,
+        rows=_rows(plan, counted),
+        decided=trainer.decided,
         techniques=json.loads(json.dumps(trainer.techniques.asked())),
-        device=trainer.facts.device_name, packages=trainer.facts.packages, kernels=kernels)
+        device=trainer.facts.device_name,
+        packages=trainer.facts.packages,
+        kernels=kernels,
+    )
 
 
 class Marks:
@@ -216,7 +243,10 @@ class Marks:
 
     def seconds(self) -> list[float]:
         """Between each mark and the next. To be called after the device was waited for."""
-        return [before.elapsed_time(after) / 1e3 if self._cuda else after - before for before, after in pairwise(self._marks)]
+        return [
+            before.elapsed_time(after) / 1e3 if self._cuda else after - before
+            for before, after in pairwise(self._marks)
+        ]
 
 
 def slots(plan: Plan, step: int) -> int:
@@ -235,15 +265,31 @@ def process_age() -> Callable[[], float]:
         return lambda: time.perf_counter() - began
 
 
-def apart(words: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None) -> dict[str, Any]:
+def apart(
+    words: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None
+) -> dict[str, Any]:
     """`fxtune bench WORDS` in a process of its own: the fields of Measured, or `{"error": why, in one line}`.
 
     Raises TimeoutError where it was not done after `limit` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="fxtune-apart-") as scratch:
         file = Path(scratch) / "measured.json"
-        code, text, seconds = trials.ended([sys.executable, "-m", "fxtune", "bench", *words, "--steps", str(steps),
-                                            "--warm-up", str(warm_up), "--json", str(file)], limit)
+        code, text, seconds = trials.ended(
+            [
+                sys.executable,
+                "-m",
+                "fxtune",
+                "bench",
+                *words,
+                "--steps",
+                str(steps),
+                "--warm-up",
+                str(warm_up),
+                "--json",
+                str(file),
+            ],
+            limit,
+        )
         if code is None:
             raise TimeoutError(f"no figures after {limit:.0f} s")
         if code == 0:
@@ -264,7 +310,11 @@ def _reserved(device: torch.device) -> Optional[float]:
 
 
 def _rows(plan: Plan, steps: range) -> str:
-    sizes = [(len(pieces.offsets) - 1, pieces.width) for step in steps for micro in range(plan.micro_batches(step))
-             for pieces in [plan.pieces(step, micro)]]
+    sizes = [
+        (len(pieces.offsets) - 1, pieces.width)
+        for step in steps
+        for micro in range(plan.micro_batches(step))
+        for pieces in [plan.pieces(step, micro)]
+    ]
     rows, width = max(sizes, key=lambda size: size[0] * size[1])
     return f"{rows} x {width:,}"

@@ -132,9 +132,14 @@ def kept_bytes(facts: Facts, keeping: Keeping, level: str) -> float:
     whole, lse = number * shape.hidden, 4 * shape.heads
     narrow = number * (2 * shape.hidden + 2 * shape.q + 2 * shape.k) + lse + _adapters(facts, number, ("qkv", "o"))
     narrow += 0 if _compiled(facts) else whole
-    each = {"everything": everything, "wide": narrow + number * 2 * shape.inner + _adapters(facts, number, ("gate_up", "down")),
-            "narrow": narrow if is_fused(facts) else narrow + _adapters(facts, number, ("gate_up", "down")),
-            "attention": whole + number * shape.q + lse, "input": whole, "budget": whole + keeping.budget * (everything - whole)}
+    each = {
+        "everything": everything,
+        "wide": narrow + number * 2 * shape.inner + _adapters(facts, number, ("gate_up", "down")),
+        "narrow": narrow if is_fused(facts) else narrow + _adapters(facts, number, ("gate_up", "down")),
+        "attention": whole + number * shape.q + lse,
+        "input": whole,
+        "budget": whole + keeping.budget * (everything - whole),
+    }
     return float(min(each[level], everything))
 
 
@@ -245,7 +250,9 @@ def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
     if not lora:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
         rest = _not_muons(shape) if facts.optimizer == "muon" else 0
-        return number * total + copies, int(total * (number + moments * each) + rest * (MOMENTS["adamw"] - moments) * each)
+        return number * total + copies, int(
+            total * (number + moments * each) + rest * (MOMENTS["adamw"] - moments) * each
+        )
     wanted = [str(name) for name in lora["target_modules"]]
     adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
     adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)
@@ -290,5 +297,7 @@ def _loss(facts: Facts, shape: Shape, tokens: int) -> int:
         return max(states + numbers * (2 * number + 8), 5 * copies)
     rows = facts.techniques["liger"].get("chunk_rows")
     held = rows * shape.vocabulary * number if rows else BUFFER
-    head = 0 if "lora" in facts.techniques else 4 * shape.vocabulary * shape.hidden  # its gradient is summed in float32
+    head = (
+        0 if "lora" in facts.techniques else 4 * shape.vocabulary * shape.hidden
+    )  # its gradient is summed in float32
     return max(states + min(numbers * number, held) + 4 * min(numbers, PART) + head, 5 * copies)

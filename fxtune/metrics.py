@@ -70,7 +70,9 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
     (r"\bT4\b", {"bfloat16": None, "float16": 65.0, "tf32": None, "float32": 8.1}),
     (r"\bMI3(?:00|25)X\b", {"bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4}),
 )
-_OTHER_SILICON = re.compile(r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE)  # same name, less of the chip
+_OTHER_SILICON = re.compile(
+    r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE
+)  # same name, less of the chip
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
@@ -125,7 +127,9 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     body = top = 0.0
     for name, module in model.named_modules():
-        if ".original_module" in f".{name}":  # PEFT keeps the weights that `modules_to_save` replaced; they compute nothing
+        if (
+            ".original_module" in f".{name}"
+        ):  # PEFT keeps the weights that `modules_to_save` replaced; they compute nothing
             continue
         sizes = _matmul(module)
         if sizes is None:
@@ -145,6 +149,7 @@ def _matmul(module: nn.Module) -> tuple[int, int] | None:
     Recognised by its attributes, so that quantised and fused linears count with their logical size, not their bytes.
     A wrapper that carries the same attributes, such as PEFT's, is passed over for what it wraps.
     """
+
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
         found = (getattr(candidate, "in_features", None), getattr(candidate, "out_features", None))
         if type(candidate).__name__ == "Conv1D":  # GPT-2's linear, transposed
@@ -210,7 +215,9 @@ class StartUp:
     def told(self) -> str:
         """One line: all of it, and each stage that took half a second or more."""
         parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
-        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (f" ({', '.join(parts)})" if parts else "")
+        return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (
+            f" ({', '.join(parts)})" if parts else ""
+        )
 
 
 class Work(Protocol):
@@ -230,8 +237,16 @@ class Meter:
     `dtype`: of the matmuls, where autocast makes it another than that of the weights.
     """
 
-    def __init__(self, model: nn.Module, plan: Work, device: torch.device, tokens: int = 0, supervised_tokens: int = 0,
-                 dtype: torch.dtype | str | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Work,
+        device: torch.device,
+        tokens: int = 0,
+        supervised_tokens: int = 0,
+        dtype: torch.dtype | str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.cost = training_cost(model)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
@@ -265,10 +280,13 @@ class Meter:
     def read(self) -> dict[str, float]:
         """The metrics of the steps since the last reading. To be called after the loop has waited for the device."""
         seconds = max(self._clock() - self._began, 1e-9)
-        figures = {"train/tokens": float(self.tokens), "train/supervised_tokens": float(self.supervised_tokens),
-                   "train/tokens_per_second": self._tokens / seconds,
-                   "train/step_seconds": seconds / max(self._steps, 1),
-                   "train/data_wait": min(self._waited / seconds, 1.0)}
+        figures = {
+            "train/tokens": float(self.tokens),
+            "train/supervised_tokens": float(self.supervised_tokens),
+            "train/tokens_per_second": self._tokens / seconds,
+            "train/step_seconds": seconds / max(self._steps, 1),
+            "train/data_wait": min(self._waited / seconds, 1.0),
+        }
         if self.cost and self.peak:
             figures["train/mfu"] = self._flops / seconds / self.peak
         figures["train/memory_gib"] = memory_gib(self._device)

@@ -109,11 +109,15 @@ def scaled_as(config: Any, adapter: Origin) -> Any:
         kind = json.loads(file.read_text())["model_type"]
         theirs = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StorageError(f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
-                           "with: use a complete copy of the adapter.") from error
+        raise StorageError(
+            f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
+            "with: use a complete copy of the adapter."
+        ) from error
     if theirs is None:
-        raise ConfigError(f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a "
-                          f"{config.model_type}: give the base that it belongs to.")
+        raise ConfigError(
+            f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a "
+            f"{config.model_type}: give the base that it belongs to."
+        )
     scaled = copy.deepcopy(config)
     ours = scaled.get_text_config()
     for name in ("rope_parameters", "max_position_embeddings"):
@@ -132,26 +136,36 @@ def load_tokenizer(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     config = load_config(model)
-    key, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path or "builtin:tiny")
+    key, name = (
+        ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path or "builtin:tiny")
+    )
     own = model.tokenizer is None
     origin = locate(name, model.revision if own and model.path else None, key, code=own and model.trust_remote_code)
     inspect_folder(origin.folder, f"{key}={name}")
     if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
-        raise ConfigError(f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one "
-                          "in model.tokenizer.")
+        raise ConfigError(
+            f"{key}={name}: {origin.folder} holds no tokenizer (no tokenizer.json). Put one there, or name one "
+            "in model.tokenizer."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=own and model.trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
-        raise StorageError(f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a "
-                           "complete copy of it, or name another in model.tokenizer.") from error
+        raise StorageError(
+            f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a "
+            "complete copy of it, or name another in model.tokenizer."
+        ) from error
     if not tokenizer.is_fast:
-        raise ConfigError(f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
-                          "Convert it, or name another in model.tokenizer.")
+        raise ConfigError(
+            f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
+            "Convert it, or name another in model.tokenizer."
+        )
     largest, rows = max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
     if largest >= rows:
-        raise ConfigError(f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
-                          "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a "
-                          "larger vocab_size.")
+        raise ConfigError(
+            f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
+            "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a "
+            "larger vocab_size."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -216,19 +230,27 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
             if "os error" not in str(error):
                 raise
             raise OSError(str(error)) from error
-        write_card(staging, {"title": folder.name, "base": model.name_or_path, "revision": model.base_revision, **(card or {})})
-        for file in staging.iterdir():  # safetensors makes its files readable by their owner alone; a model is to be shared
+        write_card(
+            staging,
+            {"title": folder.name, "base": model.name_or_path, "revision": model.base_revision, **(card or {})},
+        )
+        for (
+            file
+        ) in staging.iterdir():  # safetensors makes its files readable by their owner alone; a model is to be shared
             file.chmod((staging / "README.md").stat().st_mode)
             with file.open("rb") as opened:
-                os.fsync(opened.fileno())  # before the renaming: a power cut must not leave empty files under the final name
+                os.fsync(
+                    opened.fileno()
+                )  # before the renaming: a power cut must not leave empty files under the final name
         if folder.exists():
             folder.rename(old)
         staging.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise StorageError(f"The trained model cannot be written to {folder}: {error}. Free space there or mend its "
-                           "permissions.") from error
+        raise StorageError(
+            f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
+        ) from error
     return folder
 
 
@@ -248,15 +270,21 @@ def quiet() -> None:
 
 def _vet(model: ModelConfig) -> None:
     if model.architecture and model.init is not Init.random:
-        raise ConfigError("model.architecture is read only with model.init=random. Set that, or remove the architecture.")
+        raise ConfigError(
+            "model.architecture is read only with model.init=random. Set that, or remove the architecture."
+        )
     if model.path is None and "model_type" not in model.architecture:
-        raise ConfigError("model.path is null and model.architecture has no model_type: name a model, or write an "
-                          "architecture (model_type and its sizes) with model.init=random.")
+        raise ConfigError(
+            "model.path is null and model.architecture has no model_type: name a model, or write an "
+            "architecture (model_type and its sizes) with model.init=random."
+        )
     local = model.path is None or model.path.startswith("builtin:") or os.path.exists(os.path.expanduser(model.path))
     if model.trust_remote_code and (local or not is_commit(model.revision)):
-        raise ConfigError("model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
-                          f"needs a hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision "
-                          f"(here {model.revision}).")
+        raise ConfigError(
+            "model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it "
+            f"needs a hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision "
+            f"(here {model.revision})."
+        )
 
 
 def _read_config(origin: Origin, model: ModelConfig) -> Any:
@@ -266,19 +294,34 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
 
     inspect_folder(origin.folder, f"model.path={model.path}")
     if (origin.folder / "adapter_config.json").exists():
-        raise ConfigError(f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in "
-                          "model.adapter.")
+        raise ConfigError(
+            f"model.path={model.path} is a PEFT adapter. Put its base model in model.path and this in model.adapter."
+        )
     if not (origin.folder / "config.json").exists():
-        raise ConfigError(f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model.")
+        raise ConfigError(
+            f"model.path={model.path}: {origin.folder} holds no config.json, so it is not a Hugging Face model."
+        )
     try:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ConfigError(f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {first_line(error)}. A "
-                          "model newer than this transformers needs a newer one; one with code of its own needs "
-                          "model.trust_remote_code.") from error
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ) as error:
+        raise ConfigError(
+            f"model.path={model.path}: {origin.folder / 'config.json'} cannot be used: {first_line(error)}. A "
+            "model newer than this transformers needs a newer one; one with code of its own needs "
+            "model.trust_remote_code."
+        ) from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
-        raise ConfigError(f"model.path={model.path} is a {config.model_type} model, which is no causal language model.")
+        raise ConfigError(
+            f"model.path={model.path} is a {config.model_type} model, which is no causal language model."
+        )
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model.path={model.path} is quantised already. Give the model that it was made from.")
     return config
@@ -291,8 +334,10 @@ def _standalone(architecture: dict[str, Any]) -> Any:
     kind = architecture["model_type"]
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
-        raise ConfigError(f"model.architecture.model_type={kind} is no causal language model that this transformers knows."
-                          + (f" Did you mean {near[0]}?" if near else ""))
+        raise ConfigError(
+            f"model.architecture.model_type={kind} is no causal language model that this transformers knows."
+            + (f" Did you mean {near[0]}?" if near else "")
+        )
     values = {name: value for name, value in architecture.items() if name != "model_type"}
     return _constructed(CONFIG_MAPPING[kind], values, values)
 
@@ -316,9 +361,13 @@ def _constructed(kind: Any, values: dict[str, Any], named: Iterable[str]) -> Any
     for name in named:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"model.architecture.{name}: {kind.model_type} has no such key."
-                              + (f" Did you mean {near[0]}?" if near else ""))
+            raise ConfigError(
+                f"model.architecture.{name}: {kind.model_type} has no such key."
+                + (f" Did you mean {near[0]}?" if near else "")
+            )
     try:
         return kind(**values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
-        raise ConfigError(f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"model.architecture does not make a {kind.model_type}: {' '.join(str(error).split())}"
+        ) from error

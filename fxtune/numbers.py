@@ -37,15 +37,24 @@ class Numbers:
         interval.settle()
         self._tell()  # a kill after the save that this is for must not leave them untold
         rows = [[value if math.isfinite(value) else None for value in row] for row in interval.rows]
-        return {"skipped": interval.skipped, "in_a_row": interval.in_a_row, "spikes": interval.spikes, "unlogged": rows,
-                "window": self.spikes.state()}
+        return {
+            "skipped": interval.skipped,
+            "in_a_row": interval.in_a_row,
+            "spikes": interval.spikes,
+            "unlogged": rows,
+            "window": self.spikes.state(),
+        }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Take back what `state` gave, after `step` steps."""
         interval = self.interval
         interval.step = step
-        interval.skipped, interval.in_a_row, interval.spikes = (state.get(name, 0) for name in ("skipped", "in_a_row", "spikes"))
-        interval.rows = [Taken._make(math.nan if value is None else value for value in row) for row in state.get("unlogged", [])]
+        interval.skipped, interval.in_a_row, interval.spikes = (
+            state.get(name, 0) for name in ("skipped", "in_a_row", "spikes")
+        )
+        interval.rows = [
+            Taken._make(math.nan if value is None else value for value in row) for row in state.get("unlogged", [])
+        ]
         self.spikes.load(state.get("window", {}))
 
     @property
@@ -68,7 +77,8 @@ class Numbers:
         interval = self.interval
         return self._error(
             f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {interval.step}. None of "
-            f"them touched the weights, and those are saved: {checkpoints}.")
+            f"them touched the weights, and those are saved: {checkpoints}."
+        )
 
     def refuse_broken(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
         """Raise NumbersError where a run of `steps` steps ends in ones that were not finite, and its weights give no finite loss
@@ -79,7 +89,8 @@ class Numbers:
             return
         raise self._error(
             f"{self.interval.skipped} of {steps} steps were skipped, the last ones for a loss or gradient that was not finite, "
-            f"and the weights give no finite loss elsewhere: nothing was exported. The state is saved: {checkpoints}.")
+            f"and the weights give no finite loss elsewhere: nothing was exported. The state is saved: {checkpoints}."
+        )
 
     def told(self, steps: int) -> list[str]:
         """Lines for the end of the run."""
@@ -87,8 +98,10 @@ class Numbers:
         if interval.skipped:
             spikes = ", or their loss a spike" * interval.skips_spikes
             last = f". The last {interval.in_a_row} too, but the weights give a finite loss" * bool(interval.in_a_row)
-            lines.append(f"{interval.skipped} of {steps} steps were skipped: their loss or gradient was not finite"
-                         f"{spikes}{last}.")
+            lines.append(
+                f"{interval.skipped} of {steps} steps were skipped: their loss or gradient was not finite"
+                f"{spikes}{last}."
+            )
         if interval.spikes:
             lines.append(f"{interval.spikes} loss spikes: {self.suspects.folder / 'spikes'}")
         return lines
@@ -99,5 +112,6 @@ class Numbers:
 
     def _error(self, what: str) -> NumbersError:
         half = ", use bfloat16 in place of float16" if self.interval.scaled else ""
-        return NumbersError(f"{what} Lower optimizer.lr{half}, or look at the data of these steps: "
-                            f"{self.suspects.folder / 'skipped'}.")
+        return NumbersError(
+            f"{what} Lower optimizer.lr{half}, or look at the data of these steps: {self.suspects.folder / 'skipped'}."
+        )

@@ -27,6 +27,8 @@ from fxtune.update_rule import OptimizerConfig, OptimizerName, library
 from fxtune.world import Library, World
 
 Scalar = int | float | bool
+
+
 class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them."""
 
@@ -38,7 +40,8 @@ class Optimizer:
         zeros would pull it to zero by weight decay, and move it by the momentum of earlier steps.
         """
         self.names: dict[torch.Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
         self.parts = _library_optimizers(model, config, list(self.names))
         self.guards = {part: Guard(part) for part in self.parts if _guarded(part, list(self.names))}
         self.keep_gradients = keep_gradients
@@ -52,8 +55,11 @@ class Optimizer:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, a scalar on the device; the gradient is scaled down to `max_norm` (0: it is not)."""
-        reached = {parameter: parameter.grad for parameter, name in self.names.items()
-                   if parameter.grad is not None and (name in self.reached or not self.keep_gradients)}
+        reached = {
+            parameter: parameter.grad
+            for parameter, name in self.names.items()
+            if parameter.grad is not None and (name in self.reached or not self.keep_gradients)
+        }
         norm = torch.nn.utils.get_total_norm(list(reached.values()), foreach=True)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(list(reached), max_norm, norm, foreach=True)
@@ -66,7 +72,9 @@ class Optimizer:
                 parameter.grad = None  # until drop()
         for part in self.parts:
             for group in part.param_groups:
-                if isinstance(group["lr"], torch.Tensor):  # of torchao: compiled code sees a new value, not a new constant
+                if isinstance(
+                    group["lr"], torch.Tensor
+                ):  # of torchao: compiled code sees a new value, not a new constant
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
@@ -119,9 +127,15 @@ class Optimizer:
                 for parameter in group["params"]:
                     moments = saved.get(self.names[parameter], {})
                     on_host = not (group.get("fused") or group.get("capturable"))  # where torch keeps its step counter
-                    part.state[parameter] = _whole(parameter, {
-                        key: value.to(parameter.device) if isinstance(value, torch.Tensor) and not (key == "step" and on_host)
-                        else value for key, value in moments.items()})
+                    part.state[parameter] = _whole(
+                        parameter,
+                        {
+                            key: value.to(parameter.device)
+                            if isinstance(value, torch.Tensor) and not (key == "step" and on_host)
+                            else value
+                            for key, value in moments.items()
+                        },
+                    )
                     if _of(part, "apex") and "step" in moments:
                         group["step"] = part.state[parameter].pop("step")
 
@@ -135,7 +149,9 @@ def _flat(moments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in moments.items():
         if hasattr(value, "__tensor_flatten__"):
             yield from ((f"{key}.{inner}", getattr(value, inner)) for inner in value.__tensor_flatten__()[0])
-        elif key.startswith("qmap"):  # one table for all of bitsandbytes' states: a file of tensors takes no shared memory
+        elif key.startswith(
+            "qmap"
+        ):  # one table for all of bitsandbytes' states: a file of tensors takes no shared memory
             yield key, value.clone()
         elif value is not None:
             yield key, value
@@ -168,7 +184,9 @@ def _of(part: torch.optim.Optimizer, package: str) -> bool:
     return type(part).__module__.partition(".")[0] == package
 
 
-def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+def _library_optimizers(
+    model: Any, config: OptimizerConfig, parameters: list[torch.Tensor]
+) -> list[torch.optim.Optimizer]:
     betas = (config.betas[0], config.betas[1])
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
 
@@ -186,9 +204,15 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
     if config.name is OptimizerName.apex_adamw:
         from apex.optimizers import FusedAdam
 
-        return [FusedAdam(_groups(parameters, config.weight_decay), betas=betas, eps=config.eps, adam_w_mode=True, **shared)]
+        return [
+            FusedAdam(
+                _groups(parameters, config.weight_decay), betas=betas, eps=config.eps, adam_w_mode=True, **shared
+            )
+        ]
     if config.name is OptimizerName.sgd:
-        sgd = torch.optim.SGD(_groups(parameters, config.weight_decay), momentum=config.momentum, fused=config.fused, **shared)
+        sgd = torch.optim.SGD(
+            _groups(parameters, config.weight_decay), momentum=config.momentum, fused=config.fused, **shared
+        )
         for parameter in parameters if config.momentum else []:
             # From zero the first step is the same. Left to torch, a first step that is skipped leaves memory nobody wrote to.
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -212,8 +236,9 @@ def _library_optimizers(model: Any, config: OptimizerConfig, parameters: list[to
 
 def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     facts = World(parameters[0].device).facts()
-    given: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, betas=(config.betas[0], config.betas[1]),
-                                 eps=config.eps)
+    given: dict[str, Any] = dict(
+        lr=config.lr, weight_decay=config.weight_decay, betas=(config.betas[0], config.betas[1]), eps=config.eps
+    )
     groups = _groups(parameters, config.weight_decay)
     if library(config, facts) is Library.bitsandbytes:
         return unwaiting()(groups, **given)
@@ -224,8 +249,11 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
     for parameter in parameters:
         # torchao gives a small tensor moments in the weight's dtype. In bfloat16 the second one would stand still.
         if parameter.numel() < 4096 or parameter.numel() % part.block_size:
-            part.state[parameter].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
-                                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
+            part.state[parameter].update(
+                step=torch.tensor(0.0),
+                exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
+                exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32),
+            )
     return part
 
 

@@ -85,8 +85,14 @@ class Shelf:
             return Choice(Kind.group, f"+{key}={raw}", key, sweeps, tuple(options))
         vetting = Vetting(self.schema, lambda _: place, stranger)
         keys = tuple(key.split("."))
-        if len(keys) == 1 and (group := library.nearest(key, [*self.groups, "recipe"], 0.75)) and key not in vetting.sections:
-            raise ConfigError(f"{place}: unknown key `{key}`; did you mean `{'+' * (group == 'recipe')}{group}={raw}`?")
+        if (
+            len(keys) == 1
+            and (group := library.nearest(key, [*self.groups, "recipe"], 0.75))
+            and key not in vetting.sections
+        ):
+            raise ConfigError(
+                f"{place}: unknown key `{key}`; did you mean `{'+' * (group == 'recipe')}{group}={raw}`?"
+            )
         hint = vetting.key(keys)
         if hint is not None:
             for value in _values(parsed, ()):
@@ -97,7 +103,9 @@ class Shelf:
     def recipe(self, name: str, trail: tuple[str, ...] = ()) -> DictConfig:
         """The recipe as plain data, laid over what its `defaults:` name. Raises ConfigError with all that is wrong in it."""
         if name in trail:
-            raise ConfigError(f"{library.place(self.paths[name])}: the recipes {' -> '.join((*trail, name))} build on each other")
+            raise ConfigError(
+                f"{library.place(self.paths[name])}: the recipes {' -> '.join((*trail, name))} build on each other"
+            )
         if name not in self.recipes:
             document = read(self.paths[name])
             vetting = Vetting(self.schema, document.where)
@@ -148,15 +156,20 @@ class Shelf:
             return []
         if isinstance(entry, str):
             if entry not in self.paths:
-                raise ConfigError(f"{place}: there is no recipe `{entry}` to build on{library.did_you_mean(entry, self.paths)}")
+                raise ConfigError(
+                    f"{place}: there is no recipe `{entry}` to build on{library.did_you_mean(entry, self.paths)}"
+                )
             return [self.recipe(entry, trail)]
         if not isinstance(entry, dict) or len(entry) != 1:
-            raise ConfigError(f"{place}: an entry of `defaults` is a recipe's name, `override /GROUP: OPTION`, or _self_")
-        (key, value), = entry.items()
+            raise ConfigError(
+                f"{place}: an entry of `defaults` is a recipe's name, `override /GROUP: OPTION`, or _self_"
+            )
+        ((key, value),) = entry.items()
         group = str(key).removeprefix("override ").strip().lstrip("/")
         if group.startswith("hydra"):
-            raise ConfigError(f"{place}: a recipe cannot choose `{group}`, a plugin is code; "
-                              f"say {group}={value} on the command line")
+            raise ConfigError(
+                f"{place}: a recipe cannot choose `{group}`, a plugin is code; say {group}={value} on the command line"
+            )
         if group not in self.groups:
             raise ConfigError(f"{place}: there is no config group `{group}`{library.did_you_mean(group, self.groups)}")
         layers = []
@@ -174,9 +187,12 @@ class Shelf:
         for allowed in ("sweeper", "params"):
             for key in hydra if isinstance(hydra, dict) else [hydra]:
                 if key != allowed or not isinstance(hydra, dict) or not isinstance(hydra[key], dict):
-                    vetting.add((*path, str(key)), f"`{'.'.join((*path, str(key)))}`: of Hydra's own settings a recipe may give "
-                                                   "only hydra.sweeper.params, a grid for -m: a recipe may come from a stranger, "
-                                                   "and the others run code or move files. Yours go on the command line")
+                    vetting.add(
+                        (*path, str(key)),
+                        f"`{'.'.join((*path, str(key)))}`: of Hydra's own settings a recipe may give "
+                        "only hydra.sweeper.params, a grid for -m: a recipe may come from a stranger, "
+                        "and the others run code or move files. Yours go on the command line",
+                    )
                     return []
             hydra, path = hydra.get(allowed, {}), (*path, allowed)
         found = []
@@ -194,13 +210,20 @@ class Shelf:
     def _hydra(self, text: str, key: str, place: str, stranger: bool) -> Choice:
         """Sweepers and launchers are the user's to choose and to set; what moves or runs other things is refused."""
         if key.startswith(("hydra.run", "hydra.sweep.", "hydra.output_subdir", "hydra.job.chdir")):
-            raise ConfigError(f"{place}: `{key}`: Hydra writes nothing here; run.dir=FOLDER is where a run goes "
-                              "(in a multirun, one folder a job below it)")
-        if stranger or not (key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))):
-            raise ConfigError(f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, "
-                              "and not by a recipe")
+            raise ConfigError(
+                f"{place}: `{key}`: Hydra writes nothing here; run.dir=FOLDER is where a run goes "
+                "(in a multirun, one folder a job below it)"
+            )
+        if stranger or not (
+            key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
+        ):
+            raise ConfigError(
+                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and not by a recipe"
+            )
         if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
-            raise ConfigError(f"{place}: `{text}`: a config holds values, it cannot name code to run or read the environment")
+            raise ConfigError(
+                f"{place}: `{text}`: a config holds values, it cannot name code to run or read the environment"
+            )
         return Choice(Kind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
 
     def _recipes(self, parsed: Override, place: str) -> list[str]:
@@ -214,7 +237,9 @@ class Shelf:
                 if found.name in names and self.paths[found.name].resolve() != found.path.resolve():
                     raise ConfigError(f"{place}: two recipes are called {found.name}; rename one of them")
                 if not all(letter.isalnum() or letter in "_-." for letter in found.name):
-                    raise ConfigError(f"{place}: rename {found.path}: a recipe's name has letters, digits, `_`, `-` and `.`")
+                    raise ConfigError(
+                        f"{place}: rename {found.path}: a recipe's name has letters, digits, `_`, `-` and `.`"
+                    )
                 self.paths[found.name] = found.path
                 names.append(found.name)
         return names
@@ -224,11 +249,14 @@ class Shelf:
         for value in values:
             for option in value if isinstance(value, list) else [value]:
                 if not isinstance(option, str):
-                    raise ConfigError(f"{place}: `{group}` is a config group: {group}=NAME with one of {', '.join(known)}; "
-                                      f"its keys are set one by one")
+                    raise ConfigError(
+                        f"{place}: `{group}` is a config group: {group}=NAME with one of {', '.join(known)}; "
+                        f"its keys are set one by one"
+                    )
                 if option not in known:
-                    raise ConfigError(f"{place}: the config group `{group}` has no `{option}`"
-                                      f"{library.did_you_mean(option, known)}")
+                    raise ConfigError(
+                        f"{place}: the config group `{group}` has no `{option}`{library.did_you_mean(option, known)}"
+                    )
                 chosen.append(option)
         return chosen
 

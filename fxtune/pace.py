@@ -54,11 +54,17 @@ class Rates:
 
 
 HOPPER = Rates(matmul=690e12, fp8=1150e12, attention=600e12, memory=4.0e12, link=50e9)
-RATES = {"H200": HOPPER, "GH200": Rates(690e12, 1150e12, 600e12, 3.4e12, 300e9),
-         "H100": Rates(650e12, 1100e12, 570e12, 2.8e12, 50e9), "H100 PCIe": Rates(480e12, 800e12, 400e12, 1.7e12, 50e9),
-         "B200": Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9), "A100": Rates(250e12, 250e12, 150e12, 1.6e12, 24e9),
-         "L40S": Rates(240e12, 420e12, 140e12, 0.75e12, 24e9), "RTX 4090": Rates(150e12, 290e12, 120e12, 0.9e12, 24e9),
-         "RTX 3090": Rates(65e12, 65e12, 50e12, 0.8e12, 24e9)}
+RATES = {
+    "H200": HOPPER,
+    "GH200": Rates(690e12, 1150e12, 600e12, 3.4e12, 300e9),
+    "H100": Rates(650e12, 1100e12, 570e12, 2.8e12, 50e9),
+    "H100 PCIe": Rates(480e12, 800e12, 400e12, 1.7e12, 50e9),
+    "B200": Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9),
+    "A100": Rates(250e12, 250e12, 150e12, 1.6e12, 24e9),
+    "L40S": Rates(240e12, 420e12, 140e12, 0.75e12, 24e9),
+    "RTX 4090": Rates(150e12, 290e12, 120e12, 0.9e12, 24e9),
+    "RTX 3090": Rates(65e12, 65e12, 50e12, 0.8e12, 24e9),
+}
 """By a part of the card's name, the longest that it holds."""
 GENERATIONS = {8: RATES["A100"], 9: HOPPER, 10: RATES["B200"], 12: RATES["L40S"]}
 """By the first number of its compute capability."""
@@ -88,7 +94,7 @@ class Work:
     def again(self, level: str) -> float:
         """Seconds that computing again takes what a layer of that level did not keep; down's product is never wanted."""
         dropped = [self.rest, self.wide, self.narrow, self.attention]
-        return sum(dropped[:LEVELS[::-1].index(level)])
+        return sum(dropped[: LEVELS[::-1].index(level)])
 
 
 @dataclass(frozen=True)
@@ -165,10 +171,14 @@ def within(facts: Facts, keeping: Keeping, host: float) -> tuple[Keeping, Need]:
 
 def _most(facts: Facts, way: Keeping, low: str, high: str, layers: int, host: float, step: float) -> Choice | None:
     """As many layers of level `high` as fit, the others of level `low`; None where all of level `low` does not fit."""
+
     def made(count: int) -> Choice | None:
         level = low if count == 0 else high if count == layers else ""
-        keeping, need = within(facts, replace(way, level=level) if level else
-                               replace(way, mix=((low, layers - count), (high, count))), host)
+        keeping, need = within(
+            facts,
+            replace(way, level=level) if level else replace(way, mix=((low, layers - count), (high, count))),
+            host,
+        )
         fits = need.device <= facts.free_memory and need.host <= host
         return Choice(keeping, need, added(facts, keeping), step) if fits else None
 

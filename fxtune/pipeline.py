@@ -29,7 +29,7 @@ from fxtune.techniques.quantize import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.world import Facts, World
 
-GIB = 2 ** 30
+GIB = 2**30
 FAR = 2
 """Times a host's memory: beyond that a step is refused, whatever a forecast may be wrong by."""
 
@@ -39,7 +39,9 @@ class Pipeline:
     rope: Rope = field(default_factory=Rope)  # before the model exists: inv_freq is computed by its constructor
     attention: Attention = field(default_factory=Attention)  # likewise: layers choose their kernel when they are built
     precision: Precision = field(default_factory=Precision)  # on the built base, before adapters copy its dtype
-    liger: Liger = field(default_factory=Liger)  # replaces modules of the base; adapters wrap what it leaves, never the reverse
+    liger: Liger = field(
+        default_factory=Liger
+    )  # replaces modules of the base; adapters wrap what it leaves, never the reverse
     apex: Apex = field(default_factory=Apex)  # likewise; these two exclude each other
     quantize: Quantize = field(default_factory=Quantize)  # the frozen linears, before adapters wrap them
     lora: Lora = field(default_factory=Lora)  # wraps the base's linears, so all that edits the base is done
@@ -63,10 +65,15 @@ class Pipeline:
         for entry in dataclasses.fields(self):
             technique = getattr(self, entry.name)
             given, default = dataclasses.asdict(technique), dataclasses.asdict(type(technique)())
-            told = ", ".join(f"{key}={getattr(value, 'value', value)}" for key, value in given.items()
-                             if key != "enabled" and value != default[key])
+            told = ", ".join(
+                f"{key}={getattr(value, 'value', value)}"
+                for key, value in given.items()
+                if key != "enabled" and value != default[key]
+            )
             if told and not technique.enabled:
-                notes.append(f"{entry.name}: off, so {told} does nothing. To have it: techniques.{entry.name}.enabled=true")
+                notes.append(
+                    f"{entry.name}: off, so {told} does nothing. To have it: techniques.{entry.name}.enabled=true"
+                )
         return notes
 
     def ready(self, facts: Facts, besides: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
@@ -87,7 +94,9 @@ class Pipeline:
     def check(self, facts: Facts, besides: Sequence[str] = ()) -> None:
         """Raise one ConfigError with every reason why these techniques cannot run under `facts`, each with its key."""
         facts = replace(facts, techniques=self.asked())
-        reasons = [f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)]
+        reasons = [
+            f"techniques.{name}.{reason}" for name, technique in self.enabled() for reason in technique.check(facts)
+        ]
         reasons += [*self._without(facts), *self._too_large(facts), *besides]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
@@ -95,15 +104,21 @@ class Pipeline:
     def _without(self, facts: Facts) -> Iterator[str]:
         """What goes wrong when a technique is off."""
         if facts.packing and not self.attention.enabled:
-            yield ("techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each "
-                   "other. Set it to true.")
+            yield (
+                "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each "
+                "other. Set it to true."
+            )
         if facts.dtype == "float16" and not self.lora.enabled:
-            yield ("techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their "
-                   "updates underflow). Set it to true, or model.dtype to bfloat16 or float32.")
+            yield (
+                "techniques.lora.enabled: false, but model.dtype=float16 holds no weights that can be trained (their "
+                "updates underflow). Set it to true, or model.dtype to bfloat16 or float32."
+            )
         positions = (facts.model.get("text_config") or facts.model).get("max_position_embeddings")
         if positions and facts.sequence_length > positions and not self.rope.enabled:
-            yield (f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
-                   f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE.")
+            yield (
+                f"techniques.rope.enabled: false, but data.sequence_length={facts.sequence_length} is beyond the "
+                f"{positions} positions that the model was trained on. Shorten the rows, or scale its RoPE."
+            )
 
     def need(self, facts: Facts) -> Need:
         """The bytes that a training step will need under `facts`, by these techniques; see memory.forecast()."""
@@ -119,16 +134,31 @@ class Pipeline:
         least = fixed + need.kept + need.layer  # not the loss: whether it is fused may not be decided yet
         here = f"and this machine has {facts.memory / GIB:.1f} GiB"
         if fixed > facts.memory:
-            ways = [*(["techniques.lora.enabled=true"] if not self.lora.enabled else
-                      ["techniques.quantize.enabled=true"] if not self.quantize.enabled else []),
-                    *(["model.dtype=bfloat16"] if facts.dtype == "float32" else []), "a smaller model"]
-            yield (f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take {fixed / GIB:.1f} GiB, "
-                   f"{here}. Use {', '.join(ways)}, or a GPU.")
+            ways = [
+                *(
+                    ["techniques.lora.enabled=true"]
+                    if not self.lora.enabled
+                    else ["techniques.quantize.enabled=true"]
+                    if not self.quantize.enabled
+                    else []
+                ),
+                *(["model.dtype=bfloat16"] if facts.dtype == "float32" else []),
+                "a smaller model",
+            ]
+            yield (
+                f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take {fixed / GIB:.1f} GiB, "
+                f"{here}. Use {', '.join(ways)}, or a GPU."
+            )
         elif least > FAR * facts.memory:
-            ways = [*(["techniques.checkpointing.enabled=true"] if not self.checkpointing.enabled else []),
-                    *(["train.micro_batch_size=1"] if facts.micro_batch_size > 1 else []), "shorter rows"]
-            yield (f"data.sequence_length: a step of {facts.micro_batch_size} x {max(facts.rows, default=facts.sequence_length)} "
-                   f"tokens needs some {least / GIB:.0f} GiB, {here}. Use {', '.join(ways)}, or a GPU.")
+            ways = [
+                *(["techniques.checkpointing.enabled=true"] if not self.checkpointing.enabled else []),
+                *(["train.micro_batch_size=1"] if facts.micro_batch_size > 1 else []),
+                "shorter rows",
+            ]
+            yield (
+                f"data.sequence_length: a step of {facts.micro_batch_size} x {max(facts.rows, default=facts.sequence_length)} "
+                f"tokens needs some {least / GIB:.0f} GiB, {here}. Use {', '.join(ways)}, or a GPU."
+            )
 
     def build(self, model: ModelConfig, hf_config: Any, world: World, seed: int) -> nn.Module:
         """Configure, build the model and apply the techniques, in order; ready() comes first. Adapters are drawn from `seed`.
@@ -136,8 +166,10 @@ class Pipeline:
         `hf_config` is what load_config() gave; it stays as it is.
         """
         if model.adapter and not self.lora.enabled:
-            raise ConfigError(f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove "
-                              "the adapter.")
+            raise ConfigError(
+                f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove "
+                "the adapter."
+            )
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():
             technique.configure(hf_config)

@@ -90,7 +90,10 @@ def _liger(device: torch.device) -> str:
     import torch
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    x, weight = torch.randn(4, 256, device=device, requires_grad=True), torch.randn(256, device=device, requires_grad=True)
+    x, weight = (
+        torch.randn(4, 256, device=device, requires_grad=True),
+        torch.randn(256, device=device, requires_grad=True),
+    )
     again = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
     ours = LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)
     plain = torch.nn.functional.rms_norm(again[0], (256,), again[1], 1e-6)
@@ -129,10 +132,14 @@ def _quack(device: torch.device) -> str:
     from fxtune.kernels.matmul import CAPABILITY, VERSION, by_quack, prepare
 
     if metadata.version("quack-kernels") != VERSION:
-        raise NotTriedError(f"imports; techniques.lora.matmul calls inner functions of {VERSION}, so cuBLAS takes its place")
+        raise NotTriedError(
+            f"imports; techniques.lora.matmul calls inner functions of {VERSION}, so cuBLAS takes its place"
+        )
     card, wanted = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), CAPABILITY))
     if card != wanted:
-        raise NotTriedError(f"imports; techniques.lora.matmul takes it on compute capability {wanted}, and this GPU has {card}")
+        raise NotTriedError(
+            f"imports; techniques.lora.matmul takes it on compute capability {wanted}, and this GPU has {card}"
+        )
     prepare(device, torch.bfloat16, cache_home() / "quack")
     x, dy, w = (torch.randn(size, device=device).bfloat16() for size in ((512, 384), (512, 640), (640, 384)))
     y, dx = torch.empty_like(dy), torch.empty_like(x)
@@ -148,12 +155,16 @@ def _attention(device: torch.device, call: Callable[..., Any]) -> str:
     """
     import torch
 
-    inputs = [torch.randn(1, 256, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(1, 256, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    ]
     plain = [tensor.detach().float().requires_grad_() for tensor in inputs]
     out = call(*inputs)
     out = out[0] if isinstance(out, tuple) else out
     q, k, v = (tensor.transpose(1, 2) for tensor in plain)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+        1, 2
+    )
     gradient = torch.randn_like(expected)
     out.backward(gradient.to(out.dtype))
     expected.backward(gradient)
@@ -165,7 +176,9 @@ def _bitsandbytes(device: torch.device) -> str:
     import bitsandbytes
     import torch
 
-    layer: Any = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
+    layer: Any = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(
+        device
+    )
     x = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     out = layer(x)
     dense = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
@@ -261,7 +274,11 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
         return {"state": "imports", "seen": str(why), **answer}
     except Exception as error:  # noqa: BLE001
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return {"state": "broken", "seen": f"{type(error).__name__}: {lines[0] if lines else '(no message)'}", **answer}
+        return {
+            "state": "broken",
+            "seen": f"{type(error).__name__}: {lines[0] if lines else '(no message)'}",
+            **answer,
+        }
 
 
 def _there(module: str) -> bool:
@@ -271,8 +288,11 @@ def _there(module: str) -> bool:
         return False
     # flash-attn and flash-attn-4 share a folder, and PyPI's apex is another project than NVIDIA's.
     if top in ("flash_attn", "apex"):
-        return any(Path(place, f"{inner[0]}{suffix}").exists() for place in spec.submodule_search_locations or ()
-                   for suffix in ("", ".py"))
+        return any(
+            Path(place, f"{inner[0]}{suffix}").exists()
+            for place in spec.submodule_search_locations or ()
+            for suffix in ("", ".py")
+        )
     return True
 
 
@@ -289,7 +309,12 @@ def _facts() -> dict[str, Any]:
             torch.cuda.init()
         except Exception as error:  # noqa: BLE001  torch says what is wrong with the driver by many types of errors
             why = str(error).splitlines()[0]
-    return {**asdict(World.create().facts()), "cuda": torch.version.cuda, "why_no_gpu": why, "python": sys.version.split()[0]}
+    return {
+        **asdict(World.create().facts()),
+        "cuda": torch.version.cuda,
+        "why_no_gpu": why,
+        "python": sys.version.split()[0],
+    }
 
 
 def _close(*pairs: tuple[Any, Any]) -> float:

@@ -27,8 +27,17 @@ class Progress:
     is asked of them when it is saved. A context: leaving it waits for the save in flight.
     """
 
-    def __init__(self, folder: RunFolder, config: CheckpointConfig, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer,
-                 loss_scale: LossScale, numbers: Numbers, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: CheckpointConfig,
+        plain: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_scale: LossScale,
+        numbers: Numbers,
+        note: Callable[[str], None],
+    ) -> None:
         self.folder, self.note = folder, note
         self.model, self.optimizer, self.loss_scale, self.numbers = model, optimizer, loss_scale, numbers
         self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, identity(plain), note)
@@ -56,9 +65,11 @@ class Progress:
             self.state = TrainState(data_fingerprint=fingerprint)
             return self.state
         if saved.state.data_fingerprint != fingerprint:
-            raise ConfigError(f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
-                              "template), so its run cannot go on where it stopped. Bring them back as they were, or start "
-                              f"anew with {ANEW}.")
+            raise ConfigError(
+                f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
+                "template), so its run cannot go on where it stopped. Bring them back as they were, or start "
+                f"anew with {ANEW}."
+            )
         with torch.no_grad():
             for name, parameter in self.weights().items():
                 parameter.copy_(saved.weights[name])
@@ -67,8 +78,10 @@ class Progress:
             self.loss_scale.load(saved.state.loss_scale)
             self.numbers.load(saved.state.step, saved.state.numbers)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise StorageError(f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove "
-                               "this checkpoint, and the run goes on from the one before.") from error
+            raise StorageError(
+                f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove "
+                "this checkpoint, and the run goes on from the one before."
+            ) from error
         self.note(f"Going on with {self.folder.path} after step {saved.state.step} ({ANEW}, starts anew).")
         self.state, self.saved, self._rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
@@ -96,8 +109,10 @@ class Progress:
         if self.state.step < steps:
             trained = list(self.weights().values())
             exported = list(self.model.parameters()) if whole else trained
-            self.checkpoints.check_room(sum(weight.nbytes for weight in trained) + moment_bytes(optimizer, self.optimizer.parts),
-                                        sum(weight.nbytes for weight in exported))
+            self.checkpoints.check_room(
+                sum(weight.nbytes for weight in trained) + moment_bytes(optimizer, self.optimizer.parts),
+                sum(weight.nbytes for weight in exported),
+            )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Those that are trained."""

@@ -78,8 +78,10 @@ class Recomputation(Technique):
         if self.policy not in (Policy.selective, Policy.full) and self.every != 1:
             yield f"every: {self.every} is not read by policy={self.policy.value}. Set it to 1."
         if self.policy is not Policy.selective and (self.save or self.recompute):
-            yield (f"{'save' if self.save else 'recompute'}: read by policy=selective alone, and policy is "
-                   f"{self.policy.value}. Empty it, or set policy=selective.")
+            yield (
+                f"{'save' if self.save else 'recompute'}: read by policy=selective alone, and policy is "
+                f"{self.policy.value}. Empty it, or set policy=selective."
+            )
         elif self.save or self.recompute:
             yield from self._names(facts)
         if self.mix or self.policy is Policy.mix:
@@ -90,8 +92,10 @@ class Recomputation(Technique):
             if "compile" not in facts.techniques:
                 yield "policy: budget is the compiler's, and techniques.compile.enabled=false. Set it to true, or use selective."
         elif self.budget != Recomputation.budget:
-            yield (f"budget: read by policy=budget alone, and policy is {self.policy.value}. Leave it out (it is "
-                   f"{Recomputation.budget}), or set policy=budget.")
+            yield (
+                f"budget: read by policy=budget alone, and policy is {self.policy.value}. Leave it out (it is "
+                f"{Recomputation.budget}), or set policy=budget."
+            )
         if self.offload:
             yield from self._offloads(facts)
         elif self.offload_what is not What.inputs or self.offload_layers is not None:
@@ -112,13 +116,17 @@ class Recomputation(Technique):
                 if name not in known and (layer or "." in name):
                     close = difflib.get_close_matches(name, known, 1, 0.5)
                     hint = f" Did you mean {close[0]}?" if close else ""
-                    yield (f"{option}: {name} is no operator that torch knows, no group ({', '.join(GROUPS)}) and no linear of "
-                           f"this model ({', '.join(shapes)}).{hint}")
+                    yield (
+                        f"{option}: {name} is no operator that torch knows, no group ({', '.join(GROUPS)}) and no linear of "
+                        f"this model ({', '.join(shapes)}).{hint}"
+                    )
         for name in self.recompute:
             twins = sorted(other for other in self.save if name in shapes and shapes[name] == shapes.get(other))
             if twins:
-                yield (f"recompute: {name} has the shape of {', '.join(twins)} in save, {shapes[name]}, and products are told "
-                       "apart by their shape. Put them in the same list.")
+                yield (
+                    f"recompute: {name} has the shape of {', '.join(twins)} in save, {shapes[name]}, and products are told "
+                    "apart by their shape. Put them in the same list."
+                )
 
     def _counts(self, layers: int | None) -> Iterator[str]:
         """What is wrong with `mix`."""
@@ -127,8 +135,10 @@ class Recomputation(Technique):
         for level in self.mix:
             if level not in LEVELS:
                 close = difflib.get_close_matches(level, LEVELS, 1, 0.5)
-                yield (f"mix: {level} is nothing that a layer may keep. Use {', '.join(LEVELS)}."
-                       + (f" Did you mean {close[0]}?" if close else ""))
+                yield (
+                    f"mix: {level} is nothing that a layer may keep. Use {', '.join(LEVELS)}."
+                    + (f" Did you mean {close[0]}?" if close else "")
+                )
         if any(count < 0 for count in self.mix.values()):
             yield f"mix: {min(self.mix.values())} layers are less than none. Use 0 or more."
         if not any(self.mix.values()):
@@ -141,30 +151,41 @@ class Recomputation(Technique):
 
     def _offloads(self, facts: Facts) -> Iterator[str]:
         if self.policy in (Policy.none, Policy.budget):
-            yield (f"offload: policy={self.policy.value} keeps more than layers' inputs on the device, so little would be won. "
-                   "Use full, selective or mix, or set it to false.")
+            yield (
+                f"offload: policy={self.policy.value} keeps more than layers' inputs on the device, so little would be won. "
+                "Use full, selective or mix, or set it to false."
+            )
         if facts.device != "cuda":
             yield f"offload: brings tensors from a GPU to host memory, and this runs on {facts.device}. Set it to false."
         if scope_of(facts) == "model":
-            yield ("offload: techniques.compile.scope=model makes one graph of all layers, with no place between them. Use "
-                   "scope=layers.")
+            yield (
+                "offload: techniques.compile.scope=model makes one graph of all layers, with no place between them. Use "
+                "scope=layers."
+            )
         if self.offload_what is What.kept and self.policy is Policy.full:
             yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
         if self.offload_what is What.kept and "compile" not in facts.techniques:
-            yield ("offload_what: kept is what compiled layers hand to autograd, and techniques.compile.enabled=false. Set it to "
-                   "inputs, or techniques.compile.enabled=true.")
+            yield (
+                "offload_what: kept is what compiled layers hand to autograd, and techniques.compile.enabled=false. Set it to "
+                "inputs, or techniques.compile.enabled=true."
+            )
         layers = facts.text.get("num_hidden_layers")
         if layers and self.policy is not Policy.auto and not any(self.keeping().sending(layers)):
-            yield (f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
-                   f"offload_layers={self.offload_layers} there is no other. Set it to false.")
+            yield (
+                f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
+                f"offload_layers={self.offload_layers} there is no other. Set it to false."
+            )
         keeping = self.keeping()
         need, limit = forecast(facts, keeping).host, HOST_SHARE * facts.host_memory
         if facts.device == "cuda" and need > limit and self.policy is not Policy.auto:
             fit = pace.within(facts, keeping, limit)[0].senders or 0
             what = "inputs" if self.offload_what is What.inputs else "kept tensors"
-            yield (f"offload: the {what} of {sum(keeping.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host memory, "
-                   f"and {HOST_SHARE:.0%} of this machine's is {limit / GIB:.1f}. "
-                   + (f"Set offload_layers={fit}" if fit else "Set it to false") + ", or shorten data.sequence_length.")
+            yield (
+                f"offload: the {what} of {sum(keeping.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host memory, "
+                f"and {HOST_SHARE:.0%} of this machine's is {limit / GIB:.1f}. "
+                + (f"Set offload_layers={fit}" if fit else "Set it to false")
+                + ", or shorten data.sequence_length."
+            )
 
     def _tiles(self, facts: Facts) -> Iterator[str]:
         layer = layer_of(facts.model)
@@ -184,27 +205,43 @@ class Recomputation(Technique):
 
     def keeping(self) -> Keeping:
         """These options as memory.forecast() takes them."""
-        level = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}.get(self.policy, "input")
+        level = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}.get(
+            self.policy, "input"
+        )
         if self.policy is Policy.selective and self.save == ["attention"]:
             level = "attention"
         elif self.policy is Policy.selective and self.recompute:
             level = "narrow"
-        return Keeping(level, self.every, self.budget, tuple(self.mix.items()), self.offload_what.value if self.offload else "",
-                       self.offload_layers, self.mlp_tiles)
+        return Keeping(
+            level,
+            self.every,
+            self.budget,
+            tuple(self.mix.items()),
+            self.offload_what.value if self.offload else "",
+            self.offload_layers,
+            self.mlp_tiles,
+        )
 
     def told(self) -> str:
         """What layers keep, in words."""
         keeping, parts = self.keeping(), []
         if self.mix:
-            parts.append(" and ".join(f"{level} in {count} layer{'s' * (count != 1)}" for level in LEVELS
-                                      if (count := self.mix.get(level, 0))))
+            parts.append(
+                " and ".join(
+                    f"{level} in {count} layer{'s' * (count != 1)}"
+                    for level in LEVELS
+                    if (count := self.mix.get(level, 0))
+                )
+            )
         else:
             parts.append(f"{keeping.level} in {'every layer' if self.every == 1 else f'one layer of {self.every}'}")
         if self.offload:
             wide = ", but for gate and up," * ("wide" in [keeping.level, *self.mix])
             what = "inputs" if self.offload_what is What.inputs else f"what they keep{wide}"
-            parts.append(f"{what} of {'all but the last' if self.offload_layers is None else f'the first {self.offload_layers}'}"
-                         " in host memory")
+            parts.append(
+                f"{what} of {'all but the last' if self.offload_layers is None else f'the first {self.offload_layers}'}"
+                " in host memory"
+            )
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
 

@@ -50,7 +50,9 @@ class Counts:
         return [(name, seen) for layer in self.operators for (name, _), seen in layer.items()]
 
 
-def count(layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Counts:
+def count(
+    layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any], backward: Callable[[Any], Any]
+) -> Counts:
     """Run `backward(forward())` with compiled code switched off, and count attention and products of `layers`.
 
     `rules`: each layer's.
@@ -58,12 +60,18 @@ def count(layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any]
     mode = _Count(rules)
     hooks = []
     for index, layer in enumerate(layers):
-        uncalled = {id(part) for module in layer.modules() for part in fused_forwards.uncalled(module)}  # a hook would part them
+        uncalled = {
+            id(part) for module in layer.modules() for part in fused_forwards.uncalled(module)
+        }  # a hook would part them
         inner = [module for module in layer.modules() if module is not layer and id(module) not in uncalled]
         for module in inner:
             hooks.append(module.register_forward_pre_hook(partial(mode.enter, index)))
             hooks.append(module.register_forward_hook(mode.leave, always_call=True))
-        hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in inner if not list(module.children())]
+        hooks += [
+            module.register_forward_pre_hook(partial(mode.first, index))
+            for module in inner
+            if not list(module.children())
+        ]
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module) and getattr(mlp, "fused", None) != "mlp":  # that one counts its tiles itself
             hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(mode.tile, index)))
@@ -146,7 +154,9 @@ def kept_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal arguments
         inside.append(layer)
-        arguments = sum(one.numel() * one.element_size() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+        arguments = sum(
+            one.numel() * one.element_size() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)
+        )
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]

@@ -26,27 +26,49 @@ HIDDEN = "[redacted]"
 _SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:api_?key|access_?key|secret_?key|private_?key|secret|password|passwd|passphrase|pwd|credentials?"
     r"|auth|authorization|bearer|cookie|(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!stop_)"
-    r"(?<!per_)(?<!image_)token)$", re.IGNORECASE)
+    r"(?<!per_)(?<!image_)token)$",
+    re.IGNORECASE,
+)
 _SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)$", re.IGNORECASE)
 _HASH_NAME = re.compile(r"revision|commit|sha|hash|digest|fingerprint|(?:^|_)id$", re.IGNORECASE)
-_SECRET_SHAPES = re.compile("|".join((
-    r"\bhf_[A-Za-z0-9]{16,}", r"\bgh[pousr]_[A-Za-z0-9]{16,}", r"\bgithub_pat_\w{16,}", r"\bglpat-[\w\-]{16,}",
-    r"\bsk-[\w\-]{16,}", r"\bxox[abprs]-[\w\-]{10,}", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", r"\bAIza[\w\-]{30,}",
-    r"\bwandb_v\d_\w{16,}", r"\b(?:npm_|pypi-|nvapi-|dckr_pat_)[\w\-]{16,}",
-    r"\blocal-[0-9a-f]{32,}", r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+", r"(?<=[Bb]earer )\S{8,}",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*")))
+_SECRET_SHAPES = re.compile(
+    "|".join(
+        (
+            r"\bhf_[A-Za-z0-9]{16,}",
+            r"\bgh[pousr]_[A-Za-z0-9]{16,}",
+            r"\bgithub_pat_\w{16,}",
+            r"\bglpat-[\w\-]{16,}",
+            r"\bsk-[\w\-]{16,}",
+            r"\bxox[abprs]-[\w\-]{10,}",
+            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+            r"\bAIza[\w\-]{30,}",
+            r"\bwandb_v\d_\w{16,}",
+            r"\b(?:npm_|pypi-|nvapi-|dckr_pat_)[\w\-]{16,}",
+            r"\blocal-[0-9a-f]{32,}",
+            r"\beyJ[\w\-]+\.[\w\-]+\.[\w\-]+",
+            r"(?<=[Bb]earer )\S{8,}",
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*",
+        )
+    )
+)
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
 _URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # a path has one slash left of the two
-_PAIR = re.compile(r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
-                   r"(?P<value>[^\s'\"`,;}\])]+)", re.MULTILINE)
+_PAIR = re.compile(
+    r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
+    r"(?P<value>[^\s'\"`,;}\])]+)",
+    re.MULTILINE,
+)
 """`name=value` anywhere, `name: value` at the beginning of a line."""
-_URL_QUERY = re.compile(r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+",
-                        re.IGNORECASE)
+_URL_QUERY = re.compile(
+    r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+", re.IGNORECASE
+)
 _HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the name or the place decides
 _COMMIT_PLACE = re.compile(
     r"(?:\b(?:revision|commit|sha1?|digest)(?:\s*[=:]\s*|\s+(?:is\s+|of\s+)?|\s+\(here\s+)[\"'`]?"  # revision=..., commit '...'
     r"|/(?:commits?|tree|blob|resolve|raw|archive|snapshots)/"  # pages of the hub and of GitHub, and the hub's cache
-    r"|[\w.-]+/[\w.-]+@)$", re.IGNORECASE)  # hub:ORG/KERNEL@..., git+https://host/org/repo@...
+    r"|[\w.-]+/[\w.-]+@)$",
+    re.IGNORECASE,
+)  # hub:ORG/KERNEL@..., git+https://host/org/repo@...
 """What stands right before a commit in a text. The last words before it count, not any word of the sentence."""
 
 
@@ -152,7 +174,7 @@ def _unless_harmless(found: re.Match[str]) -> str:
 
 
 def _unless_commit(found: re.Match[str]) -> str:
-    before = found.string[max(found.start() - 120, 0):found.start()]
+    before = found.string[max(found.start() - 120, 0) : found.start()]
     return found[0] if _COMMIT_PLACE.search(before) else HIDDEN
 
 
@@ -162,5 +184,7 @@ def _environment_secrets() -> list[str]:
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}
-    forms = {form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1])}
+    forms = {
+        form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1])
+    }
     return sorted(forms, key=len, reverse=True)

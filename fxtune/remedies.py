@@ -67,9 +67,15 @@ def told(need: int, found: list[Remedy], stage: Stage, rows: int, width: int) ->
         return "What helps: shorter rows (data.sequence_length), a smaller model, or a device with more memory."
     wide = max(len(remedy.change) for remedy in found)
     lines = [f"  {remedy.change:<{wide}}  about {remedy.saves / GIB:.2g} GiB less" for remedy in found]
-    what = "the weights, their gradients and moments" if stage is Stage.weights else f"this model and {rows} x {width:,} tokens"
-    return (f"What would help most, each alone, by arithmetic for {what}, which need some {need / GIB:.2g} GiB:\n"
-            + "\n".join(lines))
+    what = (
+        "the weights, their gradients and moments"
+        if stage is Stage.weights
+        else f"this model and {rows} x {width:,} tokens"
+    )
+    return (
+        f"What would help most, each alone, by arithmetic for {what}, which need some {need / GIB:.2g} GiB:\n"
+        + "\n".join(lines)
+    )
 
 
 def _bytes(need: Need, stage: Stage) -> int:
@@ -78,8 +84,9 @@ def _bytes(need: Need, stage: Stage) -> int:
     return need.device
 
 
-def _ways(facts: Facts, techniques: Pipeline, config: OptimizerConfig,
-          stage: Stage) -> Iterator[tuple[str, Facts, Pipeline]]:
+def _ways(
+    facts: Facts, techniques: Pipeline, config: OptimizerConfig, stage: Stage
+) -> Iterator[tuple[str, Facts, Pipeline]]:
     """(what to change, the facts then, the techniques then) of each change there is."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
     width = max(facts.rows, default=facts.sequence_length)
@@ -89,7 +96,11 @@ def _ways(facts: Facts, techniques: Pipeline, config: OptimizerConfig,
     if stage is Stage.training:
         yield from ((change, facts, pipeline) for change, pipeline in _keeping_less(facts, techniques))
     if stage is not Stage.weights and width > 2:
-        yield f"data.sequence_length={width // 2}", replace(facts, sequence_length=width // 2, rows=(width // 2,)), techniques
+        yield (
+            f"data.sequence_length={width // 2}",
+            replace(facts, sequence_length=width // 2, rows=(width // 2,)),
+            techniques,
+        )
     if not lora.enabled:
         yield "techniques.lora.enabled=true", facts, replace(techniques, lora=replace(lora, enabled=True))
         eight = OptimizerConfig(**{**vars(config), "name": OptimizerName.adamw_8bit})
@@ -98,8 +109,11 @@ def _ways(facts: Facts, techniques: Pipeline, config: OptimizerConfig,
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
         change = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
-        yield change, facts, replace(techniques, quantize=replace(quantize, enabled=True, type=Type.nf4, head=False,
-                                                                 embeddings=False))
+        yield (
+            change,
+            facts,
+            replace(techniques, quantize=replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False)),
+        )
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))
     if facts.dtype == "float32":

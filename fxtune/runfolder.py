@@ -25,8 +25,18 @@ from filelock import FileLock, Timeout
 from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of
 from fxtune.sealed import read_json, replace_text
 
-FREE_ON_RESUME = ("run.dir", "run.resume", "run.device", "tracking", "loader", "checkpoint", "train.log_every",
-                  "data.workers", "data.cache_dir", "data.questions")
+FREE_ON_RESUME = (
+    "run.dir",
+    "run.resume",
+    "run.device",
+    "tracking",
+    "loader",
+    "checkpoint",
+    "train.log_every",
+    "data.workers",
+    "data.cache_dir",
+    "data.questions",
+)
 """Keys that may differ when a run goes on: none of them changes what is learned."""
 CHECKPOINTS = "checkpoints"
 """The folder of the run's checkpoints, in its own."""
@@ -53,8 +63,10 @@ class RunFolder:
         try:
             return read_json(file)
         except ValueError as error:
-            raise StorageError(f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
-                               "run again from its last checkpoint.") from error
+            raise StorageError(
+                f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
+                "run again from its last checkpoint."
+            ) from error
 
     def finish(self, result: dict[str, Any]) -> None:
         """Mark the run as finished, with its last figures. Raises StorageError."""
@@ -65,8 +77,10 @@ class RunFolder:
         try:
             replace_text(self.path / name, json.dumps(value, indent=1))
         except OSError as error:
-            raise StorageError(f"{self.path / name} cannot be written: {error.strerror or error}. Free space there, or mend its "
-                               "permissions; the same command goes on from the last checkpoint.") from error
+            raise StorageError(
+                f"{self.path / name} cannot be written: {error.strerror or error}. Free space there, or mend its "
+                "permissions; the same command goes on from the last checkpoint."
+            ) from error
 
     def abandon(self) -> None:
         """Give the folder up if the run came to nothing, so that the corrected command does not get another number."""
@@ -100,8 +114,9 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
             found.release()
             raise
     except OSError as error:
-        raise StorageError(f"The run folder {root} cannot be used: {error}. "
-                           "Set run.dir to a folder that can be written.") from error
+        raise StorageError(
+            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
+        ) from error
 
 
 def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
@@ -116,8 +131,9 @@ def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
                 if not differences(recorded(path) or {}, config):
                     return path
     except OSError as error:
-        raise StorageError(f"The run folder {root} cannot be used: {error}. "
-                           "Set run.dir to a folder that can be written.") from error
+        raise StorageError(
+            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
+        ) from error
     return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
 
 
@@ -135,11 +151,16 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFo
             raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
         return _start(found, config)
     if resume == "never":
-        raise ConfigError(f"{root} already holds a run, and run.resume=never would write over it. "
-                          "Set run.dir to a new folder, or use run.resume=auto to go on with it.")
+        raise ConfigError(
+            f"{root} already holds a run, and run.resume=never would write over it. "
+            "Set run.dir to a new folder, or use run.resume=auto to go on with it."
+        )
     if changed := differences(before, config):
-        raise ConfigError(f"{root} holds a run of another config, so it cannot go on with this one:\n" + "\n".join(changed)
-                          + "\nPut these back, or set run.dir to a new folder.")
+        raise ConfigError(
+            f"{root} holds a run of another config, so it cannot go on with this one:\n"
+            + "\n".join(changed)
+            + "\nPut these back, or set run.dir to a new folder."
+        )
     found.resumed = True
     return found
 
@@ -163,11 +184,15 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
                 found.resumed = True
                 return found
             if resume == "must":
-                raise StorageError(f"run.resume=must, but {path}, which this would go on with, {ALIVE}. Wait for it, or end it.")
+                raise StorageError(
+                    f"run.resume=must, but {path}, which this would go on with, {ALIVE}. Wait for it, or end it."
+                )
         unlike = unlike or ([f"{path}:", *changed] if changed else [])
     if resume == "must":
-        raise ConfigError(f"run.resume=must, but no unfinished run of this config lies in {root}*."
-                          + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else ""))
+        raise ConfigError(
+            f"run.resume=must, but no unfinished run of this config lies in {root}*."
+            + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else "")
+        )
     while True:  # another process may take the same number at the same moment: mkdir tells who was first
         taken += 1
         path = _numbered(root, taken)
@@ -218,11 +243,15 @@ def recorded(path: Path) -> dict[str, Any] | None:
         _require_plain(text)
         config = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise StorageError(f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
-                           "or set run.dir to a new folder.") from error
+        raise StorageError(
+            f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
+            "or set run.dir to a new folder."
+        ) from error
     if not isinstance(config, dict):
-        raise StorageError(f"{file}, the config of the run there, is empty or no config. Bring it back, or set run.dir to a new "
-                           "folder.")
+        raise StorageError(
+            f"{file}, the config of the run there, is empty or no config. Bring it back, or set run.dir to a new "
+            "folder."
+        )
     return config
 
 
@@ -232,15 +261,19 @@ def require_own(path: Path) -> None:
     """
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
-            raise StorageError(f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
-                               "it, or set run.dir to another folder.")
+            raise StorageError(
+                f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
+                "it, or set run.dir to another folder."
+            )
         if entry.name == CHECKPOINTS and not entry.exists():
-            raise StorageError(f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the "
-                               "link.")
+            raise StorageError(
+                f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the link."
+            )
         wanted = {FOLDER} if entry.name == CHECKPOINTS else {FILE} if entry.suffix in _FILES else {FILE, FOLDER}
         if (found := kind_of(entry)) not in {None, *wanted}:
-            raise StorageError(f"{entry} is {found}, and a run has something else there. Remove it, or set run.dir to another "
-                               "folder.")
+            raise StorageError(
+                f"{entry} is {found}, and a run has something else there. Remove it, or set run.dir to another folder."
+            )
 
 
 def _require_plain(text: str) -> None:
@@ -250,14 +283,19 @@ def _require_plain(text: str) -> None:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent) or depth > 24:
-            raise ValueError(f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)")
+            raise ValueError(
+                f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)"
+            )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line a key that would change what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
     old, new = _flat(before), _flat(now)
-    return [f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}" for key in sorted(old | new)
-            if old.get(key) != new.get(key) and not _free(key)]
+    return [
+        f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and not _free(key)
+    ]
 
 
 def _free(key: str) -> bool:

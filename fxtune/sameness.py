@@ -58,8 +58,10 @@ class Sameness:
             try:
                 self.before = read_json(folder / FILE)
             except ValueError as error:
-                raise StorageError(f"{folder}: {error}. It says what each `auto` of the run was and what it was trained on. "
-                                   "Bring it back; or remove it, and the run goes on without being compared.") from error
+                raise StorageError(
+                    f"{folder}: {error}. It says what each `auto` of the run was and what it was trained on. "
+                    "Bring it back; or remove it, and the run goes on without being compared."
+                ) from error
 
     def decided(self, asked: Pipelike, now: Pipelike) -> Pipelike | None:
         """`asked` with what each `auto` was when the run started, where `now`, what it would become today, is something else.
@@ -74,12 +76,20 @@ class Sameness:
                 continue
             if "auto" not in _plain(list(dataclasses.asdict(technique).values())):
                 continue
-            differs = {key: self._typed(name, technique, key, value) for key, value in was.items()
-                       if hasattr(technique, key) and _plain(getattr(today, key)) != value}
+            differs = {
+                key: self._typed(name, technique, key, value)
+                for key, value in was.items()
+                if hasattr(technique, key) and _plain(getattr(today, key)) != value
+            }
             if differs:
                 changes[name] = dataclasses.replace(technique, **differs)
-                self.note(f"{name}: as when the run was started, " + ", ".join(
-                    f"{key}={_plain(value)} (today it would be {_plain(getattr(today, key))})" for key, value in differs.items()))
+                self.note(
+                    f"{name}: as when the run was started, "
+                    + ", ".join(
+                        f"{key}={_plain(value)} (today it would be {_plain(getattr(today, key))})"
+                        for key, value in differs.items()
+                    )
+                )
         return dataclasses.replace(asked, **changes) if changes else None  # type: ignore[type-var]
 
     def _typed(self, name: str, asked: Any, key: str, value: Any) -> Any:
@@ -88,12 +98,16 @@ class Sameness:
         if (hint := vetting.key((key,))) is not None:
             vetting.value(hint, value, ("techniques", name, key))
         if vetting.problems:
-            raise StorageError(f"{vetting.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
-                               "file back as it was.")
+            raise StorageError(
+                f"{vetting.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
+                "file back as it was."
+            )
         kind = type(getattr(asked, key))
         return kind(value) if issubclass(kind, Enum) else value
 
-    def open(self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts) -> None:
+    def open(
+        self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts
+    ) -> None:
         """hold() what is known before any row or weight is read. `techniques`: the options of those that are on, all decided."""
         self.hold("techniques", techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
@@ -103,8 +117,13 @@ class Sameness:
 
     def read(self, tables: Iterable[TokenTable]) -> None:
         """hold() the data of training: each source's tokens."""
-        self.hold("data", {f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
-                           for number, table in enumerate(tables)})
+        self.hold(
+            "data",
+            {
+                f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
+                for number, table in enumerate(tables)
+            },
+        )
 
     def hold(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
         """Compare a part of the setting with what it was, or keep it to be compared with later. Raises ConfigError that lists
@@ -118,17 +137,24 @@ class Sameness:
         changed = [f"  {section}.{key}: {_shown(before, key)} -> {_shown(plain, key)}" for key in keys]
         if changed and (refuse or self.strict):
             why = MAY_BE.get(section, "") if refuse else " (with run.deterministic=true it must not)"
-            raise ConfigError(f"{self.folder} cannot go on with the same bits: its {section} changed since it was started{why}:\n"
-                              + "\n".join(changed) + f"\nBring it back as it was, or start anew with {ANEW}.")
+            raise ConfigError(
+                f"{self.folder} cannot go on with the same bits: its {section} changed since it was started{why}:\n"
+                + "\n".join(changed)
+                + f"\nBring it back as it was, or start anew with {ANEW}."
+            )
         if changed:
-            self.note("Since the run was started this changed, so its figures may differ in their last digits from here on: "
-                      + "; ".join(line.strip() for line in changed))
+            self.note(
+                "Since the run was started this changed, so its figures may differ in their last digits from here on: "
+                + "; ".join(line.strip() for line in changed)
+            )
 
     def built(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
         """hold() what came of building the model, and keep all of it."""
         self.hold("techniques", techniques)  # again: where auto's choice did not compile, it is another
-        self.hold("built", {"revision": getattr(model, "base_revision", None),
-                            "products": getattr(model, "products_by", "torch")})
+        self.hold(
+            "built",
+            {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")},
+        )
         self.keep()
 
     def keep(self) -> None:
@@ -138,8 +164,10 @@ class Sameness:
         try:
             replace_text(self.folder / FILE, json.dumps(self.now, indent=1))
         except OSError as error:
-            raise StorageError(f"{self.folder / FILE} cannot be written: {error.strerror or error}. Free space there, or set "
-                               "run.dir to another disk.") from error
+            raise StorageError(
+                f"{self.folder / FILE} cannot be written: {error.strerror or error}. Free space there, or set "
+                "run.dir to another disk."
+            ) from error
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.before.get(name)
@@ -150,8 +178,12 @@ def _machine(facts: Facts) -> dict[str, str]:
     """What rounds: the device, torch and its threads, the packages that compute."""
     threads = {"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}
     name = facts.device_name if facts.device == "cuda" else "cpu"
-    return {"device": name, **threads, **{package: version for package, version in facts.packages.items() if package not in IDLE},
-            "torch": torch.__version__}
+    return {
+        "device": name,
+        **threads,
+        **{package: version for package, version in facts.packages.items() if package not in IDLE},
+        "torch": torch.__version__,
+    }
 
 
 def _base(model: ModelConfig) -> dict[str, str]:
@@ -169,7 +201,9 @@ def _base(model: ModelConfig) -> dict[str, str]:
                     stream.seek(max(size - PIECE, 0) * number // (SAMPLES - 1))
                     digest.update(stream.read(PIECE))
         except OSError as error:
-            raise StorageError(f"{file} cannot be read: {error.strerror or error}. Use a complete copy of the model.") from error
+            raise StorageError(
+                f"{file} cannot be read: {error.strerror or error}. Use a complete copy of the model."
+            ) from error
         digests[file.name] = digest.hexdigest()[:16]
     return digests
 

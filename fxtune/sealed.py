@@ -28,9 +28,20 @@ PIECE = 8 * 2**20
 JSON_LIMIT = 64 * 2**20
 """Bytes of the largest JSON file that is read."""
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 """The names of dtypes in a safetensors file."""
 
 
@@ -59,7 +70,9 @@ class Sealing:
     def __enter__(self) -> Sealing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._stream:
             if kind is None:
                 self._stream.flush()
@@ -76,7 +89,9 @@ def write_text(path: Path, text: str) -> Seal:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
     """Write a new safetensors file, one tensor after the other from whatever device it is on. Raises OSError."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned to its own size
+    order = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # so that each is aligned to its own size
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -97,7 +112,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel():
         data = memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
         for begin in range(0, len(data), PIECE):
-            yield data[begin:begin + PIECE]
+            yield data[begin : begin + PIECE]
 
 
 def broken(path: Path, seal: Seal) -> str | None:

@@ -48,8 +48,17 @@ MICRO = "train.micro_batch_size"
 class Search:
     """The rows so far and the way to the next one. `rows[0]` is the recipe as it is."""
 
-    def __init__(self, config: Config, overrides: list[str], ground: Ground, names: list[str], seconds: float, steps: int,
-                 cache: Cache, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        overrides: list[str],
+        ground: Ground,
+        names: list[str],
+        seconds: float,
+        steps: int,
+        cache: Cache,
+        tell: Callable[[str], None],
+    ) -> None:
         self.config, self.overrides, self.ground, self.names, self.steps = config, overrides, ground, names, steps
         self.cache, self.tell, self.seconds, self.deadline = cache, tell, seconds, time.monotonic() + seconds
         self.rows: list[Row] = []
@@ -63,8 +72,10 @@ class Search:
         try:
             self._start()
         except _TimeIsUp:
-            raise ConfigError(f"--minutes {self.seconds / 60:g}: over before the first trial had a figure. Give more, or fewer "
-                              "--steps.") from None
+            raise ConfigError(
+                f"--minutes {self.seconds / 60:g}: over before the first trial had a figure. Give more, or fewer "
+                "--steps."
+            ) from None
         for _ in range(ROUNDS if self.best else 0):
             before = self.best
             for name in self.names:
@@ -96,11 +107,14 @@ class Search:
         if base.speed and winner is not base:
             why += f", {winner.speed / base.speed - 1:+.1%} against the recipe as it is ({base.speed:,.0f})"
         repeated = any(len(row.speeds) > 1 for row in ranked[:2])
-        within = f"{margin:.1%}, {'the spread of repeated measurements' if spread > NOISE else 'what is taken for noise'}"
+        within = (
+            f"{margin:.1%}, {'the spread of repeated measurements' if spread > NOISE else 'what is taken for noise'}"
+        )
         within += "" if repeated else " (there was no repetition)"
         others = [row.title for row in tied if row is not winner]
         return winner, f"{why}. Within {within}: {'; '.join(others) or 'no other'}" + (
-            ". Of tied settings the one that changes the fewest keys wins." if others else ".")
+            ". Of tied settings the one that changes the fewest keys wins." if others else "."
+        )
 
     def _start(self) -> None:
         """The recipe as it is, or else the first that runs of those that take less memory."""
@@ -130,7 +144,9 @@ class Search:
         """
         assert self.best is not None
         if name == "workers" and self.best.answers[0].waited < NOISE:
-            self.tell(f"workers: the loop waits for its data {self.best.answers[0].waited:.1%} of the time, so none is tried")
+            self.tell(
+                f"workers: the loop waits for its data {self.best.answers[0].waited:.1%} of the time, so none is tried"
+            )
             return
         given_up: set[str] = set()
         for deltas in list(self._points(name)):
@@ -204,13 +220,17 @@ class Search:
         if seen.refused:
             row.verdict = f"{Outcome.refused.value}: {seen.refused}"
         elif not seen.fits:
-            row.verdict = (f"left out: needs some {seen.need / GIB:.1f} GiB by the forecast, and "
-                           f"{self.ground.facts.free_memory / GIB:.1f} are free")
+            row.verdict = (
+                f"left out: needs some {seen.need / GIB:.1f} GiB by the forecast, and "
+                f"{self.ground.facts.free_memory / GIB:.1f} are free"
+            )
         self.rows.append(row)
         return row
 
     def _known(self, seen: Outlook) -> Row | None:
-        same = (row for row in self.rows if (row.outlook.identity, row.outlook.refused) == (seen.identity, seen.refused))
+        same = (
+            row for row in self.rows if (row.outlook.identity, row.outlook.refused) == (seen.identity, seen.refused)
+        )
         return next(same, None)
 
     def _measured(self, row: Row, repeat: int = 0) -> Answer:
@@ -273,13 +293,25 @@ class Search:
     def _key(self, row: Row) -> dict[str, Any]:
         """All that a trial's answer depends on."""
         facts, config = self.ground.facts, self.config
-        model = {name: value for name, value in facts.model.items() if name not in ("_name_or_path", "transformers_version")}
-        return {"code": f"{__version__} {source.digest()}", "model": model,
-                "card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
-                "packages": {**facts.packages, "python": sys.version.split()[0]},
-                "data": [facts.packing, facts.sequence_length, facts.rows, self.ground.document],
-                "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer), self.steps,
-                        trials.WARM_UP], "point": row.outlook.identity}
+        model = {
+            name: value for name, value in facts.model.items() if name not in ("_name_or_path", "transformers_version")
+        }
+        return {
+            "code": f"{__version__} {source.digest()}",
+            "model": model,
+            "card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
+            "packages": {**facts.packages, "python": sys.version.split()[0]},
+            "data": [facts.packing, facts.sequence_length, facts.rows, self.ground.document],
+            "run": [
+                facts.dtype,
+                facts.deterministic,
+                config.train.global_batch_size,
+                asdict(config.optimizer),
+                self.steps,
+                trials.WARM_UP,
+            ],
+            "point": row.outlook.identity,
+        }
 
 
 class _TimeIsUp(Exception):

@@ -46,19 +46,29 @@ class Setting:
         _afresh()
         self.world = World.create(config.run.device, config.run.memory_gib)
         if config.run.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first matmul runs
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # cuBLAS reads it once, when the first matmul runs
         torch.use_deterministic_algorithms(config.run.deterministic)
         # Else each torch.empty is filled with NaN, to show who reads what nobody wrote: a pass over memory for every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _obstacles_together(config):
             self.hf_config = models.load_config(config.model)
         self.facts = self.world.facts(
-            model=self.hf_config.to_dict(), dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
-            packing=config.data.packing, sequence_length=config.data.sequence_length, rows=row_lengths(config.data),
-            micro_batch_size=config.train.micro_batch_size, optimizer=config.optimizer.name.value,
-            stochastic_rounding=config.optimizer.stochastic_rounding, deterministic=config.run.deterministic)
+            model=self.hf_config.to_dict(),
+            dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
+            packing=config.data.packing,
+            sequence_length=config.data.sequence_length,
+            rows=row_lengths(config.data),
+            micro_batch_size=config.train.micro_batch_size,
+            optimizer=config.optimizer.name.value,
+            stochastic_rounding=config.optimizer.stochastic_rounding,
+            deterministic=config.run.deterministic,
+        )
         asked = replace(self.facts, techniques=config.techniques.asked())
-        self.techniques, self.decided = config.techniques.ready(self.facts, list(update_rule.check(config.optimizer, asked)))
+        self.techniques, self.decided = config.techniques.ready(
+            self.facts, list(update_rule.check(config.optimizer, asked))
+        )
         """Every `auto` decided, and what was decided and why."""
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, Prepared]:
@@ -69,9 +79,16 @@ class Setting:
         with _obstacles_together(config):
             tokenizer = models.load_tokenizer(config.model)
         return tokenizer, prepare(
-            config.data, tokenizer, micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size, max_steps=config.train.max_steps, epochs=config.train.epochs,
-            seed=config.run.seed, quarantine=quarantine, progress=config.tracking.display is not Display.none)
+            config.data,
+            tokenizer,
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            max_steps=config.train.max_steps,
+            epochs=config.train.epochs,
+            seed=config.run.seed,
+            quarantine=quarantine,
+            progress=config.tracking.display is not Display.none,
+        )
 
     def build(self) -> nn.Module:
         """The model with every technique applied."""
@@ -91,7 +108,10 @@ class Setting:
     def observe(self, loss: Loss) -> list[Evidence]:
         """prove() without the error."""
         with self.explaining("Trying the techniques on a small row"):
-            return [*self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)), *loss.evidence]
+            return [
+                *self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)),
+                *loss.evidence,
+            ]
 
     @contextmanager
     def explaining(self, part: str, stage: Stage = Stage.weights) -> Iterator[None]:
@@ -103,7 +123,9 @@ class Setting:
                 raise self.out_of_memory(f"{part} ran out of memory: {found.why}", stage) from error
             raise
 
-    def out_of_memory(self, what: str, stage: Stage, rows: int | None = None, width: int | None = None) -> HardwareError:
+    def out_of_memory(
+        self, what: str, stage: Stage, rows: int | None = None, width: int | None = None
+    ) -> HardwareError:
         """The error that says `what` and lists what would help most. `rows`, `width`: of the batch that did not fit, if it was
         not the largest that the recipe may have.
         """
@@ -137,7 +159,9 @@ def _obstacles_together(config: Config) -> Iterator[None]:
     except HubError as error:
         model, data, found = config.model, config.data, [str(error)]
         wanted: list[tuple[str, str | None, str | None]] = [
-            ("model.adapter", model.adapter, None), ("model.tokenizer", model.tokenizer, None)]
+            ("model.adapter", model.adapter, None),
+            ("model.tokenizer", model.tokenizer, None),
+        ]
         if "model_type" not in model.architecture:
             wanted.insert(0, ("model.path", model.path, model.revision))
         for key, name, revision in wanted:

@@ -48,7 +48,7 @@ class Keeping:
     def sending(self, layers: int) -> list[bool]:
         """Which of so many layers send. One that keeps everything does not, and neither does the last one that could."""
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
-        chosen = set(able[:-1] if self.senders is None else able[:min(self.senders, max(len(able) - 1, 0))])
+        chosen = set(able[:-1] if self.senders is None else able[: min(self.senders, max(len(able) - 1, 0))])
         return [index in chosen for index in range(layers)]
 
 
@@ -76,17 +76,34 @@ class Shape:
         head = text.get("head_dim") or hidden // heads
         experts = text.get("num_local_experts") or text.get("num_experts") or 1
         visited = text.get("num_experts_per_tok") or 1
-        inner = (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
-        return Shape(hidden, inner * (visited if experts > 1 else 1), experts / visited if experts > 1 else 1.0, heads,
-                     heads * head, (text.get("num_key_value_heads") or heads) * head, text.get("num_hidden_layers") or 1,
-                     text.get("vocab_size") or 0, bool(text.get("tie_word_embeddings")))
+        inner = (
+            (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
+        )
+        return Shape(
+            hidden,
+            inner * (visited if experts > 1 else 1),
+            experts / visited if experts > 1 else 1.0,
+            heads,
+            heads * head,
+            (text.get("num_key_value_heads") or heads) * head,
+            text.get("num_hidden_layers") or 1,
+            text.get("vocab_size") or 0,
+            bool(text.get("tie_word_embeddings")),
+        )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(in, out) of a layer's linears under Llama's names."""
         h, i = self.hidden, self.inner
-        return {"q_proj": (h, self.q), "k_proj": (h, self.k), "v_proj": (h, self.k), "o_proj": (self.q, h),
-                "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h)}
+        return {
+            "q_proj": (h, self.q),
+            "k_proj": (h, self.k),
+            "v_proj": (h, self.k),
+            "o_proj": (self.q, h),
+            "gate_proj": (h, i),
+            "up_proj": (h, i),
+            "down_proj": (i, h),
+        }
 
     @property
     def in_linears(self) -> int:

@@ -54,10 +54,13 @@ class Signals:
             self.asked, self._at_once = None, True
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
-            threading.Thread(target=_leave_on_the_second, args=(self._pipe[0],), name="fxtune-signals", daemon=True).start()
+            threading.Thread(
+                target=_leave_on_the_second, args=(self._pipe[0],), name="fxtune-signals", daemon=True
+            ).start()
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._before = {number: handler for number in ANSWERED
-                            if (handler := signal.getsignal(number)) is not signal.SIG_IGN}  # nohup, a shell's background: stays
+            self._before = {
+                number: handler for number in ANSWERED if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+            }  # nohup, a shell's background: stays
             self._listen()
         return self
 
@@ -131,7 +134,9 @@ def left_to_main() -> None:
         signal.signal(number, signal.SIG_IGN)
     main = multiprocessing.parent_process()
     if main is not None and hasattr(signal, "sigwaitinfo"):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of an ignored signal nobody is told, of a blocked one who waits for it is
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # of an ignored signal nobody is told, of a blocked one who waits for it is
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_leave_with, args=(main.pid,), name="fxtune-signals", daemon=True).start()
 
@@ -152,7 +157,9 @@ def _leave_on_the_second(pipe: int) -> None:
                 continue
             now = time.monotonic()
             if first is not None and now - first > DOUBLE:
-                stop = Stopped(signal.Signals(number), "came again, so this ended at once. What was saved before is whole.")
+                stop = Stopped(
+                    signal.Signals(number), "came again, so this ended at once. What was saved before is whole."
+                )
                 os.write(2, f"\nfxtune: {stop}\n".encode())
                 os._exit(stop.exit_code)
             first = first or now

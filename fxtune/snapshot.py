@@ -50,7 +50,9 @@ class Snapshot:
             return None
         if layout != self._layout and not self._pin(there):
             return None
-        copies = attempt(lambda: {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in here.items()})
+        copies = attempt(
+            lambda: {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in here.items()}
+        )
         if isinstance(copies, Shortage):
             return None
         return {**copies, **self._copy(there)}
@@ -88,7 +90,7 @@ class Snapshot:
             for name, tensor in there.items():
                 if used + room[name] > block.nbytes:
                     block, used = torch.empty(max(min(BLOCK, left), room[name]), dtype=torch.uint8, pin_memory=True), 0
-                self._pinned[name] = block[used:used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._pinned[name] = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 used += room[name]
                 left -= room[name]
         except RuntimeError:  # the driver pins no more: torch has no class of its own for that

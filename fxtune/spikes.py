@@ -47,11 +47,15 @@ class SpikeWindow:
             return self._none
         limit, count = self._none, min(self.taken, self.size)
         if count >= max(1, self.size // FEWEST):
-            seen = self.losses[:count]  # a ring, but the order does not matter; sorting puts NaN last, as if it were high
+            seen = self.losses[
+                :count
+            ]  # a ring, but the order does not matter; sorting puts NaN last, as if it were high
             median = seen.sort().values[(count - 1) // 2]
             spread = (seen - median).abs().sort().values[(count - 1) // 2]
             limit = median + self.threshold * torch.maximum(1.4826 * spread, FLOOR * median)
-            limit = limit.nan_to_num(nan=math.inf, posinf=math.inf)  # most of the window was not finite: nothing to judge by
+            limit = limit.nan_to_num(
+                nan=math.inf, posinf=math.inf
+            )  # most of the window was not finite: nothing to judge by
         self.losses[self.taken % self.size].copy_(loss)
         self.taken += 1
         return limit

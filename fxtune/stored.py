@@ -48,8 +48,14 @@ def was_best(path: Path) -> bool:
         return False
 
 
-def write(folder: Path, step: int, recipe: str, state: str, weights: Mapping[str, torch.Tensor],
-          moments: Mapping[str, torch.Tensor]) -> Path:
+def write(
+    folder: Path,
+    step: int,
+    recipe: str,
+    state: str,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+) -> Path:
     """Write the checkpoint of `step` and return where it is; one that is there is replaced. Raises OSError; nothing is left then.
 
     `recipe`: a digest of what the run learns by. `state`: JSON.
@@ -58,8 +64,11 @@ def write(folder: Path, step: int, recipe: str, state: str, weights: Mapping[str
     staging = folder / f".staging-{final.name}"
     try:
         staging.mkdir()
-        seals = {WEIGHTS: write_tensors(staging / WEIGHTS, weights), MOMENTS: write_tensors(staging / MOMENTS, moments),
-                 STATE: write_text(staging / STATE, state)}
+        seals = {
+            WEIGHTS: write_tensors(staging / WEIGHTS, weights),
+            MOMENTS: write_tensors(staging / MOMENTS, moments),
+            STATE: write_text(staging / STATE, state),
+        }
         manifest = {"format": FORMAT, "recipe": recipe, "files": {name: asdict(seal) for name, seal in seals.items()}}
         write_text(staging / MANIFEST, json.dumps(manifest, indent=1))
         sync(staging)

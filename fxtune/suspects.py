@@ -37,14 +37,18 @@ NAMED = 6
 class Suspects:
     """Those of the run in `folder`. `decode` turns token ids into text; `note` takes a line for the user."""
 
-    def __init__(self, folder: Path, plan: Plan, decode: Callable[[list[int]], str], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, decode: Callable[[list[int]], str], note: Callable[[str], None]
+    ) -> None:
         self.folder, self.plan, self.decode, self.note = folder, plan, decode, note
 
     def tell(self, rows: list[Taken], skips_spikes: bool) -> None:
         """One note for each kind of them, and their samples on the disk. Raises nothing: a full disk must not end the run."""
         spikes = [row for row in rows if row.spike]
-        for kind, found, why in (("skipped", [row for row in rows if not row.spike], "its loss or gradient was not finite"),
-                                 ("spikes", spikes, "a loss spike" + ", skipped" * skips_spikes)):
+        for kind, found, why in (
+            ("skipped", [row for row in rows if not row.spike], "its loss or gradient was not finite"),
+            ("spikes", spikes, "a loss spike" + ", skipped" * skips_spikes),
+        ):
             if not found:
                 continue
             first = found[0]
@@ -59,7 +63,9 @@ class Suspects:
         by_source: dict[int, list[str]] = {}
         for source, document in found[:NAMED]:
             by_source.setdefault(source, []).append(str(document))
-        named = "; ".join(f"{self.plan.tables[source].name} documents {', '.join(those)}" for source, those in by_source.items())
+        named = "; ".join(
+            f"{self.plan.tables[source].name} documents {', '.join(those)}" for source, those in by_source.items()
+        )
         return named + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
 
     def _keep(self, kind: str, row: Taken, why: str) -> Path | None:
@@ -77,12 +83,18 @@ class Suspects:
             micro_batches = range(self.plan.micro_batches(row.step))
             for micro in micro_batches:
                 batch = self.plan.batch(row.step, micro)
-                tensors = {item.name: value for item in fields(Batch)
-                           if isinstance(value := getattr(batch, item.name), torch.Tensor)}
+                tensors = {
+                    item.name: value
+                    for item in fields(Batch)
+                    if isinstance(value := getattr(batch, item.name), torch.Tensor)
+                }
                 save_file(tensors, staging / f"batch-{micro}.safetensors")
-            told = {"step": row.step + 1, "why": why,
-                    **{name: _number(getattr(row, name)) for name in ("loss", "norm", "scale", "limit")},
-                    "micro_batches": [self._rows(row.step, micro) for micro in micro_batches]}
+            told = {
+                "step": row.step + 1,
+                "why": why,
+                **{name: _number(getattr(row, name)) for name in ("loss", "norm", "scale", "limit")},
+                "micro_batches": [self._rows(row.step, micro) for micro in micro_batches],
+            }
             (staging / "samples.json").write_text(json.dumps(told, indent=1, ensure_ascii=False), encoding="utf-8")
             os.replace(staging, place)
             return place
@@ -98,9 +110,16 @@ class Suspects:
             for piece in contents:
                 table = self.plan.tables[piece.source]
                 start = int(table.offsets[piece.document]) + piece.first
-                text = self.decode(table.ids[start:start + piece.length].tolist())
-                row.append({"source": table.name, "document": piece.document, "first_token": piece.first,
-                            "tokens": piece.length, "text": text[:TEXT]})
+                text = self.decode(table.ids[start : start + piece.length].tolist())
+                row.append(
+                    {
+                        "source": table.name,
+                        "document": piece.document,
+                        "first_token": piece.first,
+                        "tokens": piece.length,
+                        "text": text[:TEXT],
+                    }
+                )
             rows.append(row)
         return rows
 

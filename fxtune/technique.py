@@ -82,7 +82,11 @@ def skeleton(config: dict[str, Any]) -> nn.Module | None:
     """
     from transformers import CONFIG_MAPPING
 
-    return _skeleton(json.dumps(config, sort_keys=True, default=str)) if config.get("model_type") in CONFIG_MAPPING else None
+    return (
+        _skeleton(json.dumps(config, sort_keys=True, default=str))
+        if config.get("model_type") in CONFIG_MAPPING
+        else None
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -103,8 +107,9 @@ def backbone(model: nn.Module) -> nn.Module:
     return found
 
 
-def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor,
-                 cu_seqlens: torch.Tensor) -> dict[str, Any]:
+def model_inputs(
+    model: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor
+) -> dict[str, Any]:
     """The keyword arguments for one forward pass in training: what Batch holds, under transformers' names.
 
     Documents are kept apart by `position_ids`, from which transformers builds a mask, or by `cu_seqlens`, for attention that
@@ -115,7 +120,9 @@ def model_inputs(model: nn.Module, input_ids: torch.Tensor, position_ids: torch.
     attention = str(model.config._attn_implementation)  # type: ignore[union-attr]
     if attention in OURS:
         given["attention_mask"] = no_mask(input_ids)
-    elif "flash" not in attention and "/" not in attention:  # a slash: a kernel of the hub, which transformers calls likewise
+    elif (
+        "flash" not in attention and "/" not in attention
+    ):  # a slash: a kernel of the hub, which transformers calls likewise
         return given
     elif torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True  # transformers hands it to the FlashAttention package

@@ -93,8 +93,10 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
             yield f"tracking.wandb.tags: {tag!r} has {len(tag)} characters; W&B takes 1 to 64"
 
 
-_TENSORBOARD_MISSING = ("tracking.tensorboard=true, but tensorboard is not installed: "
-                        'pip install "fxtune[tensorboard]", or set tracking.tensorboard=false')
+_TENSORBOARD_MISSING = (
+    "tracking.tensorboard=true, but tensorboard is not installed: "
+    'pip install "fxtune[tensorboard]", or set tracking.tensorboard=false'
+)
 
 
 def wandb_mode(config: WandbConfig) -> str:
@@ -116,9 +118,17 @@ class Tracker:
     Raises ConfigError where TensorBoard is asked for and not installed; nothing else.
     """
 
-    def __init__(self, config: TrackingConfig, run_dir: str | Path, run_name: str, resolved_config: dict[str, Any],
-                 wandb_id: str | None = None, resume_step: int = 0, logged: int | None = None,
-                 note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> None:
+    def __init__(
+        self,
+        config: TrackingConfig,
+        run_dir: str | Path,
+        run_name: str,
+        resolved_config: dict[str, Any],
+        wandb_id: str | None = None,
+        resume_step: int = 0,
+        logged: int | None = None,
+        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    ) -> None:
         self.run_dir = Path(run_dir)
         self._note = note
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -133,9 +143,13 @@ class Tracker:
         if mode != "disabled":
             self.wandb_id = _identity(self.run_dir, wandb_id)
             if mode == "offline" and config.wandb.mode is not WandbMode.offline:
-                self._notes.put("W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline")
+                self._notes.put(
+                    "W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline"
+                )
             modes = (mode, "offline")
-            self._wandb = _link(config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes)
+            self._wandb = _link(
+                config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes
+            )
         self._drain()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -235,12 +249,20 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> None:
         plain = recorded(run_dir) or {}
         try:
             settings = plain["tracking"]["wandb"]
-            config = WandbConfig(WandbMode.online, settings["project"], settings["entity"], settings["group"], settings["tags"],
-                                 init_timeout=SYNC_PATIENCE)
+            config = WandbConfig(
+                WandbMode.online,
+                settings["project"],
+                settings["entity"],
+                settings["group"],
+                settings["tags"],
+                init_timeout=SYNC_PATIENCE,
+            )
             name = str(plain["run"]["name"])
         except (KeyError, TypeError) as error:
-            raise StorageError(f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
-                               "tracking.wandb is missing. Bring it back.") from error
+            raise StorageError(
+                f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
+                "tracking.wandb is missing. Bring it back."
+            ) from error
         notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         link = _link(config, _identity(run_dir, None), run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
         link.finish(0 if (run_dir / "result.json").exists() else 1, UPLOAD_PATIENCE)
@@ -250,10 +272,26 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> None:
         raise StorageError(f"{run_dir}: {redact(link.trouble)}. Nothing is lost: give the same command again later.")
 
 
-def _link(config: WandbConfig, wandb_id: str, run_dir: Path, run_name: str, resolved_config: dict[str, Any],
-          modes: tuple[str, ...], notes: queue.SimpleQueue[str], upload_timeout: float | None = None) -> WandbLink:
-    init = {"id": wandb_id, "name": run_name, "project": config.project, "entity": config.entity, "group": config.group,
-            "tags": list(config.tags), "config": redact(resolved_config), "allow_val_change": True}
+def _link(
+    config: WandbConfig,
+    wandb_id: str,
+    run_dir: Path,
+    run_name: str,
+    resolved_config: dict[str, Any],
+    modes: tuple[str, ...],
+    notes: queue.SimpleQueue[str],
+    upload_timeout: float | None = None,
+) -> WandbLink:
+    init = {
+        "id": wandb_id,
+        "name": run_name,
+        "project": config.project,
+        "entity": config.entity,
+        "group": config.group,
+        "tags": list(config.tags),
+        "config": redact(resolved_config),
+        "allow_val_change": True,
+    }
     argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
     return WandbLink(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
 

@@ -49,12 +49,16 @@ def run(config: Config) -> dict[str, Any]:
     """Train as `config` says and return the run's last figures. This is what `python -m fxtune +recipe=...` calls."""
     with SIGNALS:
         SIGNALS.check()  # the runs of a sweep end with the one that was told to
-        plain = redact(json.loads(json.dumps(dataclasses.asdict(config))))  # enums become their values; it is written to files
+        plain = redact(
+            json.loads(json.dumps(dataclasses.asdict(config)))
+        )  # enums become their values; it is written to files
         folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
         screen = display(config.tracking.display.value)
         try:
             if folder.finished:
-                screen.note(f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again.")
+                screen.note(
+                    f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
+                )
                 return folder.result()
             with SIGNALS.leaving():
                 trainer = Trainer(config, folder, screen, plain)
@@ -99,24 +103,47 @@ class Trainer:
             self.optimizer = Optimizer(self.model, config.optimizer, self.techniques.compile.keep_gradients)
         self.loss_scale = self.techniques.precision.loss_scale(self.facts.dtype, self.world.device)
         pass_of = partial(one_pass, self.loss, self.techniques.precision, self.loss_scale)
-        self.recorder = Recorder(pass_of, self.world.device, self.optimizer.reached) if self.techniques.compile.records else None
-        self.spikes = SpikeWindow(self.world.device, config.train.spikes, config.train.spike_window, config.train.spike_threshold)
+        self.recorder = (
+            Recorder(pass_of, self.world.device, self.optimizer.reached) if self.techniques.compile.records else None
+        )
+        self.spikes = SpikeWindow(
+            self.world.device, config.train.spikes, config.train.spike_window, config.train.spike_threshold
+        )
         suspects = Suspects(folder.path, self.plan, self.tokenizer.decode, screen.note)
         self.numbers = Numbers(config.train, self.spikes, suspects, self.loss_scale.active)
-        self.progress = Progress(folder, config.checkpoint, plain, self.model, self.optimizer, self.loss_scale, self.numbers,
-                                 screen.note)
+        self.progress = Progress(
+            folder, config.checkpoint, plain, self.model, self.optimizer, self.loss_scale, self.numbers, screen.note
+        )
         with setting.explaining("Loading the checkpoint"):
             self.state = self.progress.load(self.plan.fingerprint)
         halves = config.train.out_of_memory is OutOfMemory.halve
-        self.halving = Halving(self.world.device, self.state.rows, screen.note if halves else None, self._does_not_fit,
-                               self._drop_recordings)
+        self.halving = Halving(
+            self.world.device,
+            self.state.rows,
+            screen.note if halves else None,
+            self._does_not_fit,
+            self._drop_recordings,
+        )
         self.plan = suspects.plan = self.plan.cut(self.halving.rows("training", config.train.micro_batch_size))
-        self.held_out = HeldOut(self.data.evaluation, config.loader, self.world.device, self.loss,
-                                self.techniques.precision) if self.data.evaluation else None
+        self.held_out = (
+            HeldOut(self.data.evaluation, config.loader, self.world.device, self.loss, self.techniques.precision)
+            if self.data.evaluation
+            else None
+        )
         self.loader: Loader | None = None
-        self.tracker = tracking.Tracker(config.tracking, folder.path, config.run.name, plain, self.state.wandb_id,
-                                        self.state.step, self.state.figures.get("train/step"), note=screen.note)
-        self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id  # a stretch without W&B does not part the rest
+        self.tracker = tracking.Tracker(
+            config.tracking,
+            folder.path,
+            config.run.name,
+            plain,
+            self.state.wandb_id,
+            self.state.step,
+            self.state.figures.get("train/step"),
+            note=screen.note,
+        )
+        self.state.wandb_id = (
+            self.tracker.wandb_id or self.state.wandb_id
+        )  # a stretch without W&B does not part the rest
         self.journal = Journal(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
         self.reads_late = self.world.device.type == "cuda"
         """A GPU must not stand still while a line is written, so its next step is issued first."""
@@ -159,7 +186,9 @@ class Trainer:
             meter.add(step.index, step.waited)
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
-            evaluate, save = (last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every))
+            evaluate, save = (
+                last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every)
+            )
             self.due = lr if last or state.step % config.train.log_every == 0 else None
             state.evaluation_due = evaluate
             SIGNALS.check()
@@ -186,8 +215,15 @@ class Trainer:
         self.due = None
         figures = self.numbers.read()
         self.journal.started()
-        self.journal.log({"train/epoch": self.plan.epoch(self.state.step), "train/lr": lr, **figures, **self.work.read(),
-                          **self.progress.checkpoints.figures()})
+        self.journal.log(
+            {
+                "train/epoch": self.plan.epoch(self.state.step),
+                "train/lr": lr,
+                **figures,
+                **self.work.read(),
+                **self.progress.checkpoints.figures(),
+            }
+        )
         self.journal.compiled("training")
 
     def steps(self) -> Iterator[tuple[Step, float, Outcome]]:
@@ -201,7 +237,10 @@ class Trainer:
             shortage = None
             self.loader = Loader(self.plan, self.config.loader, self.world.device)
             for step in self.loader.steps(index):
-                lr, index = learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps), step.index
+                lr, index = (
+                    learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps),
+                    step.index,
+                )
                 outcome = attempt(partial(self.step, step, lr))
                 if isinstance(outcome, Shortage):
                     shortage = outcome
@@ -216,24 +255,38 @@ class Trainer:
     def meter(self) -> Meter:
         """Of the work that the steps do, from what the run has seen so far."""
         autocast = self.techniques.precision.autocast
-        return Meter(self.model, self.plan, self.world.device, self.state.tokens, self.state.supervised_tokens,
-                     dtype=None if autocast is Autocast.none else autocast.value)
+        return Meter(
+            self.model,
+            self.plan,
+            self.world.device,
+            self.state.tokens,
+            self.state.supervised_tokens,
+            dtype=None if autocast is Autocast.none else autocast.value,
+        )
 
     def step(self, step: Step, lr: float) -> Outcome:
         """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, whether
         both were finite (if not, nothing was updated), the loss scale that was used, and the loss above which this is a spike:
         scalars on the device.
         """
-        torch.manual_seed(_derive(self.config.run.seed, step.index))  # dropout depends on the step alone, so resume is exact
-        supervised = self.plan.supervised(step.index)  # of all micro-batches together: the split cannot be seen in the loss
+        torch.manual_seed(
+            _derive(self.config.run.seed, step.index)
+        )  # dropout depends on the step alone, so resume is exact
+        supervised = self.plan.supervised(
+            step.index
+        )  # of all micro-batches together: the split cannot be seen in the loss
         with SIGNALS.leaving():  # nothing has changed yet, and compiling can take minutes
-            loss = backward(self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale, self.recorder)
+            loss = backward(
+                self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale, self.recorder
+            )
         self.loss_scale.unscale(list(self.optimizer.names))
         norm = self.optimizer.clip(self.config.train.max_grad_norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         limit = self.spikes.limit(loss)
         self.progress.checkpoints.fence()
-        with self.setting.explaining(f"The update of step {step.index + 1}"):  # some of it may be done: it is not tried again
+        with self.setting.explaining(
+            f"The update of step {step.index + 1}"
+        ):  # some of it may be done: it is not tried again
             self.optimizer.step(lr, self.spikes.taken_up(limit, loss, finite))
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
@@ -247,7 +300,8 @@ class Trainer:
         again = f"Step {index + 1} is taken again; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
         self.plan = self.numbers.suspects.plan = self.plan.cut(
-            self.halving.less("training", sizes.micro_batch_size, found, sizes.global_batch_size, again))
+            self.halving.less("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
+        )
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
     def _drop_recordings(self) -> None:
@@ -264,7 +318,9 @@ class Trainer:
                 self._line(self.due)
             try:
                 self.progress.secure()
-                told = f"Saved after step {self.state.step}: the same command goes on there, where there is more memory."
+                told = (
+                    f"Saved after step {self.state.step}: the same command goes on there, where there is more memory."
+                )
                 what += f"\n{told}" if self.state.step else ""
             except StorageError as error:
                 what += f"\n{error}"
@@ -310,13 +366,27 @@ class Trainer:
         """Export what was trained, ask the questions again, say where everything is."""
         kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
-        self.numbers.refuse_broken(self.plan.steps, self.progress.checkpoints.folder, lambda step: is_finite(
-            self.loss, self.plan.batch(step, 0).to(self.world.device), self.techniques.precision))
+        self.numbers.refuse_broken(
+            self.plan.steps,
+            self.progress.checkpoints.folder,
+            lambda step: is_finite(
+                self.loss, self.plan.batch(step, 0).to(self.world.device), self.techniques.precision
+            ),
+        )
         if self.exam:
             self._ask("after")
         with SIGNALS.leaving():  # what is there then is whole or absent
-            models.save(self.model, self.tokenizer, output, card={
-                "data": self.plan.fingerprint, "figures": self.state.figures, "facts": self.facts, "config": self.plain})
+            models.save(
+                self.model,
+                self.tokenizer,
+                output,
+                card={
+                    "data": self.plan.fingerprint,
+                    "figures": self.state.figures,
+                    "facts": self.facts,
+                    "config": self.plain,
+                },
+            )
         self.progress.checkpoints.wait()
         if figures := self.progress.checkpoints.figures():
             self.journal.log(figures)

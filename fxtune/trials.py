@@ -86,7 +86,9 @@ class Cache:
             return None
         try:
             found = json.loads(file.read_text())["answer"]
-            return Answer(**{**found, "outcome": Outcome(found["outcome"]), "losses": tuple(found["losses"]), "cached": True})
+            return Answer(
+                **{**found, "outcome": Outcome(found["outcome"]), "losses": tuple(found["losses"]), "cached": True}
+            )
         except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole: measured again
             return None
 
@@ -96,7 +98,9 @@ class Cache:
         mine = file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            mine.write_text(json.dumps({"answer": asdict(answer), "repeat": repeat, "key": key}, indent=1, default=str))
+            mine.write_text(
+                json.dumps({"answer": asdict(answer), "repeat": repeat, "key": key}, indent=1, default=str)
+            )
             mine.replace(file)
             self._mine.add(file)
 
@@ -107,8 +111,19 @@ class Cache:
 
 def command(words: list[str], steps: int, file: Path) -> list[str]:
     """The process that measures `steps` steps of what `words` (recipe, groups, keys) say, and writes its figures to `file`."""
-    return [sys.executable, "-m", "fxtune", "bench", *words, "--steps", str(steps), "--warm-up", str(WARM_UP),
-            "--json", str(file)]
+    return [
+        sys.executable,
+        "-m",
+        "fxtune",
+        "bench",
+        *words,
+        "--steps",
+        str(steps),
+        "--warm-up",
+        str(WARM_UP),
+        "--json",
+        str(file),
+    ]
 
 
 def measure(words: list[str], steps: int, limit: float) -> Answer:
@@ -132,8 +147,15 @@ def ended(command: list[str], limit: float | None = None) -> tuple[int | None, s
     with tempfile.TemporaryFile() as out:
         path = os.pathsep.join(filter(None, [str(Path(fxtune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         began = time.monotonic()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                   start_new_session=True, preexec_fn=_die_with_us(), env={**os.environ, "PYTHONPATH": path})
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_us(),
+            env={**os.environ, "PYTHONPATH": path},
+        )
         code: int | None = None
         try:
             code = process.wait(limit)
@@ -160,10 +182,18 @@ def _read(file: Path, seconds: float) -> Answer:
     try:
         found = json.loads(file.read_text())
         losses = tuple(math.nan if loss is None else float(loss) for loss in found["losses"])
-        return Answer(Outcome.measured, seconds, float(found["tokens_per_second"]), float(found["memory_gib"]), losses,
-                      float(found["data_wait"]))
+        return Answer(
+            Outcome.measured,
+            seconds,
+            float(found["tokens_per_second"]),
+            float(found["memory_gib"]),
+            losses,
+            float(found["data_wait"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Answer(Outcome.crashed, seconds, reason=f"wrote no figures that can be read ({type(error).__name__}: {error})")
+        return Answer(
+            Outcome.crashed, seconds, reason=f"wrote no figures that can be read ({type(error).__name__}: {error})"
+        )
 
 
 def _tail(out: IO[bytes]) -> str:
@@ -207,11 +237,14 @@ def _die_with_us() -> Callable[[], None] | None:
 @contextmanager
 def ended_in_order() -> Iterator[None]:
     """While a search runs, being told to end (SIGTERM, SIGHUP) unwinds it as Ctrl-C does, so that no trial is left behind."""
+
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
 
     numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # others are answered: signals.py
+    numbers = [
+        number for number in numbers if signal.getsignal(number) is signal.SIG_DFL
+    ]  # others are answered: signals.py
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield

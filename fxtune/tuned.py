@@ -37,7 +37,9 @@ def place_for(overrides: list[str], name: str, output: str | None) -> Path:
         output = str(library.LOCAL / f"{recipes[-1] if recipes else name}_tuned.yaml")
     path = Path(output)
     if path.suffix != ".yaml" or not all(letter.isalnum() or letter in "_-." for letter in path.stem):
-        raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has letters, digits, `_`, `-` and `.`")
+        raise ConfigError(
+            f"--output {output}: a recipe is a file NAME.yaml, and NAME has letters, digits, `_`, `-` and `.`"
+        )
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
             raise StorageError(f"{output} is there, and fxtune tune did not write it: give another name with --output")
@@ -157,11 +159,15 @@ def _plain(config: Config) -> dict[str, Any]:
 def _shareable(value: Any, prefix: str = "") -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: _shareable(inner, f"{prefix}{key}.") for key, inner in value.items() if not told_only(f"{prefix}{key}")}
+    return {
+        key: _shareable(inner, f"{prefix}{key}.") for key, inner in value.items() if not told_only(f"{prefix}{key}")
+    }
 
 
 def _yaml(body: dict[str, Any]) -> str:
     """As people write it: sections in the order of the config, a blank line between them."""
     order = ["defaults", *(entry.name for entry in dataclasses.fields(Config))]
-    return "\n".join(yaml.safe_dump({key: body[key]}, sort_keys=False, allow_unicode=True, width=120)
-                     for key in sorted(body, key=order.index))
+    return "\n".join(
+        yaml.safe_dump({key: body[key]}, sort_keys=False, allow_unicode=True, width=120)
+        for key in sorted(body, key=order.index)
+    )

@@ -48,9 +48,14 @@ class OptimizerConfig:
 
 
 READS: dict[OptimizerName, tuple[str, ...]] = {
-    OptimizerName.adamw: ("betas", "eps", "fused"), OptimizerName.adamw_8bit: ("betas", "eps"),
-    OptimizerName.apex_adamw: ("betas", "eps"), OptimizerName.sgd: ("momentum", "fused"), OptimizerName.adafactor: (),
-    OptimizerName.lion: ("betas",), OptimizerName.muon: ("momentum", "betas", "eps", "fused")}
+    OptimizerName.adamw: ("betas", "eps", "fused"),
+    OptimizerName.adamw_8bit: ("betas", "eps"),
+    OptimizerName.apex_adamw: ("betas", "eps"),
+    OptimizerName.sgd: ("momentum", "fused"),
+    OptimizerName.adafactor: (),
+    OptimizerName.lion: ("betas",),
+    OptimizerName.muon: ("momentum", "betas", "eps", "fused"),
+}
 """Which of the options that are not everybody's each optimizer reads. Muon hands what is no matrix to AdamW."""
 
 
@@ -71,11 +76,15 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _not_rounded(config, facts)
-    compiled = facts.device == "cuda" and (config.stochastic_rounding or (
-        config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao))
+    compiled = facts.device == "cuda" and (
+        config.stochastic_rounding
+        or (config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao)
+    )
     if compiled and not c_compiler():
-        yield ("optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
-               "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding.")
+        yield (
+            "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
+            "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
+        )
 
 
 def _unread(config: OptimizerConfig) -> Iterator[str]:
@@ -87,8 +96,10 @@ def _unread(config: OptimizerConfig) -> Iterator[str]:
         if value != own and (rounds or option not in READS[config.name]):
             readers = ", ".join(name.value for name, options in READS.items() if option in options)
             told, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
-            yield (f"optimizer.{option}: {told} is not read by {config.name.value}{' with stochastic_rounding' * rounds}. Leave "
-                   f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounds else "."))
+            yield (
+                f"optimizer.{option}: {told} is not read by {config.name.value}{' with stochastic_rounding' * rounds}. Leave "
+                f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounds else ".")
+            )
 
 
 def library(config: OptimizerConfig, facts: Facts) -> Library:
@@ -103,10 +114,14 @@ def library(config: OptimizerConfig, facts: Facts) -> Library:
 
 def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
-        yield (f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
-               "false.")
+        yield (
+            f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
+            "false."
+        )
     if "lora" in facts.techniques:
         yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
     elif facts.dtype != "bfloat16":
-        yield (f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
-               "model.dtype to bfloat16.")
+        yield (
+            f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
+            "model.dtype to bfloat16."
+        )

@@ -29,17 +29,39 @@ WRITTEN = ("run.dir", "data.cache_dir")
 """Keys that say where files are written."""
 
 ELSEWHERE = {  # what other trainers call it
-    "learning_rate": "optimizer.lr", "batch_size": "train.micro_batch_size", "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs", "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size", "steps": "train.max_steps", "max_grad_value": "train.max_grad_norm",
-    "max_seq_length": "data.sequence_length", "max_length": "data.sequence_length", "seq_len": "data.sequence_length",
-    "dataset": "data.sources", "datasets": "data.sources", "train_file": "data.sources", "model_name_or_path": "model.path",
-    "base_model": "model.path", "torch_dtype": "model.dtype", "bf16": "model.dtype", "output_dir": "run.dir",
-    "lora_r": "techniques.lora.r", "rank": "techniques.lora.r", "lora_alpha": "techniques.lora.alpha",
-    "lora_dropout": "techniques.lora.dropout", "gradient_checkpointing": "techniques.checkpointing.enabled",
-    "torch_compile": "techniques.compile.enabled", "lr_scheduler_type": "schedule.name", "save_steps": "checkpoint.every",
-    "eval_steps": "train.eval_every", "logging_steps": "train.log_every", "report_to": "tracking.wandb.mode",
-    "use_wandb": "tracking.wandb.mode", "wandb": "tracking.wandb", "lora": "techniques.lora",
+    "learning_rate": "optimizer.lr",
+    "batch_size": "train.micro_batch_size",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "steps": "train.max_steps",
+    "max_grad_value": "train.max_grad_norm",
+    "max_seq_length": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "dataset": "data.sources",
+    "datasets": "data.sources",
+    "train_file": "data.sources",
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "output_dir": "run.dir",
+    "lora_r": "techniques.lora.r",
+    "rank": "techniques.lora.r",
+    "lora_alpha": "techniques.lora.alpha",
+    "lora_dropout": "techniques.lora.dropout",
+    "gradient_checkpointing": "techniques.checkpointing.enabled",
+    "torch_compile": "techniques.compile.enabled",
+    "lr_scheduler_type": "schedule.name",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "train.eval_every",
+    "logging_steps": "train.log_every",
+    "report_to": "tracking.wandb.mode",
+    "use_wandb": "tracking.wandb.mode",
+    "wandb": "tracking.wandb",
+    "lora": "techniques.lora",
 }
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -75,7 +97,7 @@ class Vetting:
                 return None
             below = under(inner, key)
             if below is None:
-                self.add(keys, self._unknown(keys[:depth], inner, key, keys[depth + 1:]))
+                self.add(keys, self._unknown(keys[:depth], inner, key, keys[depth + 1 :]))
                 return None
             hint = below
         return hint
@@ -134,7 +156,9 @@ class Vetting:
                     reads = f" (YAML reads an unquoted `{word}` as {str(value).lower()})"
                 elif isinstance(value, bool):
                     told = str(value).lower()  # a command line keeps `on` as it stands
-                self.add(keys, f"`{name}={told}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}")
+                self.add(
+                    keys, f"`{name}={told}`{reads} is not one of {', '.join(options)}{_close(str(word), options)}"
+                )
             return
         wrong, number = isinstance(value, (list, dict)), None
         if inner is str:
@@ -159,11 +183,17 @@ class Vetting:
     def _beyond(self, name: str, value: Any, keys: Keys) -> None:
         """What only the user may say, and not a file: that foreign code may run, and that files are written elsewhere."""
         if keys[-1] == TRUST and value is not False:
-            self.add(keys, f"`{name}` runs code of a stranger, so a recipe cannot ask for it: say {name}=true on the command "
-                           "line yourself")
+            self.add(
+                keys,
+                f"`{name}` runs code of a stranger, so a recipe cannot ask for it: say {name}=true on the command "
+                "line yourself",
+            )
         if name in WRITTEN and (Path(value).is_absolute() or _leads_out(value)):
-            self.add(keys, f"`{name}={value}`: a recipe may come from a stranger, so it writes below the working directory only "
-                           f"(no /, ~, .. or hidden folders); say {name}={value} on the command line yourself")
+            self.add(
+                keys,
+                f"`{name}={value}`: a recipe may come from a stranger, so it writes below the working directory only "
+                f"(no /, ~, .. or hidden folders); say {name}={value} on the command line yourself",
+            )
 
     def _free(self, value: Any, keys: Keys) -> None:
         """Below a field that takes anything: still no code and no secrets."""
@@ -179,18 +209,24 @@ class Vetting:
         if self.stranger and keys[-1] == TRUST:
             self.add(keys, f"`{name}` can be set on the command line only")
         if "${" in POINTER.sub("", value):
-            self.add(keys, f"`{name}={value}` is not read: a config is saved and shared, so it may point at other keys "
-                           "(${optimizer.lr}) and never at the environment, a file or a function")
+            self.add(
+                keys,
+                f"`{name}={value}` is not read: a config is saved and shared, so it may point at other keys "
+                "(${optimizer.lr}) and never at the environment, a file or a function",
+            )
             return
         for dots, target in POINTER.findall(value):
             path = tuple(re.sub(r"\[(\d+)\]", r".\1", target).split("."))
-            full = (*keys[:-len(dots)], *path) if dots else path
+            full = (*keys[: -len(dots)], *path) if dots else path
             elsewhere = Vetting(self.schema, lambda _: "", self.stranger)
             hint = elsewhere.key(full)
             if hint is None:
                 self.add(keys, f"`{name}={value}` points at nothing: {elsewhere.problems[0].removeprefix(': ')}")
             elif self.stranger and name in WRITTEN and full != ("run", "name") and stripped(hint)[0] is str:
-                self.add(keys, f"`{name}={value}` points at a text that may be any path: of texts it can point at run.name only")
+                self.add(
+                    keys,
+                    f"`{name}={value}` points at a text that may be any path: of texts it can point at run.name only",
+                )
         if self.stranger and name in WRITTEN:
             self._beyond(name, POINTER.sub("x", value), keys)
 
@@ -198,7 +234,9 @@ class Vetting:
         name = ".".join((*above, key, *rest))
         if not dataclasses.is_dataclass(inner):
             if typing.get_origin(inner) is list:
-                return f"`{name}`: `{'.'.join(above)}` is a list, its entries are counted from 0 (`{'.'.join(above)}.0`)"
+                return (
+                    f"`{name}`: `{'.'.join(above)}` is a list, its entries are counted from 0 (`{'.'.join(above)}.0`)"
+                )
             return f"unknown key `{name}`: `{'.'.join(above)}` is {_wanted(inner)} and has no keys"
         siblings = list(hints(inner))
         if "." in key and self.stranger:

@@ -35,7 +35,9 @@ from fxtune.wandb_process import STEP
 
 END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B, all together
 UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping the run offline instead
-START_TIMEOUT = 30.0  # seconds for a Python that imports wandb, on a slow disk; nobody waits for it but the feeding thread
+START_TIMEOUT = (
+    30.0  # seconds for a Python that imports wandb, on a slow disk; nobody waits for it but the feeding thread
+)
 QUEUED = 20_000  # messages kept while W&B starts or stalls
 PROGRAM = Path(wandb_process.__file__)
 ADDRESS = "WANDB_BASE_URL"
@@ -44,8 +46,16 @@ ADDRESS = "WANDB_BASE_URL"
 class WandbLink:
     """Feeds the W&B process from a thread, starts another one offline when that cannot be, and ends it in time."""
 
-    def __init__(self, init: dict[str, Any], run_dir: Path, argv: list[str], modes: tuple[str, ...], init_timeout: float,
-                 notes: queue.SimpleQueue[str], upload_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        init: dict[str, Any],
+        run_dir: Path,
+        argv: list[str],
+        modes: tuple[str, ...],
+        init_timeout: float,
+        notes: queue.SimpleQueue[str],
+        upload_timeout: float | None = None,
+    ) -> None:
         """`init`: arguments of wandb.init. `argv`: the command to show, free of secrets. `notes` gets the messages. `modes`:
         online or offline, of one session after another: the next is for when the one before it failed.
         """
@@ -55,9 +65,15 @@ class WandbLink:
         self._notes = notes
         self._modes = modes
         self._init_timeout = init_timeout
-        self._settings = {"init_timeout": init_timeout, "finish_timeout": upload_timeout or UPLOAD_TIMEOUT,
-                          "finish_timeout_raises": True, "silent": True, "console": "off", "x_stats_pid": os.getpid(),
-                          "disable_job_creation": True}
+        self._settings = {
+            "init_timeout": init_timeout,
+            "finish_timeout": upload_timeout or UPLOAD_TIMEOUT,
+            "finish_timeout_raises": True,
+            "silent": True,
+            "console": "off",
+            "x_stats_pid": os.getpid(),
+            "disable_job_creation": True,
+        }
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue(QUEUED)
         self._full = False
         self._over = False
@@ -69,8 +85,10 @@ class WandbLink:
         self._process: subprocess.Popen[str] | None = None
         self._folder: str | None = None
         if (os.environ.get(ADDRESS) or server()) != server():
-            notes.put(f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs would "
-                      "show them. Take them out of there.")
+            notes.put(
+                f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs would "
+                "show them. Take them out of there."
+            )
         self._thread = threading.Thread(target=self._run, name="wandb-feed", daemon=True)
         self._thread.start()
 
@@ -113,7 +131,9 @@ class WandbLink:
             if trouble is None or self._over:
                 return
             if left:
-                self._notes.put(f"{trouble}. Training goes on, and W&B's history is kept offline, from the first step on.")
+                self._notes.put(
+                    f"{trouble}. Training goes on, and W&B's history is kept offline, from the first step on."
+                )
         self.trouble, self._over = trouble, True
         if "offline" in self._modes:
             self._notes.put(f"{trouble}. Training goes on; all figures are in metrics.jsonl.{self._how_to_sync()}")
@@ -169,8 +189,10 @@ class WandbLink:
         """Start the W&B process in `mode`; None once it is ready, else the reason."""
         folder = self._run_dir / "wandb"
         # Its reports of errors to its makers would carry more than a run's figures, and there may be no network for them.
-        environment = {"WANDB_ERROR_REPORTING": "false",
-                       **{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}}
+        environment = {
+            "WANDB_ERROR_REPORTING": "false",
+            **{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+        }
         if environment.get(ADDRESS):  # else W&B's own settings may name one
             environment[ADDRESS] = server()
         # Synced later, an offline run begins at row 0 of the server's history: it has all rows. With `resume` it would be added.
@@ -179,9 +201,15 @@ class WandbLink:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "process.log").open("ab") as log:
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-P", str(PROGRAM)], stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, stderr=log, env=environment, text=True, encoding="utf-8",
-                    start_new_session=True)  # Ctrl-C in the terminal is for the training process alone
+                    [sys.executable, "-P", str(PROGRAM)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    text=True,
+                    encoding="utf-8",
+                    start_new_session=True,
+                )  # Ctrl-C in the terminal is for the training process alone
             threading.Thread(target=_listen, args=(process, answers), daemon=True).start()
             self._send({"argv": self._argv, "settings": self._settings, "init": init})
             answer = answers.get(timeout=START_TIMEOUT)

@@ -45,8 +45,9 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
         except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
             if shortage(error):
                 raise
-            raise ConfigError(f"model.init=random: a {hf_config.model_type} of this config cannot be built: "
-                              f"{first_line(error)}") from error
+            raise ConfigError(
+                f"model.init=random: a {hf_config.model_type} of this config cannot be built: {first_line(error)}"
+            ) from error
     return built
 
 
@@ -60,28 +61,59 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     try:
         built, seen = loader(
-            origin.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=code, **placed)
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError,
-            ImportError) as error:  # ImportError: kernels that its config.json asks for
+            origin.folder,
+            config=hf_config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+            trust_remote_code=code,
+            **placed,
+        )
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        AssertionError,
+        ArithmeticError,
+        ImportError,
+    ) as error:  # ImportError: kernels that its config.json asks for
         if shortage(error):
             raise
-        raise StorageError(f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "
-                           f"{first_line(error)}. Use a complete copy.") from error
-    shapes = [f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
-              for name, stored, wanted in seen["mismatched_keys"]]
-    troubles = [f"{len(names)} {what}, such as {sorted(names)[0]}" for names, what in (
-        (seen["missing_keys"], "weights of the architecture are not in the files"),
-        (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
-        (shapes, "weights have another shape"),
-        (list(seen["error_msgs"]), "errors")) if names]
+        raise StorageError(
+            f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "
+            f"{first_line(error)}. Use a complete copy."
+        ) from error
+    shapes = [
+        f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
+        for name, stored, wanted in seen["mismatched_keys"]
+    ]
+    troubles = [
+        f"{len(names)} {what}, such as {sorted(names)[0]}"
+        for names, what in (
+            (seen["missing_keys"], "weights of the architecture are not in the files"),
+            (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
+            (shapes, "weights have another shape"),
+            (list(seen["error_msgs"]), "errors"),
+        )
+        if names
+    ]
     if troubles:
-        raise StorageError(f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
-                           f"({hf_config.model_type}): "
-                           + "; ".join(troubles) + ". transformers would go on with random weights. Use a complete copy.")
+        raise StorageError(
+            f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
+            f"({hf_config.model_type}): "
+            + "; ".join(troubles)
+            + ". transformers would go on with random weights. Use a complete copy."
+        )
     if whole := _no_weights([origin.folder / file for file in files], built):
-        raise StorageError(f"model.path={name}: {whole[0]} is stored as {whole[1]} in {whole[2]}, which is no weight: a library "
-                           "that packs weights saved it, or it is damaged. Give the model that it was made from.")
+        raise StorageError(
+            f"model.path={name}: {whole[0]} is stored as {whole[1]} in {whole[2]}, which is no weight: a library "
+            "that packs weights saved it, or it is damaged. Give the model that it was made from."
+        )
     if not finite(built):
         raise StorageError(_what_is_not_finite([origin.folder / file for file in files], name, dtype))
     return built
@@ -110,8 +142,11 @@ def finite(model: torch.nn.Module) -> bool:
     the 8 s in which a disk of 2 GB/s gives them.
     """
     # min and max carry NaN along and, unlike a sum, never overflow; times 0 a finite number is 0 and all others are NaN.
-    ends = [torch.stack(torch.aminmax(weight.detach())) for weight in model.parameters()
-            if weight.numel() and weight.is_floating_point() and weight.itemsize > 1]  # fp8 has neither operation
+    ends = [
+        torch.stack(torch.aminmax(weight.detach()))
+        for weight in model.parameters()
+        if weight.numel() and weight.is_floating_point() and weight.itemsize > 1
+    ]  # fp8 has neither operation
     return not ends or bool((torch.stack([pair.float() for pair in ends]) * 0 == 0).all())
 
 
@@ -122,14 +157,19 @@ def _what_is_not_finite(files: list[Path], name: str, dtype: torch.dtype) -> str
     infinite = []
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            infinite += [(key, file) for key in sorted(opened.keys())
-                         if not _whole(opened.get_tensor(key)).isfinite().all()]
+            infinite += [
+                (key, file) for key in sorted(opened.keys()) if not _whole(opened.get_tensor(key)).isfinite().all()
+            ]
     if not infinite:
-        return (f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
-                "Set model.dtype to what they were saved in: bfloat16 or float32.")
+        return (
+            f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
+            "Set model.dtype to what they were saved in: bfloat16 or float32."
+        )
     key, file = infinite[0]
-    return (f"model.path={name}: NaN or infinite numbers are in {len(infinite)} of its tensors, the first being {key} in {file}. "
-            "Nothing can be learnt from such weights. Use another copy of the model, or an earlier checkpoint of it.")
+    return (
+        f"model.path={name}: NaN or infinite numbers are in {len(infinite)} of its tensors, the first being {key} in {file}. "
+        "Nothing can be learnt from such weights. Use another copy of the model, or an earlier checkpoint of it."
+    )
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:
@@ -150,19 +190,24 @@ def _fetch(origin: Origin) -> list[str]:
             if not files:
                 raise ValueError("it names no files")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise StorageError(f"{index} is not a safetensors index: {first_line(error)}. Use a complete copy of the "
-                               "model.") from error
+            raise StorageError(
+                f"{index} is not a safetensors index: {first_line(error)}. Use a complete copy of the model."
+            ) from error
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
     if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
-        raise ConfigError(f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
-                          "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
-                          "safetensors).")
+        raise ConfigError(
+            f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
+            "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
+            "safetensors)."
+        )
     fetch(origin, files)
     for file in files:
         try:
             with safe_open(origin.folder / file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
-            raise StorageError(f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or "
-                               "copy it again.") from error
+            raise StorageError(
+                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or "
+                "copy it again."
+            ) from error
     return files

@@ -72,9 +72,12 @@ def _layers_ran(asked: Asked, layers: list[nn.Module], trained: list[nn.Paramete
     owned = {id(parameter) for layer in layers for parameter in layer.parameters()}
     first = 0 if any(id(parameter) not in owned for parameter in trained) else inside.index(True)
     wanted = [1 + (repeated and index >= first) for index, repeated in enumerate(asked.repeated)]
-    return Evidence("checkpointing", f"{sum(asked.repeated)} of {len(layers)} layers recomputed",
-                    f"{sum(calls > 1 for calls in seen.first)} of {len(layers)} layers ran twice in one forward and backward",
-                    seen.first == wanted)
+    return Evidence(
+        "checkpointing",
+        f"{sum(asked.repeated)} of {len(layers)} layers recomputed",
+        f"{sum(calls > 1 for calls in seen.first)} of {len(layers)} layers ran twice in one forward and backward",
+        seen.first == wanted,
+    )
 
 
 def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evidence:
@@ -92,44 +95,74 @@ def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evide
     tiled = {kind.shape for _, kind in seen.all() if asked.tiles > 1 and kind.shape and kind.shape[1] in ranks}
     wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
     inside = adapted.MLP if any(map(adapted.fused_mlp, layers[0].modules())) else ()
-    missing = [name for name in asked.named if not any(
-        name in (operator, selective.INSIDE.get(operator), kind.group) or kind.shape == sizes.get(name, ())
-        or (name in inside and operator == "fxtune.lora_mlp") for operator, kind in seen.all())]
+    missing = [
+        name
+        for name in asked.named
+        if not any(
+            name in (operator, selective.INSIDE.get(operator), kind.group)
+            or kind.shape == sizes.get(name, ())
+            or (name in inside and operator == "fxtune.lora_mlp")
+            for operator, kind in seen.all()
+        )
+    ]
     note = f"; never ran: {', '.join(missing)}" if missing else ""
-    return Evidence("checkpointing", asked.told, f"runs forward + again: {told or 'none'}{note}",
-                    not wrong and not missing and (twice or "input" not in asked.levels))
+    return Evidence(
+        "checkpointing",
+        asked.told,
+        f"runs forward + again: {told or 'none'}{note}",
+        not wrong and not missing and (twice or "input" not in asked.levels),
+    )
 
 
-def _bytes_kept(model: nn.Module, asked: Asked, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any],
-                seen: Counts) -> Iterator[Evidence]:
+def _bytes_kept(
+    model: nn.Module,
+    asked: Asked,
+    layers: list[nn.Module],
+    probe: dict[str, Any],
+    forward: Callable[[], Any],
+    seen: Counts,
+) -> Iterator[Evidence]:
     """What autograd keeps of the layers, compiled ones as they are compiled, against what the rules leave it."""
     everything, arguments, kept, one_graph = _bytes(model, layers, probe, forward)
     each = probe["input_ids"].numel() * len(layers)
     inputs = arguments * (len(layers) + 4 * one_graph)  # the last norm's is in the graph, too
     if set(asked.levels) - {"input"} and kept == everything:
         return  # layers that are not compiled: torch's policy keeps what it keeps where these hooks do not see it
-    allowed = inputs + sum(kind.bytes for _, kind in seen.all() if kind.kept) + everything * ("everything" in asked.levels)
-    yield Evidence("checkpointing", f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
-                   f"{kept / each:,.0f} bytes", kept <= allowed)
+    allowed = (
+        inputs + sum(kind.bytes for _, kind in seen.all() if kind.kept) + everything * ("everything" in asked.levels)
+    )
+    yield Evidence(
+        "checkpointing",
+        f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
+        f"{kept / each:,.0f} bytes",
+        kept <= allowed,
+    )
 
 
-def _budget_given(model: nn.Module, budget: float, layers: list[nn.Module], probe: dict[str, Any],
-                  forward: Callable[[], Any]) -> Evidence:
+def _budget_given(
+    model: nn.Module, budget: float, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
+) -> Evidence:
     """Of a row as short as the probe most is weights to the compiler, so what it keeps of this one proves little."""
     everything, _, kept, one_graph = _bytes(model, layers, probe, forward)
     each = probe["input_ids"].numel() * len(layers)
     given: list[float] = []
     hook = (backbone(model) if one_graph else layers[0]).register_forward_pre_hook(
-        lambda *_: given.append(torch._functorch.config.activation_memory_budget))
+        lambda *_: given.append(torch._functorch.config.activation_memory_budget)
+    )
     forward()
     hook.remove()
-    return Evidence("checkpointing", f"a budget of {budget:g} for the compiler",
-                    f"{given[-1]:g} while layers run; {kept / each:,.0f} of {everything / each:,.0f} bytes a token and "
-                    "layer of the probe kept", given[-1] == budget)
+    return Evidence(
+        "checkpointing",
+        f"a budget of {budget:g} for the compiler",
+        f"{given[-1]:g} while layers run; {kept / each:,.0f} of {everything / each:,.0f} bytes a token and "
+        "layer of the probe kept",
+        given[-1] == budget,
+    )
 
 
-def _bytes(model: nn.Module, layers: list[nn.Module], probe: dict[str, Any],
-           forward: Callable[[], Any]) -> tuple[int, int, int, bool]:
+def _bytes(
+    model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
+) -> tuple[int, int, int, bool]:
     """Kept without compiled code; one layer's arguments; kept as it runs; and whether all layers are one graph."""
     tokens = probe["input_ids"].numel()
     with torch.compiler.set_stance("force_eager"):
@@ -151,14 +184,22 @@ def _sent(model: Any, asked: Asked, probe: dict[str, Any], step: Callable[[], An
     if offload:
         offload.least = least
     stored, fetched, size = (now - then for now, then in zip(after, before, strict=True))
-    yield Evidence("checkpointing", f"the inputs of {wanted} layers wait in host memory",
-                   f"{stored} sent there and {fetched} brought back in one forward and backward", stored == fetched == wanted)
+    yield Evidence(
+        "checkpointing",
+        f"the inputs of {wanted} layers wait in host memory",
+        f"{stored} sent there and {fetched} brought back in one forward and backward",
+        stored == fetched == wanted,
+    )
     if asked.sends_kept:
         each = wanted * probe["input_ids"].numel()
         config = model.config.get_text_config()
         inputs = config.hidden_size * next(model.parameters()).element_size()
-        yield Evidence("checkpointing", f"and so does what else they keep: more than {inputs:,} bytes a token and layer",
-                       f"{size / each:,.0f} bytes", size / each > inputs)
+        yield Evidence(
+            "checkpointing",
+            f"and so does what else they keep: more than {inputs:,} bytes a token and layer",
+            f"{size / each:,.0f} bytes",
+            size / each > inputs,
+        )
 
 
 def _tiled(tiles: int, tokens: int, seen: Counts) -> Evidence:
@@ -167,5 +208,9 @@ def _tiled(tiles: int, tokens: int, seen: Counts) -> Evidence:
     told = " or ".join(f"{ahead} forward and {back} again" for ahead, back in found)
     # Twice where the layer does more after its MLP (Gemma 2's norm), so that recomputing it goes through.
     fits = all(ahead == pieces and back in (0, pieces, 2 * pieces) for ahead, back in found)
-    return Evidence("checkpointing", f"each MLP in {pieces} tiles (of the probe's {tokens} tokens)", told,
-                    fits and any(back for _, back in found))
+    return Evidence(
+        "checkpointing",
+        f"each MLP in {pieces} tiles (of the probe's {tokens} tokens)",
+        told,
+        fits and any(back for _, back in found),
+    )

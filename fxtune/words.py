@@ -27,21 +27,55 @@ class Word:
 WORDS = {
     "train": Word("fxtune.train", "train as the recipe says; the word can be left out", reads_data=True),
     "preview": Word("fxtune.commands.preview", "print the first samples as the model will see them", reads_data=True),
-    "verify": Word("fxtune.commands.verify", "build the model, take a step, and show of each technique that it acted",
-                   reads_data=True, flags=("loss", "each"), values=("json",)),
-    "bench": Word("fxtune.commands.bench", "measure the recipe: speed, memory, energy, money, what each technique is worth",
-                  reads_data=True, flags=("ablate", "profile"), values=("steps", "warm_up", "price", "json"), told=True),
-    "tune": Word("fxtune.commands.tune", "try settings for speed at equal loss, and write the fastest as a recipe",
-                 reads_data=True, flags=("dry_run", "again"), values=("axes", "minutes", "steps", "output", "json"), told=True),
-    "doctor": Word("fxtune.commands.doctor", "what this machine has, and whether it works; a recipe is optional",
-                   values=("json",), alone=True),
-    "eval": Word("fxtune.commands.evaluate", "loss and exact match of a base model, an adapter or a trained model",
-                 reads_data=True),
-    "merge": Word("fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"),
-    "sync": Word("fxtune.commands.sync", "send W&B what it does not have of a run: sync RUN_FOLDER", plain="run",
-                 plain_only=True),
-    "recipes": Word("fxtune.commands.recipes", "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
-                    plain="run", plain_only=True),
+    "verify": Word(
+        "fxtune.commands.verify",
+        "build the model, take a step, and show of each technique that it acted",
+        reads_data=True,
+        flags=("loss", "each"),
+        values=("json",),
+    ),
+    "bench": Word(
+        "fxtune.commands.bench",
+        "measure the recipe: speed, memory, energy, money, what each technique is worth",
+        reads_data=True,
+        flags=("ablate", "profile"),
+        values=("steps", "warm_up", "price", "json"),
+        told=True,
+    ),
+    "tune": Word(
+        "fxtune.commands.tune",
+        "try settings for speed at equal loss, and write the fastest as a recipe",
+        reads_data=True,
+        flags=("dry_run", "again"),
+        values=("axes", "minutes", "steps", "output", "json"),
+        told=True,
+    ),
+    "doctor": Word(
+        "fxtune.commands.doctor",
+        "what this machine has, and whether it works; a recipe is optional",
+        values=("json",),
+        alone=True,
+    ),
+    "eval": Word(
+        "fxtune.commands.evaluate",
+        "loss and exact match of a base model, an adapter or a trained model",
+        reads_data=True,
+    ),
+    "merge": Word(
+        "fxtune.commands.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"
+    ),
+    "sync": Word(
+        "fxtune.commands.sync",
+        "send W&B what it does not have of a run: sync RUN_FOLDER",
+        plain="run",
+        plain_only=True,
+    ),
+    "recipes": Word(
+        "fxtune.commands.recipes",
+        "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
+        plain="run",
+        plain_only=True,
+    ),
 }
 
 HELP = """\

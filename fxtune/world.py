@@ -19,8 +19,25 @@ import torch
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.host import cores, memory
 
-PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "liger-kernel", "flash-attn", "flash-attn-3",
-            "flash-attn-4", "quack-kernels", "kernels", "bitsandbytes", "torchao", "apex", "wandb", "tensorboard", "lion-pytorch")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "liger-kernel",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "quack-kernels",
+    "kernels",
+    "bitsandbytes",
+    "torchao",
+    "apex",
+    "wandb",
+    "tensorboard",
+    "lion-pytorch",
+)
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
 
@@ -87,8 +104,12 @@ class Facts:
             return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"
         if APEX in self.packages:
             return None
-        found = ("the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
-                 "or was built without them" if "apex" in self.packages else "NVIDIA's Apex is not installed")
+        found = (
+            "the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
+            "or was built without them"
+            if "apex" in self.packages
+            else "NVIDIA's Apex is not installed"
+        )
         return f"{found}. Build it from github.com/NVIDIA/apex with its cpp_ext and cuda_ext"
 
     @property
@@ -114,12 +135,16 @@ class World:
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
-            raise ConfigError(f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
-                              "Start it with `python -m fxtune`, not torchrun; CUDA_VISIBLE_DEVICES picks the GPU.")
+            raise ConfigError(
+                f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
+                "Start it with `python -m fxtune`, not torchrun; CUDA_VISIBLE_DEVICES picks the GPU."
+            )
         if device is Device.cuda and not torch.cuda.is_available():
-            raise HardwareError("run.device=cuda, but torch sees no GPU here "
-                                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
-                                "Use run.device=auto, or install a CUDA build of torch and a driver that serves it.")
+            raise HardwareError(
+                "run.device=cuda, but torch sees no GPU here "
+                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
+                "Use run.device=auto, or install a CUDA build of torch and a driver that serves it."
+            )
         cuda = torch.cuda.is_available() and device is not Device.cpu
         world = World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
         if memory_gib is not None:
@@ -131,15 +156,27 @@ class World:
 
     def facts(self, **known: Any) -> Facts:
         """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
-        here: dict[str, Any] = dict(device=self.device.type, device_name=f"{cores()} cores, {platform.machine()}",
-                                    cores=cores(), platform=platform.system(), packages=_packages())
+        here: dict[str, Any] = dict(
+            device=self.device.type,
+            device_name=f"{cores()} cores, {platform.machine()}",
+            cores=cores(),
+            platform=platform.system(),
+            packages=_packages(),
+        )
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device)
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
             # What is free differs from run to run, and `auto` decides by it.
-            free = total - CONTEXT if known.get("deterministic") else min(torch.cuda.mem_get_info(self.device)[0], total)
-            here.update(device_name=card.name, capability=(card.major, card.minor), memory=total, free_memory=free,
-                        host_memory=memory()[0])
+            free = (
+                total - CONTEXT if known.get("deterministic") else min(torch.cuda.mem_get_info(self.device)[0], total)
+            )
+            here.update(
+                device_name=card.name,
+                capability=(card.major, card.minor),
+                memory=total,
+                free_memory=free,
+                host_memory=memory()[0],
+            )
         else:
             here.update(memory=memory()[0], free_memory=memory()[0], host_memory=memory()[0])
         return Facts(**{**here, **known})
@@ -151,8 +188,10 @@ def _limit(device: torch.device, gib: float) -> None:
         raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
     whole = torch.cuda.get_device_properties(device).total_memory
     if gib * 2**30 > whole:
-        raise ConfigError(f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
-                          "remove it.")
+        raise ConfigError(
+            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
+            "remove it."
+        )
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
     _LIMITED.add(device)
 

@@ -37,12 +37,33 @@ LENGTHS = {4096: 4, 16384: 1, 65536: 1}
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
 SHAPES: dict[str, dict[str, Any]] = {
-    "8b": dict(_LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-               num_key_value_heads=8),
-    "1b": dict(_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-               num_key_value_heads=8, head_dim=64, tie_word_embeddings=True),
-    "tiny": dict(_LLAMA, vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2),
+    "8b": dict(
+        _LLAMA,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "1b": dict(
+        _LLAMA,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "tiny": dict(
+        _LLAMA,
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
 }
 KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
@@ -52,19 +73,35 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "compile": ("techniques.compile.enabled=true",),
     "full": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full"),
     "selective": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=selective"),
-    "offload": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full",
-                "techniques.checkpointing.offload=true"),
-    "tiled_mlp": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full",
-                  "techniques.checkpointing.mlp_tiles=8"),
+    "offload": (
+        "techniques.checkpointing.enabled=true",
+        "techniques.checkpointing.policy=full",
+        "techniques.checkpointing.offload=true",
+    ),
+    "tiled_mlp": (
+        "techniques.checkpointing.enabled=true",
+        "techniques.checkpointing.policy=full",
+        "techniques.checkpointing.mlp_tiles=8",
+    ),
     "nf4": ("techniques.quantize.enabled=true",),
 }
 """What each technique adds to the command line."""
 BASES: dict[int, tuple[str, ...]] = {65536: ("full", "fused_loss")}
 """What a technique is put on top of, by length; nothing at any other length."""
 CASES: dict[str, tuple[str, ...]] = {
-    "plain": (), "base": (), "together": ("techniques=[fast,lora]",), "flash4": ("flash4",), "full": ("full",),
-    "selective": ("selective",), "fused_loss": ("fused_loss",), "compile": ("compile",), "liger": ("liger",), "nf4": ("nf4",),
-    "memory": ("techniques=[fast,lora,memory]",), "offload": ("offload",), "tiled_mlp": ("tiled_mlp",),
+    "plain": (),
+    "base": (),
+    "together": ("techniques=[fast,lora]",),
+    "flash4": ("flash4",),
+    "full": ("full",),
+    "selective": ("selective",),
+    "fused_loss": ("fused_loss",),
+    "compile": ("compile",),
+    "liger": ("liger",),
+    "nf4": ("nf4",),
+    "memory": ("techniques=[fast,lora,memory]",),
+    "offload": ("offload",),
+    "tiled_mlp": ("tiled_mlp",),
 }
 """The rows, the most telling first: names in TECHNIQUES, or keys of the command line. `base` is left out where it is plain."""
 
@@ -160,23 +197,44 @@ def settings(length: int, case: str) -> list[str]:
     if {"liger", "fused_loss"} <= {*names}:  # neither switches the other off
         keys = [key for key in keys if not (key.startswith("techniques.liger.") and "off" in key)]
     if not any(key.startswith("techniques=") for key in keys):
-        keys = ["techniques=lora", "techniques.precision.autocast=bfloat16",
-                *([] if "flash4" in names else ["techniques.attention.backend=sdpa"]), *keys]
+        keys = [
+            "techniques=lora",
+            "techniques.precision.autocast=bfloat16",
+            *([] if "flash4" in names else ["techniques.attention.backend=sdpa"]),
+            *keys,
+        ]
     return list({key.partition("=")[0]: key for key in keys}.values())
 
 
-def measure(shape: str, length: int, case: str, args: argparse.Namespace, folder: Path, seconds: float) -> dict[str, Any] | None:
+def measure(
+    shape: str, length: int, case: str, args: argparse.Namespace, folder: Path, seconds: float
+) -> dict[str, Any] | None:
     """Run one case; its row, or None where `seconds` were not enough."""
     from fxtune.measure import apart
 
     rows = LENGTHS.get(length, 1)
-    architecture = ",".join(f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
-                            for key, value in SHAPES[shape].items())
-    words = ["model.path=null", "model.tokenizer=builtin:tiny", "model.init=random", f"model.architecture={{{architecture}}}",
-             f"data.sources=[{{path: '{documents(args, folder)}'}}]", f"data.cache_dir={folder / 'cache'}",
-             f"data.sequence_length={length}", f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}",
-             *settings(length, case)]
-    row: dict[str, Any] = {"shape": shape, "length": length, "rows": rows, "case": case, "command": settings(length, case)}
+    architecture = ",".join(
+        f"{key}:{str(value).lower() if isinstance(value, bool) else value}" for key, value in SHAPES[shape].items()
+    )
+    words = [
+        "model.path=null",
+        "model.tokenizer=builtin:tiny",
+        "model.init=random",
+        f"model.architecture={{{architecture}}}",
+        f"data.sources=[{{path: '{documents(args, folder)}'}}]",
+        f"data.cache_dir={folder / 'cache'}",
+        f"data.sequence_length={length}",
+        f"train.micro_batch_size={rows}",
+        f"train.global_batch_size={rows}",
+        *settings(length, case),
+    ]
+    row: dict[str, Any] = {
+        "shape": shape,
+        "length": length,
+        "rows": rows,
+        "case": case,
+        "command": settings(length, case),
+    }
     began = time.monotonic()
     try:
         found = apart(words, args.steps - WARM_UP, WARM_UP, seconds)
@@ -193,8 +251,21 @@ def documents(args: argparse.Namespace, folder: Path) -> Path:
         return args.data.resolve()
     file = folder / "documents.jsonl"
     if not file.exists():
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "gather.py"), str(file), "--max-mb", "8", "--join", "package",
-                        "--length", "40000"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "scripts" / "gather.py"),
+                str(file),
+                "--max-mb",
+                "8",
+                "--join",
+                "package",
+                "--length",
+                "40000",
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return file
 
 
@@ -218,15 +289,19 @@ def line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     speed = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x" if base else ""
     memory = f"{row['memory_gib'] / base['memory_gib']:.2f}x" if base else ""
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else ""
-    return (f"{where} {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1000:,.0f} | {row['memory_gib']:.1f} | {mfu} | "
-            f"{speed} | {memory} |")
+    return (
+        f"{where} {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1000:,.0f} | {row['memory_gib']:.1f} | {mfu} | "
+        f"{speed} | {memory} |"
+    )
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     order = {name: index for index, name in enumerate(CASES)}
     sizes = {name: index for index, name in enumerate(SHAPES)}
-    lines = ["| shape | batch | techniques | tokens/s | ms a step | peak GiB | MFU | speed | memory |",
-             "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| shape | batch | techniques | tokens/s | ms a step | peak GiB | MFU | speed | memory |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for row in sorted(rows.values(), key=lambda each: (sizes[each["shape"]], each["length"], order[each["case"]])):
         lines.append(line(row, rows))
     return "\n".join(lines)
@@ -239,17 +314,21 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8,
-                                "font.sans-serif": ["DejaVu Sans"]})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
+    )
     shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows.values())]
     lengths = sorted({row["length"] for row in rows.values()})
     cases = [case for case in CASES if any(row["case"] == case for row in rows.values())]
-    figure, panels = pyplot.subplots(len(shapes) * 2, len(lengths), figsize=(4 * len(lengths), 5.2 * len(shapes)), squeeze=False,
-                                     sharey=True)
+    figure, panels = pyplot.subplots(
+        len(shapes) * 2, len(lengths), figsize=(4 * len(lengths), 5.2 * len(shapes)), squeeze=False, sharey=True
+    )
     colors = {"plain": "darkgray", "base": "darkgray", "together": "tab:orange", "memory": "tab:green"}
     for down, shape in enumerate(shapes):
         for across, length in enumerate(lengths):
-            for offset, (key, unit, digits) in enumerate((("tokens_per_second", "tokens/s", 0), ("memory_gib", "peak GiB", 1))):
+            for offset, (key, unit, digits) in enumerate(
+                (("tokens_per_second", "tokens/s", 0), ("memory_gib", "peak GiB", 1))
+            ):
                 panel = panels[2 * down + offset][across]
                 for at, case in enumerate(cases):
                     row = rows.get(f"{shape} {length} {case}", {})

@@ -57,12 +57,32 @@ def look_up(seconds: float, requirements: Path | None = None) -> list[dict[str, 
     """What pip-audit says of each package, or why it says nothing."""
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "answer.json"
-        what = ["--requirement", str(requirements), "--no-deps", "--disable-pip"] if requirements else ["--skip-editable"]
+        what = (
+            ["--requirement", str(requirements), "--no-deps", "--disable-pip"] if requirements else ["--skip-editable"]
+        )
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pip_audit", *what, "--progress-spinner", "off", "--timeout", "10", "--format", "json",
-                 "--output", str(answer), "--cache-dir", f"{scratch}/cache"],
-                capture_output=True, text=True, timeout=seconds, check=False)
+                [
+                    sys.executable,
+                    "-m",
+                    "pip_audit",
+                    *what,
+                    "--progress-spinner",
+                    "off",
+                    "--timeout",
+                    "10",
+                    "--format",
+                    "json",
+                    "--output",
+                    str(answer),
+                    "--cache-dir",
+                    f"{scratch}/cache",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return f"its database did not answer in {seconds:g} s"
         if not answer.exists() or not (text := answer.read_text()).strip():
@@ -85,8 +105,10 @@ def report(packages: list[dict[str, Any]]) -> int:
             print(f"audit: {package['name']} {package['version']}: {' '.join(names)}: {state}")
             mendable += bool(mended) and excuse is None
     skipped = len(packages) - len(known)
-    print(f"audit: {len(known)} packages looked up, {mendable} hole{'s' if mendable != 1 else ''} to mend"
-          + (f"; {skipped} packages not known to the database and not looked up" if skipped else ""))
+    print(
+        f"audit: {len(known)} packages looked up, {mendable} hole{'s' if mendable != 1 else ''} to mend"
+        + (f"; {skipped} packages not known to the database and not looked up" if skipped else "")
+    )
     return 1 if mendable else 0
 
 

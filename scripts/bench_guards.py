@@ -90,9 +90,13 @@ def main() -> None:
         host, whole = guards(trainer)
     with_, without = (statistics.median(found) for found in seconds.values())
     print(f"{device}, {' '.join(words)}: a step takes {with_ * 1e3:.1f} ms")
-    print(f"alone: {host * 1e6:.0f} us of the host and {whole * 1e6:.0f} us until done, a step: {whole / with_:.3%} of it")
-    print(f"in the run: {with_ * 1e3:.2f} ms with the window of losses, {without * 1e3:.2f} ms without, "
-          f"{with_ / without - 1:+.2%}")
+    print(
+        f"alone: {host * 1e6:.0f} us of the host and {whole * 1e6:.0f} us until done, a step: {whole / with_:.3%} of it"
+    )
+    print(
+        f"in the run: {with_ * 1e3:.2f} ms with the window of losses, {without * 1e3:.2f} ms without, "
+        f"{with_ / without - 1:+.2%}"
+    )
 
 
 if __name__ == "__main__":

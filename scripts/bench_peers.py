@@ -90,8 +90,11 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Each peer's settings, the fastest first: the first that fits is its row."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """Of rows that no peer holds without recomputing."""
-PACKED_TRL = tuple((*variant, f"attention={name}") for name in ("flash_attention_2", "flash_attention_4", "sdpa")
-                   for variant in VARIANTS["trl"])
+PACKED_TRL = tuple(
+    (*variant, f"attention={name}")
+    for name in ("flash_attention_2", "flash_attention_4", "sdpa")
+    for variant in VARIANTS["trl"]
+)
 """TRL asks for a flash attention where it packs; what is not installed is passed over."""
 
 
@@ -141,8 +144,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
     parser.add_argument("--again", action="store_true", help="run also what stands there")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for fxtune alone")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fxtune-peers",
-                        help="for documents, token caches and the models that Unsloth loads (16 GB for 8b)")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "fxtune-peers",
+        help="for documents, token caches and the models that Unsloth loads (16 GB for 8b)",
+    )
     parser.add_argument("--smoke", action="store_true", help="the tiny shape, by default; also without a GPU")
     args = parser.parse_args()
     args.cases = args.cases or [name for name in CASES if (name in SMOKE) == args.smoke]
@@ -182,21 +189,53 @@ def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     from fxtune.measure import apart
 
     case, steps = CASES[name], args.steps or CASES[name].steps
-    architecture = ",".join(f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
-                            for key, value in SHAPES[case.shape].items())
-    words = ["model.path=null", "model.tokenizer=builtin:tiny", "model.init=random", f"model.architecture={{{architecture}}}",
-             f"data.sources=[{{path: '{documents(case, args.scratch, steps)}'}}]", f"data.cache_dir={args.scratch / 'tokens'}",
-             f"data.sequence_length={case.length}", "data.packing=true", "data.workers=1",
-             f"train.micro_batch_size={case.rows}", f"train.global_batch_size={case.rows}", "train.log_every=10",
-             "optimizer.lr=1e-4", "optimizer.weight_decay=0", "schedule.name=constant", "schedule.warmup_ratio=0",
-             *(["techniques=lora"] if args.smoke else case.ours), *args.set]
+    architecture = ",".join(
+        f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in SHAPES[case.shape].items()
+    )
+    words = [
+        "model.path=null",
+        "model.tokenizer=builtin:tiny",
+        "model.init=random",
+        f"model.architecture={{{architecture}}}",
+        f"data.sources=[{{path: '{documents(case, args.scratch, steps)}'}}]",
+        f"data.cache_dir={args.scratch / 'tokens'}",
+        f"data.sequence_length={case.length}",
+        "data.packing=true",
+        "data.workers=1",
+        f"train.micro_batch_size={case.rows}",
+        f"train.global_batch_size={case.rows}",
+        "train.log_every=10",
+        "optimizer.lr=1e-4",
+        "optimizer.weight_decay=0",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+        *(["techniques=lora"] if args.smoke else case.ours),
+        *args.set,
+    ]
     found = apart(words, steps, case.warm_up, seconds)
     if "error" in found:
         return found
-    kept = ("tokens_per_second", "step_seconds", "step_seconds_p5", "step_seconds_p95", "memory_gib", "mfu", "loss", "device",
-            "joules_per_token", "second_step_seconds", "decided")
-    return {**{key: found[key] for key in kept}, "first_loss": found["losses"][0], "how": ", ".join(args.set) or "as it is",
-            "command": words, "versions": {key: found["packages"][key] for key in ("torch", "transformers")}}
+    kept = (
+        "tokens_per_second",
+        "step_seconds",
+        "step_seconds_p5",
+        "step_seconds_p95",
+        "memory_gib",
+        "mfu",
+        "loss",
+        "device",
+        "joules_per_token",
+        "second_step_seconds",
+        "decided",
+    )
+    return {
+        **{key: found[key] for key in kept},
+        "first_loss": found["losses"][0],
+        "how": ", ".join(args.set) or "as it is",
+        "command": words,
+        "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
+    }
 
 
 def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -205,10 +244,22 @@ def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict
     steps = args.steps or case.steps
     variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
     out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
-    asked = dict(tool=tool, shape=SHAPES[case.shape], length=case.length, rows=case.rows, steps=steps, warm_up=case.warm_up,
-                 chats=case.chats, documents=str(documents(case, args.scratch, steps)), tokenizer=str(TOKENIZER), out=str(out))
+    asked = dict(
+        tool=tool,
+        shape=SHAPES[case.shape],
+        length=case.length,
+        rows=case.rows,
+        steps=steps,
+        warm_up=case.warm_up,
+        chats=case.chats,
+        documents=str(documents(case, args.scratch, steps)),
+        tokenizer=str(TOKENIZER),
+        out=str(out),
+    )
     if tool == "unsloth":
-        asked["model"] = str(write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER))
+        asked["model"] = str(
+            write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER)
+        )
     found: dict[str, Any] = {"error": "nothing that it could run with is installed"}
     tried: list[str] = []
     for variant in variants:
@@ -216,14 +267,27 @@ def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict
             continue
         out.unlink(missing_ok=True)
         told = json.dumps({**asked, **dict(word.split("=") for word in variant)})
-        done = subprocess.run([sys.executable, str(ROOT / "scripts" / "peer_tools.py"), told], capture_output=True, text=True,
-                              cwd=args.scratch, timeout=max(1.0, seconds - (time.monotonic() - began)))
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "peer_tools.py"), told],
+            capture_output=True,
+            text=True,
+            cwd=args.scratch,
+            timeout=max(1.0, seconds - (time.monotonic() - began)),
+        )
         log.write_text(done.stdout + done.stderr)
         if done.returncode == 0:
-            return {**json.loads(out.read_text()), "how": ", ".join(variant), "tried": tried,
-                    "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")}}
+            return {
+                **json.loads(out.read_text()),
+                "how": ", ".join(variant),
+                "tried": tried,
+                "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
+            }
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = "does not fit" if "out of memory" in done.stderr else f"failed: {lines[-1] if lines else done.returncode}"[:300]
+        why = (
+            "does not fit"
+            if "out of memory" in done.stderr
+            else f"failed: {lines[-1] if lines else done.returncode}"[:300]
+        )
         tried.append(f"{', '.join(variant)}: {why}")
         found = {"error": why, "tried": tried, "log": str(log)}
     return found
@@ -243,8 +307,13 @@ def documents(case: Case, folder: Path, steps: int) -> Path:
     count = (steps + case.warm_up) * case.rows
     file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
     if not file.exists():
-        made = chats(case.length, count * case.length) if case.chats else (
-            {"input_ids": random.Random(number).choices(range(3, WORDS), k=case.length)} for number in range(count))
+        made = (
+            chats(case.length, count * case.length)
+            if case.chats
+            else (
+                {"input_ids": random.Random(number).choices(range(3, WORDS), k=case.length)} for number in range(count)
+            )
+        )
         staging = file.with_suffix(".part")
         with staging.open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(row) + "\n" for row in made)
@@ -260,18 +329,21 @@ def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:
 
     tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     draw = random.Random(0)
-    words = ["".join(draw.choices("etaoinshrdlucmfwypvbgkqjxz", range(26, 0, -1), k=draw.randint(1, 9))) for _ in range(5000)]
+    words = [
+        "".join(draw.choices("etaoinshrdlucmfwypvbgkqjxz", range(26, 0, -1), k=draw.randint(1, 9)))
+        for _ in range(5000)
+    ]
     pool = " ".join(draw.choices(words, [1 / (rank + 3) for rank in range(5000)], k=200_000))
     a_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
     frame = len(tokenizer.encode(rendered(["", ""])).ids)
 
     def text(size: float) -> str:
         start = draw.randrange(len(pool) - int(size * a_token) - 1)
-        return pool[start:start + max(1, int(size * a_token))].strip()
+        return pool[start : start + max(1, int(size * a_token))].strip()
 
     made = 0
     while made < tokens:
-        size = draw.lognormvariate(0, SIGMA) * MEAN / 2.718281828 ** (SIGMA ** 2 / 2)
+        size = draw.lognormvariate(0, SIGMA) * MEAN / 2.718281828 ** (SIGMA**2 / 2)
         turns = 2 * draw.randint(1, 1 + min(3, int(size / 100)))
         body = max(turns, min(size, 0.9 * longest) - frame * turns / 2) / turns
         chat = rendered([text(body * (0.4 if at % 2 == 0 else 1.6)) for at in range(turns)])
@@ -288,8 +360,10 @@ def rendered(turns: list[str]) -> str:
 
 
 def summary(row: dict[str, Any]) -> str:
-    return (f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
-            f"loss {row['first_loss']:.3f} -> {row['loss']:.3f} ({row['how']})")
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
+        f"loss {row['first_loss']:.3f} -> {row['loss']:.3f} ({row['how']})"
+    )
 
 
 def gib(row: dict[str, Any]) -> str:
@@ -298,8 +372,10 @@ def gib(row: dict[str, Any]) -> str:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """Markdown. The last column of a peer's row: how many times as fast fxtune is; of fxtune's: against the best peer."""
-    lines = ["| case | tool | how | tokens/s | ms a step | peak GiB | first loss | loss | fxtune is |",
-             "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| case | tool | how | tokens/s | ms a step | peak GiB | first loss | loss | fxtune is |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name in CASES:
         mine = rows.get(f"{name} fxtune")
         peers = [row for tool in TOOLS[1:] if (row := rows.get(f"{CASES[name].beside or name} {tool}"))]
@@ -316,8 +392,10 @@ def line(row: dict[str, Any], ratio: str) -> str:
     where = f"| {row['case']} | {row['tool']} |"
     if "error" in row:
         return f"{where} {row['error']} | | | | | | |"
-    return (f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
-            f"{gib(row)} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |")
+    return (
+        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
+        f"{gib(row)} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
+    )
 
 
 if __name__ == "__main__":

@@ -65,11 +65,15 @@ def tokenizer_for(path: Path) -> Any:
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     with open(path, encoding="utf-8") as file:
         texts = (turn["content"] for line in file.readlines(1 << 20) for turn in json.loads(line)["messages"])
-        bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4096, special_tokens=["<|end|>"], show_progress=False))
+        bpe.train_from_iterator(
+            texts, trainers.BpeTrainer(vocab_size=4096, special_tokens=["<|end|>"], show_progress=False)
+        )
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
-    fast.chat_template = ("{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
-                          "{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|end|>' }}{% endif %}"
-                          "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|end|>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
     return fast
 
 
@@ -121,7 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size-mb", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--keep", type=Path, help="folder for the data and the cache; else a temporary one, removed afterwards")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the data and the cache; else a temporary one, removed afterwards"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
@@ -145,12 +151,30 @@ def measure(folder: Path, size_mb: int, workers: int) -> None:
         cached = time.perf_counter() - started
         tokens = len(table.ids)
     own = memory.peak.pop(os.getpid(), 0)
-    shown = Table(title=f"{path.stat().st_size / 1e6:,.0f} MB of chats, {workers} workers, a vocabulary of {len(tokenizer):,}")
-    for column in ("rows", "tokens", "seconds", "tokens/s", "MB/s", "peak MiB", "this process", "largest other", "from cache, s"):
+    shown = Table(
+        title=f"{path.stat().st_size / 1e6:,.0f} MB of chats, {workers} workers, a vocabulary of {len(tokenizer):,}"
+    )
+    for column in (
+        "rows",
+        "tokens",
+        "seconds",
+        "tokens/s",
+        "MB/s",
+        "peak MiB",
+        "this process",
+        "largest other",
+        "from cache, s",
+    ):
         shown.add_column(column, justify="right")
-    shown.add_row(f"{rows:,}", f"{tokens:,}", f"{seconds:,.1f}", f"{tokens / seconds:,.0f}",
-                  f"{path.stat().st_size / 1e6 / seconds:,.2f}", *(f"{size / 2**20:,.0f}" for size in
-                  (memory.total, own, max(memory.peak.values(), default=0))), f"{cached:,.1f}")
+    shown.add_row(
+        f"{rows:,}",
+        f"{tokens:,}",
+        f"{seconds:,.1f}",
+        f"{tokens / seconds:,.0f}",
+        f"{path.stat().st_size / 1e6 / seconds:,.2f}",
+        *(f"{size / 2**20:,.0f}" for size in (memory.total, own, max(memory.peak.values(), default=0))),
+        f"{cached:,.1f}",
+    )
     Console(width=120).print(shown)
 
 

@@ -19,8 +19,14 @@ VOWELS = "a a a e e e i i o o u ai ea ia io ou".split()
 CODAS = "n r s l m k d nd rth x".split()
 ROOMS = "kitchen garden cellar attic library office workshop hall barn stable tower harbour market station".split()
 FEELINGS = "happy tired curious proud quiet hungry cheerful worried calm busy".split()
-SYSTEMS = ("You are a friendly shop clerk.", "You are a helpful assistant.", "Answer with one sentence.", "Be brief.",
-           "Answer the customer politely.", "Answer with the facts.")
+SYSTEMS = (
+    "You are a friendly shop clerk.",
+    "You are a helpful assistant.",
+    "Answer with one sentence.",
+    "Be brief.",
+    "Answer the customer politely.",
+    "Answer with the facts.",
+)
 
 
 def invent(rng: Random) -> str:
@@ -61,17 +67,37 @@ def story(rng: Random) -> str:
     a, b, home, away = person(rng), person(rng), place(rng), place(rng)
     color, count, room = rng.choice(COLORS), rng.randint(2, 12), rng.choice(ROOMS)
     noun = thing(rng, count)
-    first = rng.choice((f"{a} lived in {home}, near the {room}.", f"Once {a} from {home} worked in a {room}.",
-                        f"In {home} there was a {room}, and {a} loved it."))
-    middle = rng.choice((f"On {rng.choice(DAYS)} {b} came from {away} with {counted(rng, count, noun)}.",
-                         f"One day {a} found {counted(rng, count, noun)}, all {color}, and wrote to {b} in {away}.",
-                         f"{b}, who lived in {away}, sent {counted(rng, count, color + ' ' + noun)} to {a}."))
-    speech = rng.choice((f'"{a}!" said {b}. "Is it far from {home} to {away}?"',
-                         f'The box said "{a}" and below it "{home}".', f'"{noun.capitalize()}!" said {a}. "How {color}!"',
-                         f'{b} read the label aloud: "{a}, {home}, {count} {noun}".',
-                         f'"From {away} to {home}," said {b}, "with {counted(rng, count, noun)}."'))
-    last = rng.choice((f"{a} was {rng.choice(FEELINGS)} and thanked {b}.", f"Then {b} went back to {away}.",
-                       f"They put the {noun} in the {room} of {home}.", f"Since that day {a} and {b} are friends."))
+    first = rng.choice(
+        (
+            f"{a} lived in {home}, near the {room}.",
+            f"Once {a} from {home} worked in a {room}.",
+            f"In {home} there was a {room}, and {a} loved it.",
+        )
+    )
+    middle = rng.choice(
+        (
+            f"On {rng.choice(DAYS)} {b} came from {away} with {counted(rng, count, noun)}.",
+            f"One day {a} found {counted(rng, count, noun)}, all {color}, and wrote to {b} in {away}.",
+            f"{b}, who lived in {away}, sent {counted(rng, count, color + ' ' + noun)} to {a}.",
+        )
+    )
+    speech = rng.choice(
+        (
+            f'"{a}!" said {b}. "Is it far from {home} to {away}?"',
+            f'The box said "{a}" and below it "{home}".',
+            f'"{noun.capitalize()}!" said {a}. "How {color}!"',
+            f'{b} read the label aloud: "{a}, {home}, {count} {noun}".',
+            f'"From {away} to {home}," said {b}, "with {counted(rng, count, noun)}."',
+        )
+    )
+    last = rng.choice(
+        (
+            f"{a} was {rng.choice(FEELINGS)} and thanked {b}.",
+            f"Then {b} went back to {away}.",
+            f"They put the {noun} in the {room} of {home}.",
+            f"Since that day {a} and {b} are friends.",
+        )
+    )
     return " ".join((first, middle, speech, last))
 
 
@@ -86,9 +112,15 @@ def label(rng: Random) -> str:
     for _ in range(rng.randint(1, 4)):
         who, where, count = person(rng), place(rng), rng.randint(1, 12)
         noun = thing(rng, count)
-        lines.append(rng.choice((f"{who} from {where} gets {counted(rng, count, noun)}.",
-                                 f"{counted(rng, count, noun).capitalize()} for {who} in {where}.",
-                                 f"In {where} lives {who}, with {counted(rng, count, noun)}.")))
+        lines.append(
+            rng.choice(
+                (
+                    f"{who} from {where} gets {counted(rng, count, noun)}.",
+                    f"{counted(rng, count, noun).capitalize()} for {who} in {where}.",
+                    f"In {where} lives {who}, with {counted(rng, count, noun)}.",
+                )
+            )
+        )
         labels.append(rng.choice((f'"{who}" / "{where}" / {count}', f'Label: "{who}", "{where}", {count}')))
     return "\n".join(lines + labels)
 
@@ -106,8 +138,12 @@ def counting(rng: Random) -> str:
     start, color = rng.randint(1, 9), rng.choice(COLORS)
     lines = [f"{COUNTS[n]} {singular if n == 1 else PLURALS[singular]}" for n in range(start, start + 4)]
     more = [f"{COUNTS[n]} is {n}" for n in rng.sample(range(1, 13), 3)]
-    return (", ".join(lines) + f". Each {singular} is {color}. " + ", ".join(more)
-            + f'. One "{singular}", {rng.randint(2, 99)} "{PLURALS[singular]}".')
+    return (
+        ", ".join(lines)
+        + f". Each {singular} is {color}. "
+        + ", ".join(more)
+        + f'. One "{singular}", {rng.randint(2, 99)} "{PLURALS[singular]}".'
+    )
 
 
 def colors(rng: Random) -> str:
@@ -115,8 +151,10 @@ def colors(rng: Random) -> str:
     told, asked = [], []
     for _ in range(rng.randint(2, 4)):
         who, color, noun = person(rng), rng.choice(COLORS), thing(rng, rng.randint(1, 2))
-        told.append(rng.choice((f"{who} has {rng.choice(('the', 'some'))} {color} {noun}.", f"The {color} {noun} of {who}.")))
-        asked.append(rng.choice((f'{who}: "{color}".', f'{who}\'s color is {color}.', f'The {noun}: "{color}".')))
+        told.append(
+            rng.choice((f"{who} has {rng.choice(('the', 'some'))} {color} {noun}.", f"The {color} {noun} of {who}."))
+        )
+        asked.append(rng.choice((f'{who}: "{color}".', f"{who}'s color is {color}.", f'The {noun}: "{color}".')))
     rng.shuffle(asked)
     return " ".join(told + asked)
 
@@ -127,13 +165,18 @@ def records(rng: Random) -> str:
     for _ in range(rng.randint(1, 4)):
         who, where, count, color = person(rng), place(rng), rng.randint(1, 99), rng.choice(COLORS)
         singular, day = rng.choice(list(PLURALS)), rng.choice([*DAYS, None, None])
-        record, said = rng.choice((
-            ({"name": who, "city": where}, f"{who} lives in {where}."),
-            ({"item": singular, "color": color, "quantity": count}, f"There are {count} {color} {PLURALS[singular]}."),
-            ({"city": where, "day": day}, f"To {where} on {day}." if day else f"To {where} on any day."),
-            ({"title": who, "shelf": None, "pages": count}, f"{who} has {count} pages."),
-            ({"room": rng.choice(ROOMS), "color": color, "day": day}, f"It is {color}."),
-        ))
+        record, said = rng.choice(
+            (
+                ({"name": who, "city": where}, f"{who} lives in {where}."),
+                (
+                    {"item": singular, "color": color, "quantity": count},
+                    f"There are {count} {color} {PLURALS[singular]}.",
+                ),
+                ({"city": where, "day": day}, f"To {where} on {day}." if day else f"To {where} on any day."),
+                ({"title": who, "shelf": None, "pages": count}, f"{who} has {count} pages."),
+                ({"room": rng.choice(ROOMS), "color": color, "day": day}, f"It is {color}."),
+            )
+        )
         lines.append(json.dumps(record))
         prose.append(said)
     return "\n".join(lines + prose if rng.random() < 0.7 else lines)
@@ -142,8 +185,10 @@ def records(rng: Random) -> str:
 def sheet(rng: Random) -> str:
     who, where, count = person(rng), place(rng), rng.randint(1, 99)
     noun, color = thing(rng, count), rng.choice(COLORS)
-    return (f"Receipt {rng.randint(100, 999)}\nCustomer: {who}\nTown: {where}\nGoods: {count} {color} {noun}\n"
-            f"Dear {who}, your {color} {noun} will leave for {where} on {rng.choice(DAYS)}.")
+    return (
+        f"Receipt {rng.randint(100, 999)}\nCustomer: {who}\nTown: {where}\nGoods: {count} {color} {noun}\n"
+        f"Dear {who}, your {color} {noun} will leave for {where} on {rng.choice(DAYS)}."
+    )
 
 
 def order_chat(rng: Random) -> str:
@@ -152,17 +197,24 @@ def order_chat(rng: Random) -> str:
     noun = order.item if order.quantity == 1 else PLURALS[order.item]
     goods = f"{order.quantity} {order.color} {noun}"
     when = rng.choice((" soon", f" on {rng.choice(DAYS)}", "", " today"))
-    reply = rng.choice((
-        f"Thank you, {order.name}! Your {goods} will be in {order.city}{when}.",
-        f"Of course, {order.name}. We will send {goods} to {order.city}{when}.",
-        f"Dear {order.name}, {goods} will leave for {order.city}{when}.",
-        f"With pleasure! {goods[0].upper()}{goods[1:]} for {order.name} in {order.city}{when}."))
-    follow_ups = rng.sample((
-        (f"Who {rng.choice(('ordered', 'is the customer'))}?", f'The customer is "{order.name}".'),
-        (f"Which {rng.choice(('town', 'city'))}?", f'The town is "{order.city}".'),
-        (f"{rng.choice(('What', 'Which'))} color?", f'The color is "{order.color}".'),
-        ("How many?", f"The customer wants {order.quantity}."),
-        ("What is one piece called?", f'One piece is called "{order.item}".')), rng.randint(0, 4))
+    reply = rng.choice(
+        (
+            f"Thank you, {order.name}! Your {goods} will be in {order.city}{when}.",
+            f"Of course, {order.name}. We will send {goods} to {order.city}{when}.",
+            f"Dear {order.name}, {goods} will leave for {order.city}{when}.",
+            f"With pleasure! {goods[0].upper()}{goods[1:]} for {order.name} in {order.city}{when}.",
+        )
+    )
+    follow_ups = rng.sample(
+        (
+            (f"Who {rng.choice(('ordered', 'is the customer'))}?", f'The customer is "{order.name}".'),
+            (f"Which {rng.choice(('town', 'city'))}?", f'The town is "{order.city}".'),
+            (f"{rng.choice(('What', 'Which'))} color?", f'The color is "{order.color}".'),
+            ("How many?", f"The customer wants {order.quantity}."),
+            ("What is one piece called?", f'One piece is called "{order.item}".'),
+        ),
+        rng.randint(0, 4),
+    )
     return turns(rng, (order.message(rng), reply), *follow_ups)
 
 
@@ -170,40 +222,75 @@ def facts_chat(rng: Random) -> str:
     """Facts about a few people, then questions about one of them."""
     people = [(person(rng), place(rng), rng.randint(1, 12)) for _ in range(rng.randint(2, 4))]
     owned = [thing(rng, count) for _, _, count in people]
-    told = [rng.choice((f"{who} lives in {where} and has {counted(rng, count, noun)}.",
-                        f"In {where}, {who} owns {counted(rng, count, noun)}."))
-            for (who, where, count), noun in zip(people, owned, strict=True)]
+    told = [
+        rng.choice(
+            (
+                f"{who} lives in {where} and has {counted(rng, count, noun)}.",
+                f"In {where}, {who} owns {counted(rng, count, noun)}.",
+            )
+        )
+        for (who, where, count), noun in zip(people, owned, strict=True)
+    ]
     pairs = []
     for _ in range(rng.randint(1, 3)):
         (who, where, count), noun = rng.choice(list(zip(people, owned, strict=True)))
-        pairs.append(rng.choice(((f"Where does {who} live?", f"{who} lives in {where}."),
-                                 (f"Who lives in {where}?", f"{who}."),
-                                 (f"What does {who} have?", f"{who} has {count} {noun}."))))
+        pairs.append(
+            rng.choice(
+                (
+                    (f"Where does {who} live?", f"{who} lives in {where}."),
+                    (f"Who lives in {where}?", f"{who}."),
+                    (f"What does {who} have?", f"{who} has {count} {noun}."),
+                )
+            )
+        )
     pairs[0] = (" ".join(told) + " " + pairs[0][0], pairs[0][1])
     return turns(rng, *pairs)
 
 
 def copy_chat(rng: Random) -> str:
     words = [rng.choice((invent, person, place))(rng) for _ in range(rng.randint(1, 5))]
-    ask, reply = rng.choice((("Repeat: {}", "{}"), ("Please say {}.", "{}"), ("Put {} in quotes.", "quoted"),
-                             ("Quote these words: {}", "quoted")))
+    ask, reply = rng.choice(
+        (
+            ("Repeat: {}", "{}"),
+            ("Please say {}.", "{}"),
+            ("Put {} in quotes.", "quoted"),
+            ("Quote these words: {}", "quoted"),
+        )
+    )
     written = ", ".join(f'"{word}"' for word in words) if reply == "quoted" else ", ".join(words)
     return turns(rng, (ask.format(", ".join(words)), written))
 
 
 def small_talk(rng: Random) -> str:
     who, where, feeling = person(rng), place(rng), rng.choice(FEELINGS)
-    return turns(rng, rng.choice((
-        (f"Hello, I am {who}.", f"Hello {who}! How can I help you?"),
-        (f"I am {who} and I am {feeling} today.", f"Dear {who}, it is good to be {feeling} sometimes."),
-        (f"What is {where}?", f"{where} is a town with a {rng.choice(ROOMS)}."),
-        ("Do you sell lamps?", f"Yes, we have lamps in {rng.choice(COLORS)} and {rng.choice(COLORS)}."))),
-        ("Thank you!", "You are welcome!"))
+    return turns(
+        rng,
+        rng.choice(
+            (
+                (f"Hello, I am {who}.", f"Hello {who}! How can I help you?"),
+                (f"I am {who} and I am {feeling} today.", f"Dear {who}, it is good to be {feeling} sometimes."),
+                (f"What is {where}?", f"{where} is a town with a {rng.choice(ROOMS)}."),
+                ("Do you sell lamps?", f"Yes, we have lamps in {rng.choice(COLORS)} and {rng.choice(COLORS)}."),
+            )
+        ),
+        ("Thank you!", "You are welcome!"),
+    )
 
 
 KINDS: dict[Callable[[Random], str], int] = {
-    story: 5, chapter: 1, label: 4, echo: 4, counting: 2, records: 4, sheet: 2, colors: 3, order_chat: 10, facts_chat: 4,
-    copy_chat: 4, small_talk: 1}
+    story: 5,
+    chapter: 1,
+    label: 4,
+    echo: 4,
+    counting: 2,
+    records: 4,
+    sheet: 2,
+    colors: 3,
+    order_chat: 10,
+    facts_chat: 4,
+    copy_chat: 4,
+    small_talk: 1,
+}
 """Each kind of document and its share."""
 
 

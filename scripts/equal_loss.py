@@ -50,11 +50,40 @@ READY = 60.0
 """Seconds that text, tokenizer and compiling take before pre-training, about."""
 EVALUATIONS = 8
 """Of the held-out text in a run."""
-SMOKE = dict(hidden=64, layers=2, head=32, vocabulary=512, context=128, megabytes=0.4, tune_megabytes=0.2, held_out=0.2,
-             evaluated=8, pretrain_minutes=0.02, pretrain_steps=6, rows=4, steps=8, lr=5e-3, seeds=[0], micro_tokens=1024)
+SMOKE = dict(
+    hidden=64,
+    layers=2,
+    head=32,
+    vocabulary=512,
+    context=128,
+    megabytes=0.4,
+    tune_megabytes=0.2,
+    held_out=0.2,
+    evaluated=8,
+    pretrain_minutes=0.02,
+    pretrain_steps=6,
+    rows=4,
+    steps=8,
+    lr=5e-3,
+    seeds=[0],
+    micro_tokens=1024,
+)
 """What --smoke has in place of the defaults."""
-OF_BASE = ("hidden", "layers", "head", "vocabulary", "context", "megabytes", "tune_megabytes", "held_out", "evaluated",
-           "pretrain_minutes", "pretrain_steps", "pretrain_rows", "pretrain_lr")
+OF_BASE = (
+    "hidden",
+    "layers",
+    "head",
+    "vocabulary",
+    "context",
+    "megabytes",
+    "tune_megabytes",
+    "held_out",
+    "evaluated",
+    "pretrain_minutes",
+    "pretrain_steps",
+    "pretrain_rows",
+    "pretrain_lr",
+)
 OF_RUNS = (*OF_BASE, "rows", "steps", "lr", "r")
 """What must be the same for runs to be compared."""
 
@@ -71,11 +100,18 @@ class Variant:
 VARIANTS = {
     "plain": Variant("plain transformers + peft"),
     "fxtune": Variant("fxtune, everything on", 0.005),
-    "fp8": Variant("fxtune, everything on, base in fp8", 0.01,
-                   ("techniques.quantize.enabled=true", "techniques.quantize.type=fp8")),
+    "fp8": Variant(
+        "fxtune, everything on, base in fp8",
+        0.01,
+        ("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"),
+    ),
 }
 EVERYTHING = ("techniques=[fast,lora]",)
-ON_A_CPU = ("techniques=[lora,selective]", "techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy='on'")
+ON_A_CPU = (
+    "techniques=[lora,selective]",
+    "techniques.liger.enabled=true",
+    "techniques.liger.fused_linear_cross_entropy='on'",
+)
 """Without a compiler, which takes longer there than the rest together."""
 
 
@@ -177,9 +213,18 @@ def make_base(asked: argparse.Namespace) -> dict[str, Any]:
     config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = asked.pretrain_lr, 0.03, 0.01
     seen = train_for(config, 60 * asked.pretrain_minutes, asked.pretrain_steps)
     figures = json.loads((asked.out / "base" / "result.json").read_text())
-    weights = hashlib.blake2b((asked.out / "base" / "model" / "model.safetensors").read_bytes(), digest_size=16).hexdigest()
-    return {"id": weights, "parameters": count, "device": card() or "cpu", **seen, "held_out_loss": figures["eval/loss"],
-            "perplexity": figures["eval/perplexity"], "sizes": {name: getattr(asked, name) for name in OF_BASE}}
+    weights = hashlib.blake2b(
+        (asked.out / "base" / "model" / "model.safetensors").read_bytes(), digest_size=16
+    ).hexdigest()
+    return {
+        "id": weights,
+        "parameters": count,
+        "device": card() or "cpu",
+        **seen,
+        "held_out_loss": figures["eval/loss"],
+        "perplexity": figures["eval/perplexity"],
+        "sizes": {name: getattr(asked, name) for name in OF_BASE},
+    }
 
 
 def gather(asked: argparse.Namespace, data: Path) -> None:
@@ -203,14 +248,28 @@ def gather(asked: argparse.Namespace, data: Path) -> None:
 def words(asked: argparse.Namespace, variant: str, seed: int, techniques: Sequence[str], gpu: bool) -> list[str]:
     """The command line of a run, after `python -m fxtune`."""
     out = asked.out.resolve()
-    return [f"model.path={out / 'base' / 'model'}", f"model.adapter={out / f'start-{seed}'}",
-            f"model.dtype={'bfloat16' if gpu else 'float32'}", f"data.sources=[{{path: '{out / 'data' / 'tune.jsonl'}'}}]",
-            f"data.eval_sources=[{{path: '{out / 'data' / 'tune-held.jsonl'}'}}]", f"data.sequence_length={asked.context}",
-            f"data.cache_dir={out / 'cache'}", f"run.dir={out / f'{variant}-{seed}'}", f"run.seed={seed}",
-            f"train.max_steps={asked.steps}", "train.epochs=100", f"train.micro_batch_size={asked.rows}",
-            f"train.global_batch_size={asked.rows}", f"train.eval_every={max(asked.steps // EVALUATIONS, 1)}",
-            f"optimizer.lr={asked.lr}", f"schedule.warmup_steps={max(asked.steps // 20, 1)}", "checkpoint.every=0",
-            "tracking.wandb.mode=disabled", "tracking.display=none", *techniques]
+    return [
+        f"model.path={out / 'base' / 'model'}",
+        f"model.adapter={out / f'start-{seed}'}",
+        f"model.dtype={'bfloat16' if gpu else 'float32'}",
+        f"data.sources=[{{path: '{out / 'data' / 'tune.jsonl'}'}}]",
+        f"data.eval_sources=[{{path: '{out / 'data' / 'tune-held.jsonl'}'}}]",
+        f"data.sequence_length={asked.context}",
+        f"data.cache_dir={out / 'cache'}",
+        f"run.dir={out / f'{variant}-{seed}'}",
+        f"run.seed={seed}",
+        f"train.max_steps={asked.steps}",
+        "train.epochs=100",
+        f"train.micro_batch_size={asked.rows}",
+        f"train.global_batch_size={asked.rows}",
+        f"train.eval_every={max(asked.steps // EVALUATIONS, 1)}",
+        f"optimizer.lr={asked.lr}",
+        f"schedule.warmup_steps={max(asked.steps // 20, 1)}",
+        "checkpoint.every=0",
+        "tracking.wandb.mode=disabled",
+        "tracking.display=none",
+        *techniques,
+    ]
 
 
 def write_rows(line: list[str], file: Path) -> dict[str, Any]:
@@ -228,15 +287,22 @@ def write_rows(line: list[str], file: Path) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     for before, plan in (("", data.training), ("held_", data.evaluation)):
         batches = [plan.batch(step, 0) for step in range(plan.steps)]
-        for name, tensors in (("ids", [each.input_ids for each in batches]), ("targets", [each.targets for each in batches]),
-                              ("positions", [each.position_ids for each in batches])):
+        for name, tensors in (
+            ("ids", [each.input_ids for each in batches]),
+            ("targets", [each.targets for each in batches]),
+            ("positions", [each.position_ids for each in batches]),
+        ):
             together = torch.cat(tensors) if before else torch.stack(tensors)
             arrays[before + name] = together.to(torch.int32).numpy()
     np.savez(file, **arrays)
     steps, optimizer = data.training.steps, config.optimizer
-    return {"rates": tuple(learning_rate(config.schedule, optimizer.lr, step, steps) for step in range(steps)),
-            "eval_every": config.train.eval_every, "betas": tuple(optimizer.betas), "eps": optimizer.eps,
-            "clip": config.train.max_grad_norm}
+    return {
+        "rates": tuple(learning_rate(config.schedule, optimizer.lr, step, steps) for step in range(steps)),
+        "eval_every": config.train.eval_every,
+        "betas": tuple(optimizer.betas),
+        "eps": optimizer.eps,
+        "clip": config.train.max_grad_norm,
+    }
 
 
 def tune(line: list[str]) -> dict[str, Any]:
@@ -258,10 +324,12 @@ def tune(line: list[str]) -> dict[str, Any]:
         return {"error": f"refused: {said[1].strip() if said[0].endswith(':') and len(said) > 1 else said[0]}"[:300]}
     log = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     evidence = json.loads((folder / "evidence.json").read_text())
-    return {"train": [each["train/loss"] for each in log if "train/loss" in each],
-            "held_out": [(each["train/step"], each["eval/loss"]) for each in log if "eval/loss" in each],
-            "step_seconds": statistics.median(each["train/step_seconds"] for each in log if "train/step_seconds" in each),
-            "evidence": [f"{each['technique']}: {each['observed']}" for each in evidence]}
+    return {
+        "train": [each["train/loss"] for each in log if "train/loss" in each],
+        "held_out": [(each["train/step"], each["eval/loss"]) for each in log if "eval/loss" in each],
+        "step_seconds": statistics.median(each["train/step_seconds"] for each in log if "train/step_seconds" in each),
+        "evidence": [f"{each['technique']}: {each['observed']}" for each in evidence],
+    }
 
 
 # --- the whole
@@ -296,7 +364,9 @@ def opened(asked: argparse.Namespace) -> dict[str, Any]:
     if asked.json.exists():
         record = json.loads(asked.json.read_text())
         if asked.minutes > 0 and record["sizes"] != sizes:
-            apart = [f"{name}={record['sizes'].get(name)}" for name in sizes if record["sizes"].get(name) != sizes[name]]
+            apart = [
+                f"{name}={record['sizes'].get(name)}" for name in sizes if record["sizes"].get(name) != sizes[name]
+            ]
             raise SystemExit(f"{asked.json} holds runs with {', '.join(apart)}: name another file in --json.")
     file = asked.out / "base.json"
     if asked.minutes > 0 and file.exists():
@@ -304,12 +374,15 @@ def opened(asked: argparse.Namespace) -> dict[str, Any]:
         if base["sizes"] != {name: sizes[name] for name in OF_BASE}:
             raise SystemExit(f"{asked.out} holds a base of other sizes: name another folder in --out.")
         if record["base"] and record["base"]["id"] != base["id"]:
-            raise SystemExit(f"The runs in {asked.json} are of another base than that in {asked.out}: name another file in "
-                             "--json.")
+            raise SystemExit(
+                f"The runs in {asked.json} are of another base than that in {asked.out}: name another file in --json."
+            )
         record["base"] = base
     elif asked.minutes > 0 and record["base"]:
-        raise SystemExit(f"The base of the runs in {asked.json} is not in {asked.out}: name its folder in --out, or another "
-                         "file in --json.")
+        raise SystemExit(
+            f"The base of the runs in {asked.json} is not in {asked.out}: name its folder in --out, or another "
+            "file in --json."
+        )
     return record
 
 
@@ -324,8 +397,12 @@ def measure(asked: argparse.Namespace, record: dict[str, Any], ours: Worker, pla
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(record, indent=1))
 
-    wanted = [(variant, seed) for seed in asked.seeds for variant in VARIANTS
-              if seed not in compared(record).get(variant, {})]  # what was refused or failed is tried again
+    wanted = [
+        (variant, seed)
+        for seed in asked.seeds
+        for variant in VARIANTS
+        if seed not in compared(record).get(variant, {})
+    ]  # what was refused or failed is tried again
     names = [f"{variant} {seed}" for variant, seed in wanted]
     try:
         gpu = ours.ask(left(), card)
@@ -350,15 +427,19 @@ def measure(asked: argparse.Namespace, record: dict[str, Any], ours: Worker, pla
             record["runs"][f"{variant} {seed}"] = run
             names.remove(f"{variant} {seed}")
             keep()
-            print(f"{variant} {seed}: {run.get('error') or f'''held-out loss {run['held_out'][-1][1]:.4f}'''}, "
-                  f"{run['seconds']:.0f} s", flush=True)
+            print(
+                f"{variant} {seed}: {run.get('error') or f'''held-out loss {run['held_out'][-1][1]:.4f}'''}, "
+                f"{run['seconds']:.0f} s",
+                flush=True,
+            )
     except TimeOver:
         return names if record["base"] else ["base", *names]
     return names
 
 
-def prepared(asked: argparse.Namespace, seed: int, gpu: bool, left: Callable[[], float], ours: Worker,
-             plain: Worker) -> plain_tune.Job:
+def prepared(
+    asked: argparse.Namespace, seed: int, gpu: bool, left: Callable[[], float], ours: Worker, plain: Worker
+) -> plain_tune.Job:
     """A seed's rows and its adapter to start from. Both hang on the seed alone, so a later call makes the same."""
     base, start, rows = (asked.out / name for name in ("base/model", f"start-{seed}", f"rows-{seed}.npz"))
     plain.ask(left(), plain_tune.make_start, str(base), str(start), seed, asked.r, 2.0 * asked.r)
@@ -366,12 +447,24 @@ def prepared(asked: argparse.Namespace, seed: int, gpu: bool, left: Callable[[],
     return plain_tune.Job(str(base), str(start), str(rows), **more)
 
 
-def tuned(asked: argparse.Namespace, variant: str, job: plain_tune.Job, seed: int, gpu: bool, left: Callable[[], float],
-          ours: Worker, plain: Worker) -> dict[str, Any]:
+def tuned(
+    asked: argparse.Namespace,
+    variant: str,
+    job: plain_tune.Job,
+    seed: int,
+    gpu: bool,
+    left: Callable[[], float],
+    ours: Worker,
+    plain: Worker,
+) -> dict[str, Any]:
     """One run of one variant; fxtune's adapters are judged by plain transformers as well."""
     began = time.monotonic()
-    more = [*(EVERYTHING if gpu else ON_A_CPU), f"techniques.lora.r={asked.r}", f"techniques.lora.alpha={2.0 * asked.r}",
-            *VARIANTS[variant].more]
+    more = [
+        *(EVERYTHING if gpu else ON_A_CPU),
+        f"techniques.lora.r={asked.r}",
+        f"techniques.lora.alpha={2.0 * asked.r}",
+        *VARIANTS[variant].more,
+    ]
     try:
         if variant == "plain":
             run = plain.ask(left(), plain_tune.tune, job)
@@ -402,8 +495,11 @@ def differences(record: dict[str, Any], variant: str, judged: bool = False) -> d
     """By seed: how far the final held-out loss is from plain's, relative; `judged`: as plain transformers sees the adapter."""
     runs = compared(record)
     plain = runs.get("plain", {})
-    return {seed: (run["judged"] if judged else run["held_out"][-1][1]) / plain[seed]["held_out"][-1][1] - 1
-            for seed, run in runs.get(variant, {}).items() if seed in plain}
+    return {
+        seed: (run["judged"] if judged else run["held_out"][-1][1]) / plain[seed]["held_out"][-1][1] - 1
+        for seed, run in runs.get(variant, {}).items()
+        if seed in plain
+    }
 
 
 def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -413,15 +509,22 @@ def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
         for how, judged in (("", False), (", as plain transformers sees its adapters", True)):
             if variant.bound and (apart := differences(record, name, judged)):
                 worst = max(apart.values(), key=abs)
-                said.append((f"{variant.title}{how}: at most {abs(worst):.3%} from plain over {len(apart)} seeds (bound "
-                             f"{variant.bound:.1%})", abs(worst) <= variant.bound))
+                said.append(
+                    (
+                        f"{variant.title}{how}: at most {abs(worst):.3%} from plain over {len(apart)} seeds (bound "
+                        f"{variant.bound:.1%})",
+                        abs(worst) <= variant.bound,
+                    )
+                )
     return said
 
 
 def told(base: dict[str, Any]) -> str:
-    return (f"base: {base['parameters'] / 1e6:.1f}M parameters, {base['tokens'] / 1e6:.1f}M tokens in {base['steps']:,} steps "
-            f"({base['seconds']:.0f} s, {base['device']}); held-out loss {base['held_out_loss']:.4f}, perplexity "
-            f"{base['perplexity']:.2f} a token")
+    return (
+        f"base: {base['parameters'] / 1e6:.1f}M parameters, {base['tokens'] / 1e6:.1f}M tokens in {base['steps']:,} steps "
+        f"({base['seconds']:.0f} s, {base['device']}); held-out loss {base['held_out_loss']:.4f}, perplexity "
+        f"{base['perplexity']:.2f} a token"
+    )
 
 
 def table(record: dict[str, Any]) -> list[str]:
@@ -432,10 +535,19 @@ def table(record: dict[str, Any]) -> list[str]:
     runs = compared(record)
     before = [run["held_out"][0][1] for run in runs.get("plain", {}).values()]
     told_before = [f"held-out loss of the other text before tuning: {before[0]:.4f}"] if before else []
-    lines = [told(record["base"]), *told_before, "", f"| held-out loss after {record['sizes']['steps']} steps | "
-             + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | ms a step |", "|---|" + "---:|" * (len(seeds) + 2)]
+    lines = [
+        told(record["base"]),
+        *told_before,
+        "",
+        f"| held-out loss after {record['sizes']['steps']} steps | "
+        + " | ".join(f"seed {seed}" for seed in seeds)
+        + " | mean | ms a step |",
+        "|---|" + "---:|" * (len(seeds) + 2),
+    ]
     for name, variant in VARIANTS.items():
-        refused = {run["error"] for key, run in record["runs"].items() if key.startswith(f"{name} ") and "error" in run}
+        refused = {
+            run["error"] for key, run in record["runs"].items() if key.startswith(f"{name} ") and "error" in run
+        }
         if refused and name not in runs:
             lines.append(f"| {variant.title} | {min(refused)} |" + " |" * (len(seeds) + 1))
         if name not in runs:
@@ -445,7 +557,9 @@ def table(record: dict[str, Any]) -> list[str]:
         lines.append(_row(variant.title, seeds, final, differences(record, name) if variant.bound else {}, speed))
         if variant.bound:
             seen = {seed: run["judged"] for seed, run in runs[name].items()}
-            lines.append(_row("... its adapters in plain transformers", seeds, seen, differences(record, name, True), ""))
+            lines.append(
+                _row("... its adapters in plain transformers", seeds, seen, differences(record, name, True), "")
+            )
     return [*lines, "", *(said + (": equal" if within else ": NOT equal") for said, within in verdicts(record))]
 
 
@@ -461,8 +575,10 @@ def _row(title: str, seeds: list[int], losses: dict[int, float], apart: dict[int
 def smooth(losses: Sequence[float], points: int = 60) -> tuple[list[float], list[float]]:
     """At most `points` (step, mean loss of the steps around it)."""
     size = -(-len(losses) // points)
-    parts = [losses[first:first + size] for first in range(0, len(losses), size)]
-    return [index * size + (len(part) + 1) / 2 for index, part in enumerate(parts)], [statistics.fmean(part) for part in parts]
+    parts = [losses[first : first + size] for first in range(0, len(losses), size)]
+    return [index * size + (len(part) + 1) / 2 for index, part in enumerate(parts)], [
+        statistics.fmean(part) for part in parts
+    ]
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -472,30 +588,39 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8,
-                                "font.sans-serif": ["DejaVu Sans"]})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "fxtune", "font.size": 8, "font.sans-serif": ["DejaVu Sans"]}
+    )
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
     runs = compared(record)
     styles = {"plain": ("black", "-", 2.2), "fxtune": ("tab:orange", "-", 1.1), "fp8": ("tab:blue", "--", 1.1)}
     for name, by_seed in runs.items():
         color, dashes, width = styles[name]
         for first, (seed, run) in enumerate(sorted(by_seed.items())):
-            style: dict[str, Any] = dict(color=color, linestyle=dashes, linewidth=width, alpha=0.8,
-                                         label="" if first else VARIANTS[name].title)
+            style: dict[str, Any] = dict(
+                color=color, linestyle=dashes, linewidth=width, alpha=0.8, label="" if first else VARIANTS[name].title
+            )
             left.plot(*smooth(run["train"]), **style)
             steps = [step for step, _ in run["held_out"] if step]
             held = [loss for step, loss in run["held_out"] if step]
             middle.plot(steps, held, **style)
             reference = dict(runs.get("plain", {}).get(seed, {}).get("held_out", []))
             if VARIANTS[name].bound and all(step in reference for step in steps):
-                right.plot(steps, [100 * (loss / reference[step] - 1) for step, loss in zip(steps, held, strict=True)], **style)
+                right.plot(
+                    steps,
+                    [100 * (loss / reference[step] - 1) for step, loss in zip(steps, held, strict=True)],
+                    **style,
+                )
     for variant in VARIANTS.values():
         if variant.bound:
             for sign in (-1, 1):
                 right.axhline(100 * sign * variant.bound, color="lightgray", linestyle=":", linewidth=1)
     seeds = len({seed for by_seed in runs.values() for seed in by_seed})
-    for axes, title in ((left, "training loss, nats a token"), (middle, "held-out loss, nats a token"),
-                        (right, "held-out loss: % from plain, same seed")):
+    for axes, title in (
+        (left, "training loss, nats a token"),
+        (middle, "held-out loss, nats a token"),
+        (right, "held-out loss: % from plain, same seed"),
+    ):
         axes.set(title=title, xlabel=f"step ({seeds} seeds)")
         axes.spines[["top", "right"]].set_visible(False)
     middle.legend(frameon=False)
@@ -507,20 +632,36 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the text, the base and the runs")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop in time and say what was not run (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="stop in time and say what was not run (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="the record (default: equal_loss.json in --out)")
     parser.add_argument("--plot", type=Path, help="an .svg or .png")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only whether it runs")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--roots", type=Path, nargs="+", help="where text is (default: stdlib, site-packages, includes)")
+    parser.add_argument(
+        "--roots", type=Path, nargs="+", help="where text is (default: stdlib, site-packages, includes)"
+    )
     for name, value, told in (
-            ("hidden", 1024, "hidden size"), ("layers", 10, ""), ("head", 128, "size of an attention head"),
-            ("vocabulary", 8192, ""), ("context", 1024, "tokens of a row"), ("megabytes", 150.0, "of text to pre-train on"),
-            ("tune-megabytes", 16.0, "of text to tune on"), ("held-out", 0.05, "share of the documents"),
-            ("evaluated", 128, "rows of held-out text, about"), ("pretrain-minutes", 2.0, ""),
-            ("pretrain-steps", 10**9, "at most"), ("pretrain-rows", 64, "rows of a step"), ("pretrain-lr", 1e-3, ""),
-            ("micro-tokens", 65536, "tokens of a micro-batch of pre-training, at most"), ("rows", 16, "rows of a step of tuning"),
-            ("steps", 240, "of tuning"), ("lr", 5e-4, "of tuning"), ("r", 16, "rank of the adapters")):
+        ("hidden", 1024, "hidden size"),
+        ("layers", 10, ""),
+        ("head", 128, "size of an attention head"),
+        ("vocabulary", 8192, ""),
+        ("context", 1024, "tokens of a row"),
+        ("megabytes", 150.0, "of text to pre-train on"),
+        ("tune-megabytes", 16.0, "of text to tune on"),
+        ("held-out", 0.05, "share of the documents"),
+        ("evaluated", 128, "rows of held-out text, about"),
+        ("pretrain-minutes", 2.0, ""),
+        ("pretrain-steps", 10**9, "at most"),
+        ("pretrain-rows", 64, "rows of a step"),
+        ("pretrain-lr", 1e-3, ""),
+        ("micro-tokens", 65536, "tokens of a micro-batch of pre-training, at most"),
+        ("rows", 16, "rows of a step of tuning"),
+        ("steps", 240, "of tuning"),
+        ("lr", 5e-4, "of tuning"),
+        ("r", 16, "rank of the adapters"),
+    ):
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{told} (%(default)s)".strip())
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**SMOKE)

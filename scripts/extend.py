@@ -37,8 +37,24 @@ from pretrain import common, line, micro_batch, random_llama, split, texts, trai
 from retrieval import Fillers, Passkeys, accuracy
 from retrieval import documents as retrieval_documents
 
-SMOKE = dict(context=256, factor=2, hidden=64, layers=2, vocabulary=512, megabytes=1, document_chars=3000, minutes=0.1,
-             pretrain_steps=6, extend_steps=4, rows=8, extend_rows=4, micro_tokens=1024, samples=2, held_out=0.2, evaluated=4)
+SMOKE = dict(
+    context=256,
+    factor=2,
+    hidden=64,
+    layers=2,
+    vocabulary=512,
+    megabytes=1,
+    document_chars=3000,
+    minutes=0.1,
+    pretrain_steps=6,
+    extend_steps=4,
+    rows=8,
+    extend_rows=4,
+    micro_tokens=1024,
+    samples=2,
+    held_out=0.2,
+    evaluated=4,
+)
 """What --smoke has in place of the defaults."""
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -67,7 +83,9 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 def gather_corpus(asked: argparse.Namespace, folder: Path) -> None:
     """Gather text, split off the hold-out, train the tokenizer."""
     folder.mkdir(parents=True)
-    found = documents(find(asked.roots or standard_roots()), asked.seed, asked.document_chars // 4, asked.document_chars)
+    found = documents(
+        find(asked.roots or standard_roots()), asked.seed, asked.document_chars // 4, asked.document_chars
+    )
     split(found, folder / "long.jsonl", folder / "held.jsonl", asked.held_out, asked.megabytes)
     train_tokenizer(texts(folder / "long.jsonl"), asked.vocabulary, folder / "tokenizer")
 
@@ -81,8 +99,10 @@ def open_corpus(asked: argparse.Namespace, folder: Path) -> Corpus:
     length = asked.context * asked.factor
     held = [ids for ids in encode(tokenizer, list(texts(folder / "held.jsonl"))) if len(ids) >= length]
     if len(held) < 2:
-        raise SystemExit(f"Only {len(held)} held-out documents of {length} tokens: raise --megabytes, --document-chars or "
-                         "--held-out.")
+        raise SystemExit(
+            f"Only {len(held)} held-out documents of {length} tokens: raise --megabytes, --document-chars or "
+            "--held-out."
+        )
     return Corpus(folder, tokenizer, sample, held, tokens, sum(map(len, sample[:100])) / len(sample[:100]) / tokens)
 
 
@@ -98,7 +118,7 @@ def pieces(sample: list[str], chars: int) -> Iterator[str]:
     while True:
         for text in sample:
             start = text.rfind("\n", 0, rng.randrange(max(len(text) - chars, 1)) + 1) + 1
-            yield text[start:start + rng.randint(chars // 4, chars)]
+            yield text[start : start + rng.randint(chars // 4, chars)]
 
 
 def write_retrieval(corpus: Corpus, name: str, tokens: float, low: int, high: int, seed: int) -> Path:
@@ -116,8 +136,10 @@ def pretraining(asked: argparse.Namespace, corpus: Corpus) -> Any:
     config.model = random_llama(corpus.folder / "tokenizer", asked.hidden, asked.layers, 64, asked.context)
     supply = asked.retrieval * asked.megabytes * 1e6 / 3.5  # about as often repeated as the text
     retrieval = write_retrieval(corpus, "retrieval", supply, asked.context // 4, asked.context, asked.seed)
-    config.data.sources = [SourceConfig(path=str(corpus.folder / "long.jsonl"), weight=1 - asked.retrieval),
-                           SourceConfig(path=str(retrieval), weight=asked.retrieval)]
+    config.data.sources = [
+        SourceConfig(path=str(corpus.folder / "long.jsonl"), weight=1 - asked.retrieval),
+        SourceConfig(path=str(retrieval), weight=asked.retrieval),
+    ]
     config.data.sequence_length = asked.context
     config.train.global_batch_size = asked.rows
     config.train.micro_batch_size = micro_batch(asked.rows, asked.context, asked.micro_tokens)
@@ -142,12 +164,16 @@ def extension(asked: argparse.Namespace, corpus: Corpus, name: str) -> Any:
     count = int((1 - asked.retrieval) * short / (0.5 * context)) + 1
     cut = islice(pieces(corpus.sample, int(0.8 * context * corpus.chars_a_token)), count)
     facts, far_facts = asked.retrieval * short, asked.long_retrieval * long
-    files = [write(corpus.folder / "short.jsonl", cut, "pieces"),
-             write_retrieval(corpus, "retrieval-short", facts, context // 4, context, asked.seed + 1)]
+    files = [
+        write(corpus.folder / "short.jsonl", cut, "pieces"),
+        write_retrieval(corpus, "retrieval-short", facts, context // 4, context, asked.seed + 1),
+    ]
     if far_facts:
         files.append(write_retrieval(corpus, "retrieval-long", far_facts, context * 3 // 2, length, asked.seed + 2))
-    config.data.sources = [SourceConfig(path=str(corpus.folder / "long.jsonl"), limit=limit),
-                           *(SourceConfig(path=str(file)) for file in files)]
+    config.data.sources = [
+        SourceConfig(path=str(corpus.folder / "long.jsonl"), limit=limit),
+        *(SourceConfig(path=str(file)) for file in files),
+    ]
     config.data.sequence_length = length
     config.data.mix = MixConfig(long_share=asked.long_share, threshold=context)
     config.train.global_batch_size = asked.extend_rows
@@ -164,13 +190,17 @@ class Judge:
 
         self.asked, self.device = asked, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         length, context = asked.context * asked.factor, asked.context
-        held = corpus.held[:asked.evaluated]
+        held = corpus.held[: asked.evaluated]
         self.long = torch.tensor([ids[:length] for ids in held])
-        self.short = torch.tensor([ids[at:at + context] for ids in held for at in range(0, length - context + 1, context)])
+        self.short = torch.tensor(
+            [ids[at : at + context] for ids in held for at in range(0, length - context + 1, context)]
+        )
         keys = Passkeys(corpus.encode, [token for ids in corpus.held for token in ids], asked.seed)
         self.lengths = [context // 2 * 2**power for power in range(int(math.log2(asked.factor)) + 2)]
-        self.rows = {size: {depth: [keys.row(size, depth) for _ in range(asked.samples)] for depth in DEPTHS}
-                     for size in self.lengths}
+        self.rows = {
+            size: {depth: [keys.row(size, depth) for _ in range(asked.samples)] for depth in DEPTHS}
+            for size in self.lengths
+        }
 
     def measure(self, folder: Path, yarn: bool = False) -> dict[str, Any]:
         """The figures of the model in `folder`; `yarn`: with the scaling laid over its config, as if that were enough."""
@@ -188,12 +218,15 @@ class Judge:
         edges = [0, *self.lengths]
         return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "max_position_embeddings": config.max_position_embeddings, "rope": config.rope_parameters,
+            "max_position_embeddings": config.max_position_embeddings,
+            "rope": config.rope_parameters,
             "buckets": {f"{low}-{high}": float(by_position[low:high].mean()) for low, high in pairwise(edges)},
             "by_position": [float(part.mean()) for part in by_position.chunk(64)],
             "short_loss": float(self.losses(self.short).mean()),
-            "passkey": {str(size): {str(depth): accuracy(self.best, rows) for depth, rows in by_depth.items()}
-                        for size, by_depth in self.rows.items()},
+            "passkey": {
+                str(size): {str(depth): accuracy(self.best, rows) for depth, rows in by_depth.items()}
+                for size, by_depth in self.rows.items()
+            },
         }
 
     def logits(self, ids: Any) -> Any:
@@ -227,14 +260,26 @@ def table(found: dict[str, dict[str, Any]], asked: argparse.Namespace) -> str:
     """The figures of all models side by side, and what the extension came to."""
     names = list(found)
     first = found[names[0]]
-    rows = [["", *names], *([f"loss at {bucket}", *(f"{found[name]['buckets'][bucket]:.4f}" for name in names)]
-                            for bucket in first["buckets"])]
+    rows = [
+        ["", *names],
+        *(
+            [f"loss at {bucket}", *(f"{found[name]['buckets'][bucket]:.4f}" for name in names)]
+            for bucket in first["buckets"]
+        ),
+    ]
     rows.append([f"loss of rows of {asked.context}", *(f"{found[name]['short_loss']:.4f}" for name in names)])
-    rows += [[f"pass key found at {size}", *(f"{mean(found[name]['passkey'][size]):.0%}" for name in names)]
-             for size in first["passkey"]]
+    rows += [
+        [f"pass key found at {size}", *(f"{mean(found[name]['passkey'][size]):.0%}" for name in names)]
+        for size in first["passkey"]
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) if column else cell.ljust(width)
-                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -247,7 +292,9 @@ def plot(file: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print(f"No plot, matplotlib is not here. Where it is: python scripts/extend.py --out {file.parent} --plot {file}")
+        print(
+            f"No plot, matplotlib is not here. Where it is: python scripts/extend.py --out {file.parent} --plot {file}"
+        )
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -259,17 +306,27 @@ def plot(file: Path) -> None:
     for name, seen in found.items():
         curve: Sequence[float] = seen["by_position"]
         left.plot([(index + 0.5) * length / len(curve) for index in range(len(curve))], curve, label=name)
-        right.plot([int(size) for size in seen["passkey"]], [mean(by) for by in seen["passkey"].values()], marker="o", label=name)
-    left.set(xlabel="position in the document (tokens)", ylabel="loss (nats a token)", ylim=(None, 1.1 * max(
-        max(seen["by_position"]) for name, seen in found.items() if name != "base")))
+        right.plot(
+            [int(size) for size in seen["passkey"]],
+            [mean(by) for by in seen["passkey"].values()],
+            marker="o",
+            label=name,
+        )
+    left.set(
+        xlabel="position in the document (tokens)",
+        ylabel="loss (nats a token)",
+        ylim=(None, 1.1 * max(max(seen["by_position"]) for name, seen in found.items() if name != "base")),
+    )
     right.set(xlabel="length of the row (tokens)", ylabel="pass keys found", xscale="log", ylim=(-0.05, 1.05))
     right.set_xticks([int(size) for size in found["base"]["passkey"]], list(found["base"]["passkey"]))
     right.minorticks_off()
     for axes in (left, right):
         axes.axvline(context, color="grey", linestyle=":", linewidth=1)
         axes.legend()
-    figure.suptitle(f"A Llama of {found['base']['parameters'] / 1e6:.0f}M, pre-trained on {context:,} tokens, "
-                    f"extended {factor} times with YaRN")
+    figure.suptitle(
+        f"A Llama of {found['base']['parameters'] / 1e6:.0f}M, pre-trained on {context:,} tokens, "
+        f"extended {factor} times with YaRN"
+    )
     figure.tight_layout()
     figure.savefig(file.with_suffix(".png"), dpi=130)
 
@@ -278,31 +335,45 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only whether it runs")
-    parser.add_argument("--minutes", type=float, default=2.5, help="of pre-training; the rest takes about 3 (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=2.5, help="of pre-training; the rest takes about 3 (%(default)s)"
+    )
     parser.add_argument("--extend-minutes", type=float, default=3.0, help="of extension, at most (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the short context (%(default)s)")
     parser.add_argument("--factor", type=int, default=8, help="a power of two (%(default)s)")
     parser.add_argument("--hidden", type=int, default=640, help="hidden size (%(default)s)")
     parser.add_argument("--layers", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="(%(default)s)")
-    parser.add_argument("--roots", type=Path, nargs="+", help="where text is looked for (default: stdlib and site-packages)")
+    parser.add_argument(
+        "--roots", type=Path, nargs="+", help="where text is looked for (default: stdlib and site-packages)"
+    )
     parser.add_argument("--megabytes", type=float, default=200, help="of text (%(default)s)")
-    parser.add_argument("--document-chars", type=int, default=120_000, help="characters of a joined document (%(default)s)")
+    parser.add_argument(
+        "--document-chars", type=int, default=120_000, help="characters of a joined document (%(default)s)"
+    )
     parser.add_argument("--held-out", type=float, default=0.05, help="share of the documents (%(default)s)")
     parser.add_argument("--evaluated", type=int, default=64, help="held-out documents that are measured (%(default)s)")
     parser.add_argument("--samples", type=int, default=20, help="pass keys for each length and depth (%(default)s)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step of pre-training (%(default)s)")
     parser.add_argument("--pretrain-steps", type=int, default=10**9, help="at most")
     parser.add_argument("--lr", type=float, default=1e-3, help="of pre-training (%(default)s)")
-    parser.add_argument("--retrieval", type=float, default=0.12, help="of the short tokens in retrieval documents (%(default)s)")
+    parser.add_argument(
+        "--retrieval", type=float, default=0.12, help="of the short tokens in retrieval documents (%(default)s)"
+    )
     parser.add_argument("--extend-rows", type=int, default=16, help="rows of a step of extension (%(default)s)")
     parser.add_argument("--extend-steps", type=int, default=500, help="at most (%(default)s)")
     parser.add_argument("--extend-lr", type=float, default=3e-4, help="(%(default)s)")
-    parser.add_argument("--long-share", type=float, default=0.7, help="data.mix.long_share of the extension (%(default)s)")
+    parser.add_argument(
+        "--long-share", type=float, default=0.7, help="data.mix.long_share of the extension (%(default)s)"
+    )
     parser.add_argument("--long-retrieval", type=float, default=0.1, help="the same of the long tokens (%(default)s)")
-    parser.add_argument("--micro-tokens", type=int, default=65536, help="tokens of a micro-batch, at most (%(default)s)")
+    parser.add_argument(
+        "--micro-tokens", type=int, default=65536, help="tokens of a micro-batch, at most (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="keep text and base of an earlier call, extend and measure anew")
+    parser.add_argument(
+        "--again", action="store_true", help="keep text and base of an earlier call, extend and measure anew"
+    )
     parser.add_argument("--plot", type=Path, help="only draw the figures of this JSON file")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**SMOKE)
@@ -326,13 +397,18 @@ def opened(asked: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     former were others.
     """
     known = records(asked.out)
-    settings = {key: value if isinstance(value, (int, float)) else str(value) for key, value in vars(asked).items()
-                if key not in ("again", "plot")}
+    settings = {
+        key: value if isinstance(value, (int, float)) else str(value)
+        for key, value in vars(asked).items()
+        if key not in ("again", "plot")
+    }
     for name, record in known.items():
         if "short_loss_change" not in record:
             theirs = record["asked"]
             if apart := [f"{key}={theirs.get(key)}" for key, value in settings.items() if theirs.get(key) != value]:
-                raise SystemExit(f"{asked.out / name} was broken off with {', '.join(apart)}: give the same, or a new folder.")
+                raise SystemExit(
+                    f"{asked.out / name} was broken off with {', '.join(apart)}: give the same, or a new folder."
+                )
             return name, record
     name = f"extended-{len(known)}" if known else "extended"
     return name, {"asked": settings, "seconds": {}, "runs": {}, "models": {}}
@@ -373,7 +449,11 @@ def main() -> None:
         runs["extended"] = train_anew(extension(asked, corpus, name), 60 * asked.extend_minutes, asked.extend_steps)
         done("extension")
     judge = Judge(asked, corpus)
-    for title, folder, yarn in (("base", base, False), ("base with YaRN, not tuned", base, True), ("extended", extended, False)):
+    for title, folder, yarn in (
+        ("base", base, False),
+        ("base with YaRN, not tuned", base, True),
+        ("extended", extended, False),
+    ):
         if title not in found:
             found[title] = judge.measure(folder / "model", yarn)
             keep()
@@ -381,7 +461,9 @@ def main() -> None:
     change = record["short_loss_change"] = found["extended"]["short_loss"] / found["base"]["short_loss"] - 1
     keep()
     print(table(found, asked))
-    print(f"The loss of rows of {asked.context} tokens changed by {change:+.2%}. {sum(seconds.values()):.0f} s in all.")
+    print(
+        f"The loss of rows of {asked.context} tokens changed by {change:+.2%}. {sum(seconds.values()):.0f} s in all."
+    )
     plot(asked.out / f"{name}.json")
 
 

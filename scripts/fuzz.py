@@ -87,23 +87,150 @@ GRAMMARS = {
 }  # Zephyr's turns open by letters, which anybody can write: of it only diamonds are looked at.
 
 PIECES = [
-    "<|im_start|>", "<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|begin_of_text|>", "<end_of_turn>", "<|end|>",
-    "<|start_header_id|>assistant<|end_header_id|>\n\n", "<start_of_turn>model\n", "<bos>", "<eos>", "<s>", "</s>", "[INST]",
-    "[/INST]", "<|assistant|>\n", "<|user|>\n", "<|endoftext|>", "<|start|>assistant", "<|message|>", "<|return|>", "<unk>",
-    "<|channel|>final<|message|>", "<think>\n", "</think>", "\n</think>\n\n", "<tool_call>", "<|im_", "end|>", "<", "|>",
-    "{{ messages }}", "{% generation %}", "{%", "\\", '"', "'", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u2028", "\u00a0",
-    "\x00", "\x1b[2J", "\ufeff", "\u202e", "é", "e\u0301", "日本", "😀", "👨\u200d👩\u200d👧", "\U000f8000", "\U0010fad0", "ﬁ",
-    "ß", "two and two", "it is four.", "the quick brown fox", "assistant", "user", "0", "▁", "Ġ", "<0x0A>"]
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|eot_id|>",
+    "<|begin_of_text|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<start_of_turn>model\n",
+    "<bos>",
+    "<eos>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "<|assistant|>\n",
+    "<|user|>\n",
+    "<|endoftext|>",
+    "<|start|>assistant",
+    "<|message|>",
+    "<|return|>",
+    "<unk>",
+    "<|channel|>final<|message|>",
+    "<think>\n",
+    "</think>",
+    "\n</think>\n\n",
+    "<tool_call>",
+    "<|im_",
+    "end|>",
+    "<",
+    "|>",
+    "{{ messages }}",
+    "{% generation %}",
+    "{%",
+    "\\",
+    '"',
+    "'",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "\u2028",
+    "\u00a0",
+    "\x00",
+    "\x1b[2J",
+    "\ufeff",
+    "\u202e",
+    "é",
+    "e\u0301",
+    "日本",
+    "😀",
+    "👨\u200d👩\u200d👧",
+    "\U000f8000",
+    "\U0010fad0",
+    "ﬁ",
+    "ß",
+    "two and two",
+    "it is four.",
+    "the quick brown fox",
+    "assistant",
+    "user",
+    "0",
+    "▁",
+    "Ġ",
+    "<0x0A>",
+]
 RARE = "\U0010fad05\U0010fad1"
 """What literal.py writes for a special token."""
 JUNK: list[Any] = [
-    None, True, 0, -1, 1e308, float("nan"), float("inf"), 10**30, "", " ", "\ud83d", "a\udc00b", [], {}, [None], [[]],
-    {"role": None}, {"": ""}, [1, "a", {}], "null", "[]", "{}", '{"name": 1}', [{}], [{"type": "image"}],
-    [{"type": "text", "text": None}], [{"type": "text", "text": "hi"}], 3.7, "assistant", "<|im_start|>"]
-KEYS = ["messages", "conversations", "role", "from", "content", "value", "tools", "tool_calls", "weight", "train", "text",
-        "prompt", "completion", "instruction", "input", "output", "system", "input_ids", "labels", "name", "reasoning_content"]
-BYTES = [b"", b"\n", b'"', b"{", b"]", b"\\ud83d", b"\\u0000", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"1" * 5000,
-         b"[" * 2000, b"\\", b",", b":", b"null"]
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "",
+    " ",
+    "\ud83d",
+    "a\udc00b",
+    [],
+    {},
+    [None],
+    [[]],
+    {"role": None},
+    {"": ""},
+    [1, "a", {}],
+    "null",
+    "[]",
+    "{}",
+    '{"name": 1}',
+    [{}],
+    [{"type": "image"}],
+    [{"type": "text", "text": None}],
+    [{"type": "text", "text": "hi"}],
+    3.7,
+    "assistant",
+    "<|im_start|>",
+]
+KEYS = [
+    "messages",
+    "conversations",
+    "role",
+    "from",
+    "content",
+    "value",
+    "tools",
+    "tool_calls",
+    "weight",
+    "train",
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "input_ids",
+    "labels",
+    "name",
+    "reasoning_content",
+]
+BYTES = [
+    b"",
+    b"\n",
+    b'"',
+    b"{",
+    b"]",
+    b"\\ud83d",
+    b"\\u0000",
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\x00",
+    b"1" * 5000,
+    b"[" * 2000,
+    b"\\",
+    b",",
+    b":",
+    b"null",
+]
 
 
 class Maker:
@@ -115,8 +242,12 @@ class Maker:
     def text(self, most: int = 8) -> str:
         parts = self.draw.choices(PIECES, k=self.draw.randint(1, most))
         if self.draw.random() < 0.2:
-            parts.append("".join(chr(self.draw.choice((self.draw.randrange(1, 0xD800), self.draw.randrange(0xE000, 0x110000))))
-                                 for _ in range(self.draw.randint(1, 6))))
+            parts.append(
+                "".join(
+                    chr(self.draw.choice((self.draw.randrange(1, 0xD800), self.draw.randrange(0xE000, 0x110000))))
+                    for _ in range(self.draw.randint(1, 6))
+                )
+            )
         if self.draw.random() < 0.002:
             parts = parts * 300 + [RARE]
         self.draw.shuffle(parts)
@@ -133,7 +264,9 @@ class Maker:
             return self._messages()
         if form is RowFormat.sharegpt:
             names = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
-            return {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in self._turns()]}
+            return {
+                "conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in self._turns()]
+            }
         if form is RowFormat.alpaca:
             row = {"instruction": self.other(), "output": self.text()}
             return row | ({"input": self.other()} if self.draw.random() < 0.5 else {})
@@ -163,12 +296,18 @@ class Maker:
             if self.draw.random() < 0.1:
                 turn |= {"weight": 0, "content": self.other()}
             elif self.draw.random() < 0.1:
-                turn |= {"content": self.other(), "tool_calls": [{"type": "function", "function": {
-                    "name": "f", "arguments": {self.other(): self.other()}}}]}
+                turn |= {
+                    "content": self.other(),
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": {self.other(): self.other()}}}
+                    ],
+                }
             elif self.draw.random() < 0.1:
                 turn["reasoning_content"] = self.text()
         if self.draw.random() < 0.1:
-            row["tools"] = [{"type": "function", "function": {"name": "f", "description": self.other(), "parameters": {}}}]
+            row["tools"] = [
+                {"type": "function", "function": {"name": "f", "description": self.other(), "parameters": {}}}
+            ]
         return row
 
     def broken(self, row: Any) -> Any:
@@ -196,7 +335,7 @@ class Maker:
             at = self.draw.randrange(len(line) + 1)
             until = min(len(line), at + self.draw.choice((1, 1, 2, 5, 40)))
             put = self.draw.choice([*BYTES, line[at:until] * 2])
-            line = line[:at] + put + line[until if self.draw.random() < 0.5 else at:]
+            line = line[:at] + put + line[until if self.draw.random() < 0.5 else at :]
         return line
 
 
@@ -260,8 +399,10 @@ class Fuzzer:
         return self.report
 
     def _lines(self, count: int) -> None:
-        form = self.draw.choice([RowFormat.messages] * 5 + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion,
-                                                            RowFormat.text, RowFormat.tokens])
+        form = self.draw.choice(
+            [RowFormat.messages] * 5
+            + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
+        )
         family, marks = self.draw.choice(list(families.FAMILIES)), self.draw.random() < 0.3
         lines, untouched = [], set()
         for _ in range(count):
@@ -290,9 +431,13 @@ class Fuzzer:
         kind, make = self.draw.choice(list(FILES.items()))
         content = make(rows)
         file = self.folder / f"rows{kind}"
-        file.write_bytes(self.maker.damaged(content) if self.draw.random() < 0.8 else content[:self.draw.randrange(len(content))])
+        file.write_bytes(
+            self.maker.damaged(content) if self.draw.random() < 0.8 else content[: self.draw.randrange(len(content))]
+        )
         self.report.inputs += 1
-        self._tokenized(SourceConfig(path=str(file)), families.tokenizer(self.draw.choice(list(families.FAMILIES))), kind)
+        self._tokenized(
+            SourceConfig(path=str(file)), families.tokenizer(self.draw.choice(list(families.FAMILIES))), kind
+        )
 
     def _tokenized(self, config: SourceConfig, tokenizer: Any, what: str) -> TokenTable | None:
         self.report.files += 1
@@ -339,10 +484,19 @@ class Fuzzer:
         for index, line in enumerate(kept):
             here = slice(table.offsets[index], table.offsets[index + 1])
             row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-            wrong = fault(tokenizer, family, table.format, row, np.array(table.ids[here]), np.array(table.supervised[here]),
-                          line in untouched)
+            wrong = fault(
+                tokenizer,
+                family,
+                table.format,
+                row,
+                np.array(table.ids[here]),
+                np.array(table.supervised[here]),
+                line in untouched,
+            )
             if wrong:
-                self._wrong(f"{family}{' with marks' if marks else ''}, {table.format.value}: {wrong} in {line[:2000]!r}", file)
+                self._wrong(
+                    f"{family}{' with marks' if marks else ''}, {table.format.value}: {wrong} in {line[:2000]!r}", file
+                )
 
     def _wrong(self, what: str, file: Path) -> None:
         self.report.violations.append(what)
@@ -352,15 +506,24 @@ class Fuzzer:
             shutil.copy(file, self.keep / f"{len(self.report.violations)}{''.join(file.suffixes)}")
 
 
-def fault(tokenizer: Any, family: str, form: RowFormat, row: dict[str, Any], ids: np.ndarray, supervised: np.ndarray,
-          untouched: bool) -> str | None:
+def fault(
+    tokenizer: Any,
+    family: str,
+    form: RowFormat,
+    row: dict[str, Any],
+    ids: np.ndarray,
+    supervised: np.ndarray,
+    untouched: bool,
+) -> str | None:
     """What is wrong with a document, or None."""
     if form is RowFormat.tokens:
         expected = [label != -100 for label in row["labels"]] if row.get("labels") is not None else None
         return "the mask is not the labels'" if untouched and supervised.tolist() != expected else None
     if form is RowFormat.text:
         return None if supervised.all() else "a token of a text is not supervised"
-    chat = form is not RowFormat.prompt_completion or any(isinstance(row[side], list) for side in ("prompt", "completion"))
+    chat = form is not RowFormat.prompt_completion or any(
+        isinstance(row[side], list) for side in ("prompt", "completion")
+    )
     if untouched and DIAMOND in tokenizer.decode(ids[supervised]):
         return "what nobody may learn is supervised"
     if not chat or family not in GRAMMARS:
@@ -368,8 +531,9 @@ def fault(tokenizer: Any, family: str, form: RowFormat, row: dict[str, Any], ids
     return structure_fault(tokenizer, GRAMMARS[family], turns_of(row, form), ids, supervised)
 
 
-def structure_fault(tokenizer: Any, grammar: Grammar, turns: list[tuple[str, bool]], ids: np.ndarray,
-                    supervised: np.ndarray) -> str | None:
+def structure_fault(
+    tokenizer: Any, grammar: Grammar, turns: list[tuple[str, bool]], ids: np.ndarray, supervised: np.ndarray
+) -> str | None:
     """What is wrong with a chat of (role, whether it has reasoning), or None."""
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     at = [index for index, token in enumerate(ids.tolist()) if token in special]
@@ -379,10 +543,10 @@ def structure_fault(tokenizer: Any, grammar: Grammar, turns: list[tuple[str, boo
         name = special[ids[index]]
         if name in grammar.closes:
             if opened is not None:
-                inside[opened:index + 1] = True
+                inside[opened : index + 1] = True
             opened = None
         elif name == grammar.opens:
-            mine = tokenizer.decode(ids[index + 1:following]).lstrip(" ").startswith(grammar.header)
+            mine = tokenizer.decode(ids[index + 1 : following]).lstrip(" ").startswith(grammar.header)
             openings += mine
             if mine:
                 opened = index
@@ -398,10 +562,19 @@ def structure_fault(tokenizer: Any, grammar: Grammar, turns: list[tuple[str, boo
 def turns_of(row: dict[str, Any], form: RowFormat) -> list[tuple[str, bool]]:
     if form is RowFormat.alpaca:
         return [("user", False), ("assistant", False)]
-    sides = [row["prompt"], row["completion"]] if form is RowFormat.prompt_completion else [
-        next(row[key] for key in ("messages", "conversations", "conversation") if row.get(key) is not None)]
-    return [(ROLES[turn["role"] if "role" in turn or "from" not in turn else turn["from"]],
-             any(key in turn for key in ("reasoning_content", "thinking", "reasoning"))) for turns in sides for turn in turns]
+    sides = (
+        [row["prompt"], row["completion"]]
+        if form is RowFormat.prompt_completion
+        else [next(row[key] for key in ("messages", "conversations", "conversation") if row.get(key) is not None)]
+    )
+    return [
+        (
+            ROLES[turn["role"] if "role" in turn or "from" not in turn else turn["from"]],
+            any(key in turn for key in ("reasoning_content", "thinking", "reasoning")),
+        )
+        for turns in sides
+        for turn in turns
+    ]
 
 
 def _csv(rows: list[dict[str, Any]]) -> bytes:
@@ -420,7 +593,9 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
 
 
 FILES: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
-    ".json": lambda rows: json.dumps(rows).encode(), ".csv": _csv, ".parquet": _parquet,
+    ".json": lambda rows: json.dumps(rows).encode(),
+    ".csv": _csv,
+    ".parquet": _parquet,
     ".jsonl.gz": lambda rows: gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)),
     ".txt": lambda rows: "\n\n".join(row["output"] for row in rows).encode(),
 }
@@ -437,17 +612,28 @@ def main() -> int:
         report = Fuzzer(asked.seed, Path(folder), asked.keep).go(asked.inputs)
     console, table = Console(), Table("", "count")
     for name, value in [
-            ("inputs", report.inputs), ("not broken", report.untouched), ("files", report.files),
-            ("files refused as a whole", report.refused_files), ("documents", report.documents),
-            ("quarantined rows", report.quarantined), ("documents with special tokens as letters", report.literal),
-            ("tokens", report.tokens), ("supervised tokens", report.supervised), ("violations", len(report.violations))]:
+        ("inputs", report.inputs),
+        ("not broken", report.untouched),
+        ("files", report.files),
+        ("files refused as a whole", report.refused_files),
+        ("documents", report.documents),
+        ("quarantined rows", report.quarantined),
+        ("documents with special tokens as letters", report.literal),
+        ("tokens", report.tokens),
+        ("supervised tokens", report.supervised),
+        ("violations", len(report.violations)),
+    ]:
         table.add_row(name, f"{value:,}")
     table.add_row("seconds", f"{time.perf_counter() - began:,.0f}")
     table.add_row("the slowest file's seconds", f"{report.slowest:.2f}")
     console.print(table)
     for title, reasons in (("all inputs", report.reasons), ("inputs that were not broken", +report.refused)):
-        console.print(f"Reasons of the quarantine, {title} ({reasons.total():,}): " + "; ".join(
-            f"{count:,} x {reason}" for reason, count in reasons.most_common(10)), highlight=False, markup=False)
+        console.print(
+            f"Reasons of the quarantine, {title} ({reasons.total():,}): "
+            + "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(10)),
+            highlight=False,
+            markup=False,
+        )
     return 1 if report.violations else 0
 
 

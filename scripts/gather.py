@@ -50,7 +50,10 @@ class File(NamedTuple):
 
 def standard_roots() -> list[Path]:
     """The standard library and every folder that packages are installed to."""
-    installed = [*site.getsitepackages(), *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))]
+    installed = [
+        *site.getsitepackages(),
+        *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
+    ]
     found = [Path(path).resolve() for path in (sysconfig.get_paths()["stdlib"], *installed)]
     return list(dict.fromkeys(path for path in found if path.is_dir()))
 
@@ -70,7 +73,9 @@ def find(roots: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Fi
     return found
 
 
-def documents(files: Iterable[File], seed: int = 0, min_chars: int = 200, length: int | None = None) -> Iterator[Document]:
+def documents(
+    files: Iterable[File], seed: int = 0, min_chars: int = 200, length: int | None = None
+) -> Iterator[Document]:
     """Documents in an order drawn from `seed`, one at a time: nothing but the contents' hashes stays in memory.
 
     `length` None: a document a file. Else: the files of a package one after another, up to so many characters (a file that is
@@ -97,7 +102,9 @@ def is_held_out(text: str, share: float) -> bool:
     return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"held out").digest(), "big") < share * 2**64
 
 
-def write(found: Iterable[Document], out: Path, max_mb: float, held_out: float = 0.0, held_out_file: Path | None = None) -> dict:
+def write(
+    found: Iterable[Document], out: Path, max_mb: float, held_out: float = 0.0, held_out_file: Path | None = None
+) -> dict:
     """Write documents as JSONL until `max_mb` megabytes of text are gathered. Returns counts and bytes of both sides."""
     counts = dict(documents=0, bytes=0, held_out=0, held_out_bytes=0)
     with ExitStack() as opened:
@@ -165,11 +172,17 @@ def main() -> None:
     parser.add_argument("--roots", type=Path, nargs="+", help="folders to look in (default: stdlib and site-packages)")
     parser.add_argument("--suffixes", nargs="+", default=list(SUFFIXES), help="(default: %(default)s)")
     parser.add_argument("--max-mb", type=float, default=200, help="megabytes of text in all (default: %(default)s)")
-    parser.add_argument("--min-chars", type=int, default=200, help="shorter documents are left out (default: %(default)s)")
+    parser.add_argument(
+        "--min-chars", type=int, default=200, help="shorter documents are left out (default: %(default)s)"
+    )
     parser.add_argument("--join", choices=("none", "package"), default="none", help="package: long documents")
-    parser.add_argument("--length", type=int, default=300_000, help="characters of a joined document (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=300_000, help="characters of a joined document (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", type=float, default=0.0, help="share of the documents that go to --held-out-file")
+    parser.add_argument(
+        "--held-out", type=float, default=0.0, help="share of the documents that go to --held-out-file"
+    )
     parser.add_argument("--held-out-file", type=Path)
     asked = parser.parse_args()
     if bool(asked.held_out) != bool(asked.held_out_file) or not 0 <= asked.held_out < 1:
@@ -177,8 +190,10 @@ def main() -> None:
     files = find(asked.roots or standard_roots(), tuple(asked.suffixes))
     found = documents(files, asked.seed, asked.min_chars, asked.length if asked.join == "package" else None)
     counts = write(found, asked.out, asked.max_mb, asked.held_out, asked.held_out_file)
-    print(f"{counts['documents']:,} documents, {counts['bytes'] / 1e6:,.1f} MB in {asked.out}; held out: {counts['held_out']:,} "
-          f"documents, {counts['held_out_bytes'] / 1e6:,.1f} MB")
+    print(
+        f"{counts['documents']:,} documents, {counts['bytes'] / 1e6:,.1f} MB in {asked.out}; held out: {counts['held_out']:,} "
+        f"documents, {counts['held_out_bytes'] / 1e6:,.1f} MB"
+    )
 
 
 if __name__ == "__main__":

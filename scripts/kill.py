@@ -73,24 +73,32 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) 
         reference = Reference.of(server, prepare(whole, mode), whole, TORCHINDUCTOR_CACHE_DIR=str(whole / "inductor"))
         uses = Counter(reference.ending.uses().values())
         operations = [line["what"] for line in reference.trace.lines if "operation" in line]
-        say(f"{mode}: undisturbed {reference.seconds:.1f} s, {len(reference.ending.steps)} steps, {len(operations)} things done "
-            f"to files; documents by how often each is used: {dict(uses)}")
+        say(
+            f"{mode}: undisturbed {reference.seconds:.1f} s, {len(reference.ending.steps)} steps, {len(operations)} things done "
+            f"to files; documents by how often each is used: {dict(uses)}"
+        )
         assert len(uses) == 1, "not every document was used equally often"
         if differences := same_as_users(reference, folder / f"{mode}-users", mode):
             say(f"  a run that was not forked differs: {differences}")
             fates.append(Fate([], 0, differences, False))
-        while (left := kills - sum(len(fate.kills) for fate in fates)) > 0 or (not kills and len(fates) < len(operations)):
+        while (left := kills - sum(len(fate.kills) for fate in fates)) > 0 or (
+            not kills and len(fates) < len(operations)
+        ):
             place = folder / f"{mode}-{len(fates)}"
             words = prepare(place, mode)
             assert words == reference.words
-            aims = [aim(reference, draw) for _ in range(min(left, draw.randint(1, 4)))] or [Aim(operation=len(fates) + 1)]
+            aims = [aim(reference, draw) for _ in range(min(left, draw.randint(1, 4)))] or [
+                Aim(operation=len(fates) + 1)
+            ]
             fate = disturb(server, reference, place, aims, TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"))
             fates.append(fate)
             fate.twice = _twice_in_an_epoch(fate, len(reference.ending.steps) / max(uses))
             died = ", ".join(f"{kill.phase}@{kill.steps}" for kill in fate.kills) or "none, it was faster"
             before = "" if kills else f" before {operations[len(fates) - 1]}"
-            say(f"  {place.name}: {died}{before}: "
-                + ("identical" if fate.identical else f"DIFFERS {fate.differences} left={fate.left}"))
+            say(
+                f"  {place.name}: {died}{before}: "
+                + ("identical" if fate.identical else f"DIFFERS {fate.differences} left={fate.left}")
+            )
             if fate.identical:
                 shutil.rmtree(place)
 
@@ -106,33 +114,64 @@ def _twice_in_an_epoch(fate: Fate, steps_per_epoch: float) -> bool:
 
 def told(fates: dict[str, list[Fate]], console: Console) -> None:
     """The statistics, by mode and by phase."""
-    table = Table("mode", "runs", "kills", "of them alone", "two in an epoch", "ended", "identical", title="Killed runs, by mode")
+    table = Table(
+        "mode", "runs", "kills", "of them alone", "two in an epoch", "ended", "identical", title="Killed runs, by mode"
+    )
     for mode, those in fates.items():
         kills = [kill for fate in those for kill in fate.kills]
-        table.add_row(mode, *(str(count) for count in (
-            len(those), len(kills), sum(kill.aim.alone for kill in kills), sum(fate.twice for fate in those),
-            sum(fate.code == 0 for fate in those), sum(fate.identical for fate in those))))
+        table.add_row(
+            mode,
+            *(
+                str(count)
+                for count in (
+                    len(those),
+                    len(kills),
+                    sum(kill.aim.alone for kill in kills),
+                    sum(fate.twice for fate in those),
+                    sum(fate.code == 0 for fate in those),
+                    sum(fate.identical for fate in those),
+                )
+            ),
+        )
     console.print(table)
     every = [(kill, fate) for those in fates.values() for fate in those for kill in fate.kills]
     if not every:
         return
-    table = Table("died while", "kills", "identical", "median s lost", "p95", "most", "median steps again", "most",
-                  title="Kills, by what the run was doing")
+    table = Table(
+        "died while",
+        "kills",
+        "identical",
+        "median s lost",
+        "p95",
+        "most",
+        "median steps again",
+        "most",
+        title="Kills, by what the run was doing",
+    )
     phases = Counter(kill.phase for kill, _ in every)
     for phase, count in [*phases.most_common(), ("all", len(every))]:
         mine = [(kill, fate) for kill, fate in every if phase in (kill.phase, "all")]
         lost = sorted(kill.lost for kill, _ in mine)
         again = [kill.steps - kill.resumed for kill, _ in mine]
-        table.add_row(phase, str(count), str(sum(fate.identical for _, fate in mine)), f"{statistics.median(lost):.2f}",
-                      f"{lost[math.ceil(0.95 * len(lost)) - 1]:.2f}", f"{lost[-1]:.2f}", f"{statistics.median(again):g}",
-                      str(max(again)))
+        table.add_row(
+            phase,
+            str(count),
+            str(sum(fate.identical for _, fate in mine)),
+            f"{statistics.median(lost):.2f}",
+            f"{lost[math.ceil(0.95 * len(lost)) - 1]:.2f}",
+            f"{lost[-1]:.2f}",
+            f"{statistics.median(again):g}",
+            str(max(again)),
+        )
     console.print(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--operations", action="store_true", help="in place of random instants: before each thing done to a file")
+    parser.add_argument(
+        "--operations", action="store_true", help="in place of random instants: before each thing done to a file"
+    )
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--seed", type=int, default=0, help="of the instants; a machine's speed decides what they hit")
     parser.add_argument("--json", type=Path, help="also write each kill to this file")
@@ -157,11 +196,19 @@ def main() -> int:
             fates[mode].append(Fate([], 1, [str(error)], False))
     told(fates, console)
     if given.json:
-        given.json.write_text("".join(json.dumps(_plain(mode, fate, kill)) + "\n" for mode, those in fates.items()
-                                      for fate in those for kill in fate.kills))
+        given.json.write_text(
+            "".join(
+                json.dumps(_plain(mode, fate, kill)) + "\n"
+                for mode, those in fates.items()
+                for fate in those
+                for kill in fate.kills
+            )
+        )
     bad = [fate for those in fates.values() for fate in those if not fate.identical]
     count = sum(len(fate.kills) for those in fates.values() for fate in those)
-    print(f"{count} kills in {time.monotonic() - began:.0f} s; {len(bad)} runs ended otherwise than one that was not killed")
+    print(
+        f"{count} kills in {time.monotonic() - began:.0f} s; {len(bad)} runs ended otherwise than one that was not killed"
+    )
     if not bad and not given.folder:
         shutil.rmtree(folder)
     return 1 if bad else 0

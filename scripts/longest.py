@@ -129,8 +129,9 @@ def main() -> None:
         print(told(row), flush=True)
         if args.json and not args.dry_run:
             every = sorted(rows.values(), key=lambda one: one.key)
-            args.json.write_text(json.dumps({"rows": [asdict(one) for one in every],
-                                             **conclusion(every, facts, args.words)}, indent=1))
+            args.json.write_text(
+                json.dumps({"rows": [asdict(one) for one in every], **conclusion(every, facts, args.words)}, indent=1)
+            )
     if late:
         print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(late)}")
     print(f"\n{summary(conclusion(list(rows.values()), facts, args.words))}")
@@ -143,7 +144,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="the forecast alone; runs without a GPU")
     parser.add_argument("--card", type=float, help="GiB of a card that is not here (with --dry-run)")
     parser.add_argument("--host", type=float, help="GiB of host memory that is not here")
-    parser.add_argument("--fast", action="store_true", help="not the least memory, but what is fastest of all that fits")
+    parser.add_argument(
+        "--fast", action="store_true", help="not the least memory, but what is fastest of all that fits"
+    )
     parser.add_argument("--steps", type=int, default=1, help="of each length; the last is timed, less compiling")
     parser.add_argument("--minutes", type=float, default=600.0, help="end a length that would go on for longer")
     parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
@@ -169,11 +172,25 @@ def settings(length: int, args: argparse.Namespace, senders: int | None = None) 
     elif args.fast:
         base = ["+recipe=llama_yarn_64k", "model=llama_8b_shape", f"techniques.rope.factor={max(length / 8192, 1.0)}"]
     else:
-        base = ["+recipe=llama_yarn_64k_memory", "model=llama_8b_shape", f"techniques.rope.factor={max(length / 8192, 1.0)}",
-                f"techniques.checkpointing.mlp_tiles={tiles}"]
+        base = [
+            "+recipe=llama_yarn_64k_memory",
+            "model=llama_8b_shape",
+            f"techniques.rope.factor={max(length / 8192, 1.0)}",
+            f"techniques.checkpointing.mlp_tiles={tiles}",
+        ]
     sends = [f"techniques.checkpointing.offload_layers={senders}"] if senders is not None else []
-    return [*base, f"data.sequence_length={length}", "data.eval_sources=[]", "data.eval_fraction=0", "data.questions.path=null",
-            "train.eval_every=0", "train.micro_batch_size=1", "train.global_batch_size=1", *sends, *args.words]
+    return [
+        *base,
+        f"data.sequence_length={length}",
+        "data.eval_sources=[]",
+        "data.eval_fraction=0",
+        "data.questions.path=null",
+        "train.eval_every=0",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=1",
+        *sends,
+        *args.words,
+    ]
 
 
 def ground(args: argparse.Namespace) -> dict[str, Any]:
@@ -187,26 +204,47 @@ def ground(args: argparse.Namespace) -> dict[str, Any]:
             answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
             name, mib, version = answer.splitlines()[0].split(", ")
         except (OSError, subprocess.CalledProcessError, IndexError) as error:
-            raise SystemExit("There is no GPU here (nvidia-smi answers nothing). --dry-run --card GIB --host GIB forecasts for "
-                             "one that is not here.") from error
+            raise SystemExit(
+                "There is no GPU here (nvidia-smi answers nothing). --dry-run --card GIB --host GIB forecasts for "
+                "one that is not here."
+            ) from error
         free, capability = float(mib) / 1024, tuple(int(part) for part in version.split("."))
     size = int((64 if free is None else free) * GIB)
-    return dict(device="cpu" if args.smoke else "cuda", device_name=name, capability=capability, memory=size, free_memory=size,
-                host_memory=int(args.host * GIB) if args.host is not None else memory()[0])
+    return dict(
+        device="cpu" if args.smoke else "cuda",
+        device_name=name,
+        capability=capability,
+        memory=size,
+        free_memory=size,
+        host_memory=int(args.host * GIB) if args.host is not None else memory()[0],
+    )
 
 
-def facts_of(length: int, args: argparse.Namespace, here: dict[str, Any], senders: int | None = None) -> tuple[Facts, Keeping]:
+def facts_of(
+    length: int, args: argparse.Namespace, here: dict[str, Any], senders: int | None = None
+) -> tuple[Facts, Keeping]:
     """What the forecast needs to know of one length, each `auto` decided, and what layers then keep."""
     from fxtune import model as models
     from fxtune.config import load
     from fxtune.world import PACKAGES, Facts
 
     config = load(settings(length, args, senders))
-    facts = Facts(**here, packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"}, packing=config.data.packing,
-                  model=models.load_config(config.model).to_dict(), dtype=config.model.dtype.value, sequence_length=length,
-                  rows=(length,), micro_batch_size=1, optimizer=config.optimizer.name.value)
+    facts = Facts(
+        **here,
+        packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
+        packing=config.data.packing,
+        model=models.load_config(config.model).to_dict(),
+        dtype=config.model.dtype.value,
+        sequence_length=length,
+        rows=(length,),
+        micro_batch_size=1,
+        optimizer=config.optimizer.name.value,
+    )
     techniques = copy.deepcopy(config.techniques)
-    for name, technique in techniques.enabled():  # Liger's kernels are timed on the card, and the forecast does not hang on them
+    for (
+        name,
+        technique,
+    ) in techniques.enabled():  # Liger's kernels are timed on the card, and the forecast does not hang on them
         asked = replace(facts, techniques=techniques.asked())
         technique.resolve(replace(asked, device="cpu") if name == "liger" else asked)
     return replace(facts, techniques=techniques.asked()), techniques.checkpointing.keeping()
@@ -221,10 +259,13 @@ def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tup
     facts, keeping = facts_of(length, args, here)
     layers = facts.text["num_hidden_layers"]
     whole = sum(keeping.sending(layers))
-    keeping, need = within(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
+    keeping, need = (
+        within(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
+    )
     senders = sum(keeping.sending(layers))
-    return Row(length, senders, args.fast, max(whole - senders, 0), need.device / GIB, need.host / GIB,
-               args.words), facts
+    return Row(
+        length, senders, args.fast, max(whole - senders, 0), need.device / GIB, need.host / GIB, args.words
+    ), facts
 
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
@@ -235,9 +276,19 @@ def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
         documents, found = Path(scratch) / "documents.jsonl", Path(scratch) / "found.json"
         write_documents(documents, row.length, args.steps + 1)
         words = settings(row.length, args, row.senders if row.staying else None)
-        command = [sys.executable, __file__, "--child", str(found), "--steps", str(args.steps), *words,
-                   f"data.sources=[{{path: '{documents}'}}]", f"data.cache_dir={scratch}/cache", "data.on_long=truncate",
-                   f"run.dir={scratch}/run"]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            str(found),
+            "--steps",
+            str(args.steps),
+            *words,
+            f"data.sources=[{{path: '{documents}'}}]",
+            f"data.cache_dir={scratch}/cache",
+            "data.on_long=truncate",
+            f"run.dir={scratch}/run",
+        ]
         code, text, row.seconds = trials.ended(command, limit)
         if found.exists():
             for name, value in json.loads(found.read_text()).items():
@@ -283,10 +334,18 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
         seconds -= compiled.report().seconds
     offload = getattr(trainer.model, "offload", None)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    file.write_text(json.dumps(dict(
-        peak_gib=peak / GIB, reserved_gib=torch.cuda.max_memory_reserved() / GIB if cuda else 0.0,
-        pinned_gib=offload.pinned / GIB if offload else 0.0, step_seconds=seconds, loss=value,
-        tokens_per_second=trainer.plan.tokens(count - 1) / seconds)))
+    file.write_text(
+        json.dumps(
+            dict(
+                peak_gib=peak / GIB,
+                reserved_gib=torch.cuda.max_memory_reserved() / GIB if cuda else 0.0,
+                pinned_gib=offload.pinned / GIB if offload else 0.0,
+                step_seconds=seconds,
+                loss=value,
+                tokens_per_second=trainer.plan.tokens(count - 1) / seconds,
+            )
+        )
+    )
 
 
 def fitted(rows: list[Row], facts: Facts) -> Line:
@@ -340,10 +399,20 @@ def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any
     tokens, staying, why = longest(line, facts)
     if (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
         why = f"that {beyond:,} tokens ran out of memory here, though by the line {why} would hold {tokens:,}"
-        tokens, staying = max(((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0))
-    return {**measured, "bytes_a_token": line.a_token, "constant_gib": line.constant / GIB,
-            "of": "measured" if line.measured else "forecast", "lengths": line.points, "beside": line.beside,
-            "longest_tokens": tokens, "inputs_that_stay": staying, "ended_by": why}
+        tokens, staying = max(
+            ((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0)
+        )
+    return {
+        **measured,
+        "bytes_a_token": line.a_token,
+        "constant_gib": line.constant / GIB,
+        "of": "measured" if line.measured else "forecast",
+        "lengths": line.points,
+        "beside": line.beside,
+        "longest_tokens": tokens,
+        "inputs_that_stay": staying,
+        "ended_by": why,
+    }
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -352,10 +421,12 @@ def summary(found: dict[str, Any]) -> str:
     first = f"Rows of up to {measured:,} tokens were measured." if measured else "No length was measured."
     if not found["bytes_a_token"]:
         return f"{first} Two lengths or more (without --fast) make a line, which says what is the longest."
-    return (f"{first} {found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token, a line through "
-            f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest "
-            f"row is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
-            f"last one's. What ends it is {found['ended_by']}.")
+    return (
+        f"{first} {found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token, a line through "
+        f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest "
+        f"row is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
+        f"last one's. What ends it is {found['ended_by']}."
+    )
 
 
 def told(row: Row) -> str:
@@ -365,8 +436,10 @@ def told(row: Row) -> str:
         return f"{start} {row.error} | | | | |"
     if row.peak_gib is None:
         return f"{start} | | {row.host_gib:.1f} (forecast) | | |"
-    return (f"{start} {row.peak_gib:.1f} | {row.reserved_gib:.1f} | {row.pinned_gib:.1f} | {row.step_seconds:,.0f} | "
-            f"{row.tokens_per_second:,.0f} |")
+    return (
+        f"{start} {row.peak_gib:.1f} | {row.reserved_gib:.1f} | {row.pinned_gib:.1f} | {row.step_seconds:,.0f} | "
+        f"{row.tokens_per_second:,.0f} |"
+    )
 
 
 HEAD = """| tokens in a row | inputs on the host | forecast GiB | peak GiB | reserved GiB | host GiB | s a step | tokens/s |

@@ -34,9 +34,18 @@ END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", 
 VOCABULARY = 1024
 CONTEXT = 512
 ARCHITECTURE = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 768, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": CONTEXT, "vocab_size": VOCABULARY,
-    "bos_token_id": None, "eos_token_id": SPECIAL.index(TURN_END), "pad_token_id": SPECIAL.index(END_OF_TEXT),
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": CONTEXT,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": SPECIAL.index(TURN_END),
+    "pad_token_id": SPECIAL.index(END_OF_TEXT),
 }
 # GPT-2's split into words, with digits one by one.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -68,15 +77,30 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"),
-                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT,
-                                        additional_special_tokens=[TURN_START], clean_up_tokenization_spaces=False,
-                                        model_max_length=CONTEXT)
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[TURN_START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
 
@@ -93,13 +117,15 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
 
     config = Config(
         run=RunConfig(name="tiny", dir=str(run), seed=SEED),
-        model=ModelConfig(path=None, tokenizer=str(tokenizer), init=Init.random, architecture=ARCHITECTURE,
-                          dtype=DType.float32),
+        model=ModelConfig(
+            path=None, tokenizer=str(tokenizer), init=Init.random, architecture=ARCHITECTURE, dtype=DType.float32
+        ),
         data=DataConfig(sources=[SourceConfig(path=str(corpus))], eval_fraction=0.01, sequence_length=CONTEXT),
         train=TrainConfig(epochs=1, micro_batch_size=8, global_batch_size=8, eval_every=500, log_every=20),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1, betas=[0.9, 0.95]),
         schedule=ScheduleConfig(warmup_ratio=0.05, min_lr_ratio=0.02),
-        checkpoint=CheckpointConfig(every=250, keep=1, keep_best=False))
+        checkpoint=CheckpointConfig(every=250, keep=1, keep_best=False),
+    )
     config.techniques.lora.enabled = False
     return train.run(config)
 
@@ -109,8 +135,13 @@ def minutes(run: Path) -> float:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/step_seconds" in line]
     done = [0, *(line["train/step"] for line in logged)]
-    return sum(line["train/step_seconds"] * (now - before)
-               for line, before, now in zip(logged, done, done[1:], strict=False)) / 60
+    return (
+        sum(
+            line["train/step_seconds"] * (now - before)
+            for line, before, now in zip(logged, done, done[1:], strict=False)
+        )
+        / 60
+    )
 
 
 def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float, threads: int) -> None:
@@ -122,12 +153,27 @@ def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.save_pretrained(ASSET)
     shutil.copytree(tokenizer, ASSET, dirs_exist_ok=True)
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads} threads"
-    (ASSET / "README.md").write_text(README.format(
-        parameters=sum(parameter.numel() for parameter in model.parameters()), layers=ARCHITECTURE["num_hidden_layers"],
-        hidden=ARCHITECTURE["hidden_size"], vocabulary=VOCABULARY, context=CONTEXT, documents=DOCUMENTS, seed=SEED,
-        tokens=int(figures["train/tokens"]), steps=int(figures["train/step"]), loss=figures["eval/loss"],
-        perplexity=figures["eval/perplexity"], minutes=spent, machine=machine, torch=torch.__version__))
+    machine = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads} threads"
+    )
+    (ASSET / "README.md").write_text(
+        README.format(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            layers=ARCHITECTURE["num_hidden_layers"],
+            hidden=ARCHITECTURE["hidden_size"],
+            vocabulary=VOCABULARY,
+            context=CONTEXT,
+            documents=DOCUMENTS,
+            seed=SEED,
+            tokens=int(figures["train/tokens"]),
+            steps=int(figures["train/step"]),
+            loss=figures["eval/loss"],
+            perplexity=figures["eval/perplexity"],
+            minutes=spent,
+            machine=machine,
+            torch=torch.__version__,
+        )
+    )
     size = sum(file.stat().st_size for file in ASSET.iterdir())
     assert size <= LIMIT, f"{ASSET} has {size} bytes, {LIMIT} are allowed"
 
@@ -152,7 +198,9 @@ Chat markup: `<|im_start|>role`, a newline, the content, `<|im_end|>`; the templ
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "tiny", help="working folder (default: %(default)s)")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "tiny", help="working folder (default: %(default)s)"
+    )
     work = parser.parse_args().work
     import torch
 

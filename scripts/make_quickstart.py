@@ -24,8 +24,9 @@ UNSEEN_NAMES, UNSEEN_CITIES = 40, 30
 
 def answer(order: Order) -> str:
     """The JSON object that the model shall write, keys always in this order."""
-    return json.dumps({"name": order.name, "city": order.city, "item": order.item, "color": order.color,
-                       "quantity": order.quantity})
+    return json.dumps(
+        {"name": order.name, "city": order.city, "item": order.item, "color": order.color, "quantity": order.quantity}
+    )
 
 
 def row(order: Order, message: str) -> str:

@@ -66,13 +66,23 @@ def hub() -> list[dict[str, Any]]:
             url = refused() if fault == "refused" else server.url
             with tempfile.TemporaryDirectory() as empty:
                 there, absent = ask_hub(url, cache), ask_hub(url, empty)
-            rows.append({"hub": fault, "fetched before": there[0], "became": there[1],
-                         "not fetched": absent[0], "became ": absent[1]})
+            rows.append(
+                {
+                    "hub": fault,
+                    "fetched before": there[0],
+                    "became": there[1],
+                    "not fetched": absent[0],
+                    "became ": absent[1],
+                }
+            )
     return rows
 
 
 def track(folder: Path, notes: list[str], step: int = 0) -> Tracker:
-    plain = {"run": {"name": "outage"}, "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}}}
+    plain = {
+        "run": {"name": "outage"},
+        "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(plain))
     config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.online, project="unit"))
     return Tracker(config, folder, "outage", plain, note=notes.append, resume_step=step)
@@ -120,8 +130,14 @@ def wandb(fault: str | int, half_way: bool) -> dict[str, Any]:
             run = (Path(place) / "wandb" / "id").read_text()
             seen = [row["train/step"] for row in server.history(run)]
         whole = "each step once" if seen == list(range(1, STEPS + 1)) else f"NOT WHOLE: {seen}"
-    return {"W&B": f"{fault}{', half-way' if half_way else ''}", "start": started, "slowest line": slowest, "end": ended,
-            "command": " ".join(words[:2]) or "none needed", "history": whole}
+    return {
+        "W&B": f"{fault}{', half-way' if half_way else ''}",
+        "start": started,
+        "slowest line": slowest,
+        "end": ended,
+        "command": " ".join(words[:2]) or "none needed",
+        "history": whole,
+    }
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = dict(r=16, lora_alpha=32, target_modules=LINEARS, bias="none")
 """lora_dropout is 0 in both libraries' defaults, and given all the same."""
-NEVER = 10 ** 9
+NEVER = 10**9
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -41,15 +41,29 @@ def main(asked: dict[str, Any]) -> None:
         from peft import LoraConfig
 
         model = random_model(asked["shape"], asked["length"], asked.get("attention", "sdpa"))
-        trainer = SFTTrainer(model=model, processing_class=tokenizer, peft_config=LoraConfig(
-            task_type="CAUSAL_LM", lora_dropout=0.0, **LORA), **common)
+        trainer = SFTTrainer(
+            model=model,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **LORA),
+            **common,
+        )
     else:
         from unsloth import FastLanguageModel
 
         model, tokenizer = FastLanguageModel.from_pretrained(
-            asked["model"], max_seq_length=asked["length"], dtype=torch.bfloat16, load_in_4bit=False, local_files_only=True)
-        model = FastLanguageModel.get_peft_model(model, lora_dropout=0, random_state=0, use_gradient_checkpointing={
-            "full": True, "unsloth": "unsloth", "none": False}[asked["checkpointing"]], **LORA)
+            asked["model"],
+            max_seq_length=asked["length"],
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            local_files_only=True,
+        )
+        model = FastLanguageModel.get_peft_model(
+            model,
+            lora_dropout=0,
+            random_state=0,
+            use_gradient_checkpointing={"full": True, "unsloth": "unsloth", "none": False}[asked["checkpointing"]],
+            **LORA,
+        )
         trainer = SFTTrainer(model=model, processing_class=tokenizer, **common)
     count_tokens(trainer, clock)
     trainer.train()
@@ -64,12 +78,29 @@ def settings(asked: dict[str, Any]) -> Any:
     cuda = torch.cuda.is_available()
     more: dict[str, Any] = {} if asked["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
     return SFTConfig(
-        output_dir=str(Path(asked["out"]).with_suffix("")), per_device_train_batch_size=asked["rows"],
-        gradient_accumulation_steps=1, max_steps=asked["steps"] + asked["warm_up"], bf16=cuda, use_cpu=not cuda,
-        gradient_checkpointing=asked["checkpointing"] == "full", use_liger_kernel=asked.get("liger") == "on" and cuda,
-        report_to="none", logging_steps=NEVER, logging_first_step=True, save_strategy="no", max_length=asked["length"],
-        packing=asked["chats"], optim="adamw_torch_fused", learning_rate=1e-4, weight_decay=0.0, lr_scheduler_type="constant",
-        dataloader_num_workers=2 if cuda else 0, seed=0, disable_tqdm=True, **more)
+        output_dir=str(Path(asked["out"]).with_suffix("")),
+        per_device_train_batch_size=asked["rows"],
+        gradient_accumulation_steps=1,
+        max_steps=asked["steps"] + asked["warm_up"],
+        bf16=cuda,
+        use_cpu=not cuda,
+        gradient_checkpointing=asked["checkpointing"] == "full",
+        use_liger_kernel=asked.get("liger") == "on" and cuda,
+        report_to="none",
+        logging_steps=NEVER,
+        logging_first_step=True,
+        save_strategy="no",
+        max_length=asked["length"],
+        packing=asked["chats"],
+        optim="adamw_torch_fused",
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        dataloader_num_workers=2 if cuda else 0,
+        seed=0,
+        disable_tqdm=True,
+        **more,
+    )
 
 
 def dataset(asked: dict[str, Any]) -> Any:
@@ -94,8 +125,9 @@ def random_model(shape: dict[str, Any], length: int, attention: str) -> Any:
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32,
-                                                attn_implementation=attention)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=attention
+        )
 
 
 def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
@@ -185,12 +217,21 @@ def figures(asked: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
     tokens, each = sum(int(count) for count in clock.tokens), clock.each()
     assert len(clock.tokens) == len(each) == asked["steps"], "a step was not one micro-batch"
     if not asked["chats"]:
-        assert tokens == asked["steps"] * asked["rows"] * asked["length"], "the peer changed the rows: the figure would be wrong"
+        assert tokens == asked["steps"] * asked["rows"] * asked["length"], (
+            "the peer changed the rows: the figure would be wrong"
+        )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"tokens_per_second": tokens / clock.seconds, "step_seconds": statistics.median(each), "step_seconds_p5": min(each),
-            "step_seconds_p95": max(each), "tokens_a_step": tokens / asked["steps"], "first_loss": losses[0], "loss": losses[-1],
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-            "device": torch.cuda.get_device_name() if cuda else "cpu"}
+    return {
+        "tokens_per_second": tokens / clock.seconds,
+        "step_seconds": statistics.median(each),
+        "step_seconds_p5": min(each),
+        "step_seconds_p95": max(each),
+        "tokens_a_step": tokens / asked["steps"],
+        "first_loss": losses[0],
+        "loss": losses[-1],
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
 
 
 if __name__ == "__main__":

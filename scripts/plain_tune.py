@@ -120,7 +120,7 @@ def _held_out(model: Any, rows: Any) -> float:
     total, count = 0.0, 0
     with torch.no_grad():
         for first in range(0, len(held[0]), size):
-            some, targets = _loss(model, *(part[first:first + size] for part in held))
+            some, targets = _loss(model, *(part[first : first + size] for part in held))
             total, count = total + some.item(), count + targets
     model.train(training)
     return total / count

@@ -35,8 +35,9 @@ from killing import ForkServer, Processes, tail
 ENDLESS = ["train.max_steps=1000000", "train.epochs=1000000", "checkpoint.every=0", "train.log_every=1"]
 
 
-def stop_once(server: ForkServer | Processes, words: list[str], folder: Path, how: signal.Signals,
-              after: float) -> tuple[float | None, float]:
+def stop_once(
+    server: ForkServer | Processes, words: list[str], folder: Path, how: signal.Signals, after: float
+) -> tuple[float | None, float]:
     """Start the run, signal it `after` seconds into its steps; seconds to the checkpoint (None: there was nothing new to save)
     and to the end.
     """
@@ -70,10 +71,16 @@ def main() -> None:
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="fxtune-preempt-"))
     try:
-        line = ([*words, "run.dir=run", "tracking.display=plain", *ENDLESS] if words else
-                command(folder, "run.device=cpu", *ENDLESS))
+        line = (
+            [*words, "run.dir=run", "tracking.display=plain", *ENDLESS]
+            if words
+            else command(folder, "run.device=cpu", *ENDLESS)
+        )
         saved, ended = [], []
-        with (Processes() if words and torch.cuda.is_available() else ForkServer()) as server, suppress(KeyboardInterrupt):
+        with (
+            Processes() if words and torch.cuda.is_available() else ForkServer() as server,
+            suppress(KeyboardInterrupt),
+        ):
             for how in islice(cycle((signal.SIGTERM, signal.SIGUSR1)), options.stops):
                 at, end = stop_once(server, line, folder, how, draw.uniform(0, options.within))
                 saved += [at] if at is not None else []

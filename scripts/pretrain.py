@@ -49,12 +49,22 @@ def train_tokenizer(found: Iterable[str], vocabulary: int, folder: Path) -> None
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"),
-                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(_first(found, TOKENIZER_BYTES), trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    bpe.train_from_iterator(
+        _first(found, TOKENIZER_BYTES),
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT).save_pretrained(folder)
 
 
@@ -76,9 +86,12 @@ def common(out: Path, name: str, seed: int) -> Any:
     from fxtune.tracking import Display, TrackingConfig
     from fxtune.update_rule import OptimizerConfig
 
-    config = Config(run=RunConfig(name=name, dir=str(out / name), seed=seed),
-                    optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),
-                    checkpoint=CheckpointConfig(every=0, keep=1), tracking=TrackingConfig(display=Display.plain))
+    config = Config(
+        run=RunConfig(name=name, dir=str(out / name), seed=seed),
+        optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),
+        checkpoint=CheckpointConfig(every=0, keep=1),
+        tracking=TrackingConfig(display=Display.plain),
+    )
     config.data.cache_dir = str(out / "cache")
     config.techniques.lora.enabled = False
     if torch.cuda.is_available():
@@ -94,12 +107,26 @@ def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: 
     from fxtune.model import DType, Init, ModelConfig
 
     heads = max(hidden // head, 2)
-    return ModelConfig(path=None, tokenizer=str(tokenizer), init=Init.random, dtype=DType.float32, architecture={
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-        "intermediate_size": round(hidden * 2.7 / 64) * 64, "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2 or 1, "tie_word_embeddings": True, "max_position_embeddings": context,
-        "vocab_size": len(PreTrainedTokenizerFast.from_pretrained(tokenizer)), "bos_token_id": None, "eos_token_id": 0,
-        "pad_token_id": 0})
+    return ModelConfig(
+        path=None,
+        tokenizer=str(tokenizer),
+        init=Init.random,
+        dtype=DType.float32,
+        architecture={
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "intermediate_size": round(hidden * 2.7 / 64) * 64,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2 or 1,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": context,
+            "vocab_size": len(PreTrainedTokenizerFast.from_pretrained(tokenizer)),
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    )
 
 
 def micro_batch(rows: int, length: int, most: int) -> int:
@@ -113,8 +140,11 @@ def train_for(config: Any, seconds: float, most: int) -> dict[str, Any]:
 
     from fxtune import train
 
-    trial = replace(config, run=replace(config.run, dir=f"{config.run.dir}-trial"),
-                    train=replace(config.train, max_steps=8, log_every=1))
+    trial = replace(
+        config,
+        run=replace(config.run, dir=f"{config.run.dir}-trial"),
+        train=replace(config.train, max_steps=8, log_every=1),
+    )
     train.run(trial)
     log = Path(trial.run.dir, "metrics.jsonl").read_text().splitlines()
     took = [line["train/step_seconds"] for line in map(json.loads, log) if "train/step_seconds" in line]
@@ -124,5 +154,10 @@ def train_for(config: Any, seconds: float, most: int) -> dict[str, Any]:
     started = time.perf_counter()
     figures = train.run(config)
     torch._dynamo.reset()
-    return {"steps": steps, "seconds": time.perf_counter() - started, "tokens": figures["train/tokens"],
-            "tokens_per_second": figures["train/tokens_per_second"], "loss": figures["train/loss"]}
+    return {
+        "steps": steps,
+        "seconds": time.perf_counter() - started,
+        "tokens": figures["train/tokens"],
+        "tokens_per_second": figures["train/tokens_per_second"],
+        "loss": figures["train/loss"],
+    }

@@ -22,7 +22,9 @@ class Form(NamedTuple):
     """What stands before the answer, without the space before that."""
 
 
-PASS_KEY = Form("The pass key is {value}. Remember it. {value} is the pass key.", "What is the pass key? The pass key is {value}")
+PASS_KEY = Form(
+    "The pass key is {value}. Remember it. {value} is the pass key.", "What is the pass key? The pass key is {value}"
+)
 NAMED = (
     Form("The magic number of {name} is {value}.", "The magic number of {name} is {value}"),
     Form("# {name} = {value}", "# {name} = {value}"),
@@ -60,16 +62,22 @@ class Fillers:
     def draw(self, rng: random.Random, chars: int) -> str:
         text = rng.choice(self.texts)
         start = text.find("\n", rng.randrange(len(text))) + 1
-        parts, missing = [text[start:start + chars]], chars - len(text[start:start + chars])
+        parts, missing = [text[start : start + chars]], chars - len(text[start : start + chars])
         while missing > 0:
             parts.append(rng.choice(self.texts)[:missing])
             missing -= len(parts[-1])
         drawn = "\n".join(parts)
-        return drawn[:drawn.rfind("\n")] if "\n" in drawn else drawn
+        return drawn[: drawn.rfind("\n")] if "\n" in drawn else drawn
 
 
-def documents(rng: random.Random, fillers: Fillers, encode: Callable[[list[str]], list[list[int]]], count: int, low: int,
-              high: int) -> Iterator[str]:
+def documents(
+    rng: random.Random,
+    fillers: Fillers,
+    encode: Callable[[list[str]], list[list[int]]],
+    count: int,
+    low: int,
+    high: int,
+) -> Iterator[str]:
     """`count` teaching documents of `low` to `high` tokens, about; none is longer. `encode`: texts to ids, many at a time."""
     sample = [fillers.draw(rng, 4000) for _ in range(16)]
     chars_a_token = sum(map(len, sample)) / sum(map(len, encode(sample)))
@@ -92,14 +100,18 @@ class Passkeys:
     def row(self, length: int, depth: float) -> tuple[list[int], int]:
         """(token ids [length], how many of the last ones are the answer). `depth`: 0 is the row's beginning, 1 the question."""
         value = number(self.rng)
-        fact, whole, question = self.encode(["\n" + PASS_KEY.fact.format(value=value) + "\n",
-                                             "\n" + PASS_KEY.question.format(value=value),
-                                             "\n" + PASS_KEY.question.format(value="").rstrip()])
-        assert whole[:len(question)] == question
+        fact, whole, question = self.encode(
+            [
+                "\n" + PASS_KEY.fact.format(value=value) + "\n",
+                "\n" + PASS_KEY.question.format(value=value),
+                "\n" + PASS_KEY.question.format(value="").rstrip(),
+            ]
+        )
+        assert whole[: len(question)] == question
         room = length - len(fact) - len(whole)
         assert room >= 0, f"a pass key alone takes {length - room} tokens"
         begin = self.rng.randrange(max(len(self.ids) - room, 1))
-        around = list(self.ids[begin:begin + room])
+        around = list(self.ids[begin : begin + room])
         at = round(depth * len(around))
         return [*around[:at], *fact, *around[at:], *whole], len(whole) - len(question)
 
@@ -113,5 +125,5 @@ def accuracy(argmax: Callable[[list[list[int]]], Any], rows: list[tuple[list[int
     best = argmax([ids for ids, _ in rows])
     right = 0
     for (ids, answer), found in zip(rows, best, strict=True):
-        right += list(found[len(ids) - answer - 1:len(ids) - 1]) == ids[-answer:]
+        right += list(found[len(ids) - answer - 1 : len(ids) - 1]) == ids[-answer:]
     return right / len(rows)

@@ -25,12 +25,15 @@ Kyoto Lagos Leeds Leipzig Lima Linz Lisbon London Luanda Lyon Madrid Malmo Manil
 Munich Nairobi Naples Nice Odense Osaka Oslo Ottawa Oxford Palermo Paris Perth Pisa Porto Prague Quito Rabat Riga Rome
 Salem Seattle Seoul Seville Sofia Split Sydney Tampa Tartu Tokyo Toledo Toronto Trieste Tunis Turin Utrecht Valencia Venice
 Vienna Vilnius Warsaw Windsor York Zagreb Zurich""".split()
-PLURALS = dict(pair.split(":") for pair in """lamp:lamps chair:chairs table:tables cup:cups plate:plates bowl:bowls spoon:spoons
+PLURALS = dict(
+    pair.split(":")
+    for pair in """lamp:lamps chair:chairs table:tables cup:cups plate:plates bowl:bowls spoon:spoons
 book:books pen:pens pencil:pencils notebook:notebooks candle:candles pillow:pillows blanket:blankets towel:towels
 basket:baskets box:boxes bottle:bottles jar:jars kettle:kettles clock:clocks mirror:mirrors rug:rugs curtain:curtains
 scarf:scarves hat:hats glove:gloves coat:coats shirt:shirts sock:socks belt:belts bag:bags umbrella:umbrellas
 bike:bikes helmet:helmets rope:ropes tent:tents bench:benches shelf:shelves brush:brushes bucket:buckets ladder:ladders
-hammer:hammers vase:vases drum:drums flute:flutes guitar:guitars kite:kites ball:balls puzzle:puzzles""".split())
+hammer:hammers vase:vases drum:drums flute:flutes guitar:guitars kite:kites ball:balls puzzle:puzzles""".split()
+)
 COLORS = "red blue green yellow black white brown grey orange purple pink silver".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".split()

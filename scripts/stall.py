@@ -24,7 +24,9 @@ WARM_UP = 10
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("words", nargs="*", default=["+recipe=quickstart"], help="recipe and keys, as fxtune takes them")
+    parser.add_argument(
+        "words", nargs="*", default=["+recipe=quickstart"], help="recipe and keys, as fxtune takes them"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps between two saves")
     parser.add_argument("--folder", type=Path, default=Path("."), help="the disk to measure")
     options = parser.parse_args()
@@ -39,8 +41,11 @@ def main() -> None:
         alone = alone or each
         stalls = [line["checkpoint/stall_seconds"] for line in lines if "checkpoint/stall_seconds" in line]
         spent = [line["checkpoint/seconds"] for line in lines if "checkpoint/seconds" in line]
-        print(f"{name:<20}{len(stalls):>11}{size / 2**30:>11.3f}{statistics.median(stalls):>11.4f}{max(stalls):>11.4f}"
-              f"{statistics.median(spent):>11.3f}{each:>11.4f}{each / alone - 1:>11.1%}", flush=True)
+        print(
+            f"{name:<20}{len(stalls):>11}{size / 2**30:>11.3f}{statistics.median(stalls):>11.4f}{max(stalls):>11.4f}"
+            f"{statistics.median(spent):>11.3f}{each:>11.4f}{each / alone - 1:>11.1%}",
+            flush=True,
+        )
 
 
 def run(words: list[str], every: int, folder: Path, waits: bool) -> tuple[list[dict[str, float]], int]:
@@ -48,8 +53,18 @@ def run(words: list[str], every: int, folder: Path, waits: bool) -> tuple[list[d
     from fxtune import config, train
     from fxtune.snapshot import Snapshot
 
-    chosen = config.load(["train.max_steps=60", *words, f"checkpoint.every={every}", "checkpoint.keep_best=false",
-                          "train.eval_every=0", "data.questions.path=null", "tracking.display=none", "train.log_every=1"])
+    chosen = config.load(
+        [
+            "train.max_steps=60",
+            *words,
+            f"checkpoint.every={every}",
+            "checkpoint.keep_best=false",
+            "train.eval_every=0",
+            "data.questions.path=null",
+            "tracking.display=none",
+            "train.log_every=1",
+        ]
+    )
     chosen.run.dir = str(folder)
     with mock.patch.object(Snapshot, "take", return_value=None) if waits else mock.MagicMock():
         train.run(chosen)

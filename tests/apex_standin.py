@@ -18,11 +18,23 @@ from torch import nn
 class FusedAdam(torch.optim.Optimizer):
     """As in Apex: moments are float32 whatever the weight's dtype, and the steps are counted in the group."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Any = (0.9, 0.999), eps: float = 1e-8,
-                 adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ):
         assert adam_w_mode
         assert not amsgrad
-        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -38,13 +50,15 @@ class FusedAdam(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(p).float()
                 state["exp_avg"].lerp_(p.grad.float(), 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad.float(), p.grad.float(), value=1 - beta2)
-                denominator = (state["exp_avg_sq"] / (1 - beta2 ** step)).sqrt() + group["eps"]
-                change = state["exp_avg"] / (1 - beta1 ** step) / denominator + group["weight_decay"] * p.float()
+                denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
+                change = state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * p.float()
                 p.copy_(p.float() - group["lr"] * change)
 
 
 class FusedRMSNorm(nn.Module):
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False):
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ):
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.eps = eps
@@ -57,7 +71,9 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedLayerNorm(nn.Module):
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False):
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ):
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.eps = eps
@@ -70,8 +86,13 @@ class FusedLayerNorm(nn.Module):
 
 def install(monkeypatch: Any) -> None:
     """Make `import apex` and `import amp_C` find this, until the test ends."""
-    parts = {"apex": {}, "amp_C": {}, "fused_layer_norm_cuda": {}, "apex.optimizers": {"FusedAdam": FusedAdam},
-             "apex.normalization": {"FusedRMSNorm": FusedRMSNorm, "FusedLayerNorm": FusedLayerNorm}}
+    parts = {
+        "apex": {},
+        "amp_C": {},
+        "fused_layer_norm_cuda": {},
+        "apex.optimizers": {"FusedAdam": FusedAdam},
+        "apex.normalization": {"FusedRMSNorm": FusedRMSNorm, "FusedLayerNorm": FusedLayerNorm},
+    }
     for name, members in parts.items():
         module = types.ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)

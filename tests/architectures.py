@@ -12,8 +12,16 @@ from fxtune.pipeline import Pipeline, make_probe
 from fxtune.techniques.lora import AdapterInit
 from fxtune.world import Facts, World
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16},
@@ -21,16 +29,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral_sliding": {"model_type": "mistral", **SIZES, "sliding_window": 4},
     "gemma": {"model_type": "gemma", **SIZES, "head_dim": 16},
     "gemma2": {"model_type": "gemma2", **SIZES, "head_dim": 16, "sliding_window": 4},
-    "gemma3": {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 4,
-               "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "phi": {"model_type": "phi", **SIZES},
     "phi3": {"model_type": "phi3", **SIZES},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "gaussian": {"init": AdapterInit.gaussian},
-    "pissa": {"init": AdapterInit.pissa}, "olora": {"init": AdapterInit.olora}, "dropout": {"dropout": 0.1},
-    "head": {"modules_to_save": ["lm_head"]}, "norm": {"modules_to_save": ["norm"]},
-    "embedding": {"target_modules": ["q_proj", "embed_tokens"]}}
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "gaussian": {"init": AdapterInit.gaussian},
+    "pissa": {"init": AdapterInit.pissa},
+    "olora": {"init": AdapterInit.olora},
+    "dropout": {"dropout": 0.1},
+    "head": {"modules_to_save": ["lm_head"]},
+    "norm": {"modules_to_save": ["norm"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
 CPU = World(torch.device("cpu"))
 
 

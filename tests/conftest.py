@@ -23,8 +23,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Else each process that compiles finds out which vector instructions work here by building C++ for each kind: 8 s of a processor.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: two threads each on two busy cores wait for each other
-for name in ("WANDB_API_KEY", "HF_TOKEN", "COLUMNS"):  # secrets, and how wide the terminal is that tests were started from
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # of the processes that tests start: two threads each on two busy cores wait for each other
+)
+for name in (
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "COLUMNS",
+):  # secrets, and how wide the terminal is that tests were started from
     os.environ.pop(name, None)
 
 
@@ -95,10 +101,15 @@ def chats(tmp_path_factory) -> Path:
 def small(chats, tmp_path) -> Config:
     """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. Tests change what they are about."""
     config = Config(
-        data=DataConfig(sources=[SourceConfig(path=str(chats))], sequence_length=256, packing=False,
-                        cache_dir=str(tmp_path / "cache")),
+        data=DataConfig(
+            sources=[SourceConfig(path=str(chats))],
+            sequence_length=256,
+            packing=False,
+            cache_dir=str(tmp_path / "cache"),
+        ),
         train=TrainConfig(max_steps=6, epochs=100, micro_batch_size=4, global_batch_size=8),
-        tracking=TrackingConfig(display=Display.none))
+        tracking=TrackingConfig(display=Display.none),
+    )
     config.techniques.lora.enabled = True
     config.schedule.warmup_steps = 2
     config.optimizer.lr = 1e-3
@@ -108,9 +119,17 @@ def small(chats, tmp_path) -> Config:
 @pytest.fixture
 def narrow(small) -> Config:
     """`small` with a model of two narrow layers, drawn at random: for runs whose subject is not what a model can do."""
-    small.model = ModelConfig(init=Init.random, architecture={
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16})
+    small.model = ModelConfig(
+        init=Init.random,
+        architecture={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+    )
     return small
 
 
@@ -169,7 +188,12 @@ def interpreted(script: Path) -> list[str]:
     imported, hence a process of its own.
     """
     pytest.importorskip("triton")
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
-                         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])})
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.split()

@@ -116,11 +116,27 @@ class _HubHandler(Handler):
         path = unquote(urlsplit(self.path).path)
         hub = self.server
         if path.startswith("/api/") and "/tree/" in path:
-            self.answer(200, [{"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                              for name, content in hub.files.items()])
+            self.answer(
+                200,
+                [
+                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                    for name, content in hub.files.items()
+                ],
+            )
         elif path.startswith("/api/"):
-            self.answer(200, {"_id": "1", "id": "nobody/tiny", "modelId": "nobody/tiny", "sha": hub.commit, "private": False,
-                              "siblings": [{"rfilename": name} for name in hub.files], "tags": [], "downloads": 0})
+            self.answer(
+                200,
+                {
+                    "_id": "1",
+                    "id": "nobody/tiny",
+                    "modelId": "nobody/tiny",
+                    "sha": hub.commit,
+                    "private": False,
+                    "siblings": [{"rfilename": name} for name in hub.files],
+                    "tags": [],
+                    "downloads": 0,
+                },
+            )
         else:
             name = path.partition(f"/resolve/{hub.commit}/")[2]
             if name not in hub.files:
@@ -129,8 +145,11 @@ class _HubHandler(Handler):
             self.file(name, hub.files[name])
 
     def file(self, name: str, content: bytes) -> None:
-        headers = {"etag": f'"{hashlib.sha1(content).hexdigest()}"', "x-repo-commit": self.server.commit,
-                   "accept-ranges": "bytes"}
+        headers = {
+            "etag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "x-repo-commit": self.server.commit,
+            "accept-ranges": "bytes",
+        }
         begun = 0
         if wanted := self.headers.get("range"):
             begun = int(wanted.removeprefix("bytes=").partition("-")[0])
@@ -140,7 +159,7 @@ class _HubHandler(Handler):
             for key, value in {"content-length": str(len(content) - begun), **headers}.items():
                 self.send_header(key, value)
             self.end_headers()
-            self.wfile.write(content[begun:begun + (len(content) - begun) // 2])
+            self.wfile.write(content[begun : begun + (len(content) - begun) // 2])
             self.wfile.flush()
             if name in self.server.stuck:
                 self.server.over.wait(120)
@@ -184,19 +203,44 @@ class _WandbHandler(Handler):
         if "upsertBucket" in query:
             server.upserts.append(given)
             new = server.rows.setdefault(run, {}) == {}
-            return {"upsertBucket": {"bucket": {
-                "id": "x", "name": run, "displayName": "d", "historyLineCount": len(server.rows[run]),
-                "project": {"name": "unit", "entity": {"name": "me", "id": "1"}, "id": "2"}}, "inserted": new}}
+            return {
+                "upsertBucket": {
+                    "bucket": {
+                        "id": "x",
+                        "name": run,
+                        "displayName": "d",
+                        "historyLineCount": len(server.rows[run]),
+                        "project": {"name": "unit", "entity": {"name": "me", "id": "1"}, "id": "2"},
+                    },
+                    "inserted": new,
+                }
+            }
         if "createRunFiles" in query:
             files = [{"name": name, "uploadUrl": f"{server.url}/upload/{name}"} for name in given["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         if "RunResumeStatus" in query and run in server.rows:
             rows = server.rows[run]
-            return {"model": {"id": "2", "name": "unit", "entity": {"id": "1", "name": "me"}, "bucket": {
-                "id": "x", "name": run, "displayName": "d", "summaryMetrics": json.dumps(server.summary.get(run, {})),
-                "logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0, "eventsTail": "[]", "config": "{}",
-                "historyTail": json.dumps([rows[place] for place in sorted(rows)[-1:]]), "tags": [],
-                "wandbConfig": json.dumps({"t": {"value": 1}})}}}
+            return {
+                "model": {
+                    "id": "2",
+                    "name": "unit",
+                    "entity": {"id": "1", "name": "me"},
+                    "bucket": {
+                        "id": "x",
+                        "name": run,
+                        "displayName": "d",
+                        "summaryMetrics": json.dumps(server.summary.get(run, {})),
+                        "logLineCount": 0,
+                        "historyLineCount": len(rows),
+                        "eventsLineCount": 0,
+                        "eventsTail": "[]",
+                        "config": "{}",
+                        "historyTail": json.dumps([rows[place] for place in sorted(rows)[-1:]]),
+                        "tags": [],
+                        "wandbConfig": json.dumps({"t": {"value": 1}}),
+                    },
+                }
+            }
         return None if "__type" in query else {"model": None}
 
     def stream(self, run: str, sent: dict[str, Any]) -> None:
@@ -224,6 +268,7 @@ def black_hole() -> Iterator[tuple[str, list[float]]]:
     seen: list[float] = []
     kept: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+
         def take() -> None:
             with contextlib.suppress(OSError):
                 while True:

@@ -42,7 +42,9 @@ def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, caps
     assert f"| tiny | 1 x 256 | plain | {plain['tokens_per_second']:,.0f} |" in out
     assert "1.00x" in out
 
-    monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,full", "--minutes", "0", "--plot", "plot.svg"])
+    monkeypatch.setattr(
+        sys, "argv", ["ablate.py", *common, "--cases", "plain,full", "--minutes", "0", "--plot", "plot.svg"]
+    )
     ablate.main()
     out = capsys.readouterr().out
     assert "Not run, the time (0 minutes) was over: tiny 256 full" in out, "plain stands in the file"

@@ -46,8 +46,11 @@ def floors() -> dict[str, Version]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = [Requirement(text) for group in groups for text in group]
-    return {one.name.lower(): max(Version(spec.version) for spec in one.specifier if spec.operator in (">=", "=="))
-            for one in wanted if one.specifier}
+    return {
+        one.name.lower(): max(Version(spec.version) for spec in one.specifier if spec.operator in (">=", "=="))
+        for one in wanted
+        if one.specifier
+    }
 
 
 @pytest.mark.parametrize(("name", "mended", "hole"), MENDED, ids=[entry[2] for entry in MENDED])
@@ -63,7 +66,9 @@ def test_no_version_with_a_known_hole_is_allowed_or_installed(name, mended, hole
 
 
 def test_what_reads_strangers_data_has_a_floor_in_the_table():
-    assert {"torch", "transformers", "jinja2", "pyyaml", "numpy", "filelock"} <= set(floors()) & {name for name, _, _ in MENDED}
+    assert {"torch", "transformers", "jinja2", "pyyaml", "numpy", "filelock"} <= set(floors()) & {
+        name for name, _, _ in MENDED
+    }
 
 
 BAD = {"name": "jinja2", "version": "3.1.5", "vulns": [{"id": "PYSEC-1", "aliases": [], "fix_versions": ["3.1.6"]}]}
@@ -89,28 +94,44 @@ def audit(folder: Path, known: object, found: object, seconds: str = "30") -> su
     """Run the script with a pip-audit that gives these answers: for the version that is known to be bad, and for the rest."""
     folder.joinpath("pip_audit.py").write_text(textwrap.dedent(STAND_IN.format(answers=json.dumps([known, found]))))
     command = [sys.executable, str(ROOT / "scripts" / "audit.py"), "--seconds", seconds]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(folder)})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(folder)}
+    )
 
 
-@pytest.mark.parametrize(("found", "code", "told"), [
-    ([HOLE, FINE], 1, ["thing 1.0: PYSEC-2 CVE-2: mended in 1.1", "2 packages looked up, 1 hole to mend"]),
-    ([OPEN, FINE], 0, ["other 2.0: PYSEC-3: no version mends it yet", "2 packages looked up, 0 holes to mend"]),
-    ([FINE, UNKNOWN], 0, ["1 packages looked up, 0 holes to mend; 1 packages not known to the database and not looked up"]),
-])
+@pytest.mark.parametrize(
+    ("found", "code", "told"),
+    [
+        ([HOLE, FINE], 1, ["thing 1.0: PYSEC-2 CVE-2: mended in 1.1", "2 packages looked up, 1 hole to mend"]),
+        ([OPEN, FINE], 0, ["other 2.0: PYSEC-3: no version mends it yet", "2 packages looked up, 0 holes to mend"]),
+        (
+            [FINE, UNKNOWN],
+            0,
+            ["1 packages looked up, 0 holes to mend; 1 packages not known to the database and not looked up"],
+        ),
+    ],
+)
 def test_an_audit_tells_each_hole_and_fails_where_it_can_be_mended(found, code, told, tmp_path):
     done = audit(tmp_path, [BAD], found)
     assert done.returncode == code, done.stderr
     assert all(line in done.stdout for line in told), done.stdout
 
 
-@pytest.mark.parametrize(("known", "found", "told"), [
-    ([{**UNKNOWN, "name": "jinja2"}], [FINE], "does not even know jinja2==3.1.5 to be bad (Dependency not found on PyPI"),
-    ([{**BAD, "vulns": []}], [FINE], "it calls that one good"),
-    ("fail", [FINE], "no route to the database"),
-    ([BAD], "fail", "no route to the database"),
-    ("hang", [FINE], "did not answer in 2 s"),
-    ([BAD], "hang", "did not answer in"),
-])
+@pytest.mark.parametrize(
+    ("known", "found", "told"),
+    [
+        (
+            [{**UNKNOWN, "name": "jinja2"}],
+            [FINE],
+            "does not even know jinja2==3.1.5 to be bad (Dependency not found on PyPI",
+        ),
+        ([{**BAD, "vulns": []}], [FINE], "it calls that one good"),
+        ("fail", [FINE], "no route to the database"),
+        ([BAD], "fail", "no route to the database"),
+        ("hang", [FINE], "did not answer in 2 s"),
+        ([BAD], "hang", "did not answer in"),
+    ],
+)
 def test_an_audit_that_could_not_be_done_says_so_in_time(known, found, told, tmp_path):
     began = time.monotonic()
     done = audit(tmp_path, known, found, seconds="2")

@@ -69,8 +69,11 @@ def test_every_answer_can_be_read_from_its_message(scripts):
         assert order["city"] in message
         count = order["quantity"]
         noun = order["item"] if count == 1 else words.PLURALS[order["item"]]
-        written = ["a", "an", "one", "1"] if count == 1 else [str(count), *words.COUNTS[count:count + 1]]
-        assert re.search(rf"\b({'|'.join(written)}) {order['color']} {noun}\b", message, re.IGNORECASE), (message, order)
+        written = ["a", "an", "one", "1"] if count == 1 else [str(count), *words.COUNTS[count : count + 1]]
+        assert re.search(rf"\b({'|'.join(written)}) {order['color']} {noun}\b", message, re.IGNORECASE), (
+            message,
+            order,
+        )
 
 
 def test_the_corpus_is_fixed_by_its_seed_and_answers_no_order_with_json(scripts, tokenizer):
@@ -89,7 +92,9 @@ def test_the_tokenizer_is_what_its_script_trains(scripts, tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     make_base = scripts["make_base"]
-    make_base.train_tokenizer(islice(scripts["corpus"].documents(make_base.SEED), make_base.TOKENIZER_DOCUMENTS), tmp_path)
+    make_base.train_tokenizer(
+        islice(scripts["corpus"].documents(make_base.SEED), make_base.TOKENIZER_DOCUMENTS), tmp_path
+    )
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
@@ -121,11 +126,17 @@ def test_every_text_comes_back(tokenizer, text):
 def test_the_template_marks_what_the_assistant_writes(tokenizer, scripts):
     assert tokenizer.chat_template == scripts["make_base"].TEMPLATE
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A b"},
-                {"role": "user", "content": "V"}, {"role": "assistant", "content": "C"}]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A b"},
+        {"role": "user", "content": "V"},
+        {"role": "assistant", "content": "C"},
+    ]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA b<|im_end|>\n"
-        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nC<|im_end|>\n")
+        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nC<|im_end|>\n"
+    )
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("U<|im_end|>\n<|im_start|>assistant\n")
     seen = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)

@@ -21,8 +21,13 @@ from fxtune.data.batch import IGNORED
 from fxtune.energy import Energy, integrated
 from fxtune.setting import Setting
 
-TINY = ["+recipe=quickstart", "model.init=random", "model.architecture={hidden_size: 32, intermediate_size: 48, "
-        "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1}", "data.sequence_length=256"]
+TINY = [
+    "+recipe=quickstart",
+    "model.init=random",
+    "model.architecture={hidden_size: 32, intermediate_size: 48, "
+    "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1}",
+    "data.sequence_length=256",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,7 +82,9 @@ def test_times_fit_together(small, monkeypatch):
     monkeypatch.setattr(train.Trainer, "step", slower)
     found = measure.measure(small, steps=4, warm_up=2, age=iter([3.0, 4.5]).__next__)
     assert (found.first_step_seconds, found.second_step_seconds) == (3.0, 4.5)
-    assert found.step_seconds_p5 < found.step_seconds < 1.2 < found.step_seconds_p95, "one slow step is spread, not the median"
+    assert found.step_seconds_p5 < found.step_seconds < 1.2 < found.step_seconds_p95, (
+        "one slow step is spread, not the median"
+    )
     seconds = tokens_of(small, range(2, 6)) / found.tokens_per_second
     assert seconds > 1.65, "all of the time counts, also that of the slow step"
     assert 0 <= found.data_wait < 0.5
@@ -106,7 +113,11 @@ def test_a_step_that_is_not_finite_is_told_and_is_no_loss(small, monkeypatch):
 
     def broken(self, step, lr):
         outcome = whole_step(self, step, lr)
-        return outcome if step.index != 3 else outcome._replace(loss=torch.tensor(float("nan")), finite=torch.tensor(False))
+        return (
+            outcome
+            if step.index != 3
+            else outcome._replace(loss=torch.tensor(float("nan")), finite=torch.tensor(False))
+        )
 
     monkeypatch.setattr(train.Trainer, "step", broken)
     found = measure.measure(small, steps=2, warm_up=2)
@@ -129,15 +140,20 @@ def test_the_command_prints_and_writes(cwd, capsys):
     assert found["techniques"]["attention"]["backend"] == "sdpa"
 
 
-@pytest.mark.parametrize(("words", "told", "code"), [
-    (["--steps", "0"], "--steps 0: give a whole number of steps, 1 or more", 2),
-    (["--warm-up", "1"], "--warm-up 1: give a whole number of steps, 2 or more", 2),
-    (["--steps", "many"], "--steps many", 2),
-    (["--price", "free"], "--price free: give what an hour", 2),
-    (["--price", "0"], "--price 0", 2),
-    (["--json", "nowhere/b.json"], "--json nowhere/b.json cannot be written", 6),
-])
-def test_an_option_that_makes_no_sense_is_refused_before_anything_is_built(cwd, capsys, monkeypatch, words, told, code):
+@pytest.mark.parametrize(
+    ("words", "told", "code"),
+    [
+        (["--steps", "0"], "--steps 0: give a whole number of steps, 1 or more", 2),
+        (["--warm-up", "1"], "--warm-up 1: give a whole number of steps, 2 or more", 2),
+        (["--steps", "many"], "--steps many", 2),
+        (["--price", "free"], "--price free: give what an hour", 2),
+        (["--price", "0"], "--price 0", 2),
+        (["--json", "nowhere/b.json"], "--json nowhere/b.json cannot be written", 6),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_before_anything_is_built(
+    cwd, capsys, monkeypatch, words, told, code
+):
     monkeypatch.setattr(bench, "measure", None)
     assert main(["bench", *TINY, *words]) == code
     assert told in capsys.readouterr().err.replace("\n", " ")
@@ -152,22 +168,31 @@ def test_a_recipe_that_fails_leaves_the_file_of_an_earlier_one_as_it_was(cwd):
 
 
 def test_what_is_switched_off():
-    asked = {"attention": {"backend": "flash4"}, "liger": {"rms_norm": "on", "rope": "off", "chunk_rows": None},
-             "compile": {"mode": "default"}}
+    asked = {
+        "attention": {"backend": "flash4"},
+        "liger": {"rms_norm": "on", "rope": "off", "chunk_rows": None},
+        "compile": {"mode": "default"},
+    }
     assert list(bench.switched_off(asked)) == [
         ("flash4 (sdpa in its place)", ["techniques.attention.backend=sdpa"]),
         ("liger", ["techniques.liger.enabled=false"]),
         ("liger.rms_norm", ["techniques.liger.rms_norm='off'"]),
-        ("compile", ["techniques.compile.enabled=false"])]
+        ("compile", ["techniques.compile.enabled=false"]),
+    ]
     assert list(bench.switched_off({"attention": {"backend": "sdpa"}})) == []
 
 
 def test_ablation_has_a_row_for_each_and_says_what_could_not_be_run(cwd, capsys, monkeypatch):
-    whole = {**measured(), "decided": ["attention: auto took flash4"], "techniques": {
-        "attention": {"backend": "flash4"}, "lora": {"r": 16}, "compile": {"mode": "default"}}}
-    answers = {"techniques.attention.backend=sdpa": {**measured(), "tokens_per_second": 50.0, "loss": 2.25},
-               "techniques.lora.enabled=false": {"error": "does not fit"},
-               "techniques.compile.enabled=false": {"error": "refused: techniques.compile"}}
+    whole = {
+        **measured(),
+        "decided": ["attention: auto took flash4"],
+        "techniques": {"attention": {"backend": "flash4"}, "lora": {"r": 16}, "compile": {"mode": "default"}},
+    }
+    answers = {
+        "techniques.attention.backend=sdpa": {**measured(), "tokens_per_second": 50.0, "loss": 2.25},
+        "techniques.lora.enabled=false": {"error": "does not fit"},
+        "techniques.compile.enabled=false": {"error": "refused: techniques.compile"},
+    }
     asked = []
 
     def apart(words, steps, warm_up):
@@ -187,7 +212,8 @@ def test_ablation_has_a_row_for_each_and_says_what_could_not_be_run(cwd, capsys,
     assert [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] == [
         ["without flash4 (sdpa in its place)", "50", "0.50x", "1.0", "1.00x", "2.2500", "+0.2500"],
         ["without lora", "does not fit", "", "", "", "", ""],
-        ["without compile", "refused: techniques.compile", "", "", "", "", ""]]
+        ["without compile", "refused: techniques.compile", "", "", "", "", ""],
+    ]
 
 
 def test_ablation_of_a_recipe_that_cannot_be_measured_is_an_error(cwd, capsys, monkeypatch):
@@ -196,12 +222,19 @@ def test_ablation_of_a_recipe_that_cannot_be_measured_is_an_error(cwd, capsys, m
     assert "The recipe as it stands cannot be measured: does not fit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "text", "error"), [
-    (2, "fxtune: This cannot run here:\n  techniques.lora.r: 0 is not", "refused: This cannot run here: techniques.lora.r"),
-    (4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps", "does not fit"),
-    (-9, "", "does not fit"),
-    (1, "Traceback\nKeyError: 'x'", "failed: exit code 1: KeyError: 'x'"),
-])
+@pytest.mark.parametrize(
+    ("code", "text", "error"),
+    [
+        (
+            2,
+            "fxtune: This cannot run here:\n  techniques.lora.r: 0 is not",
+            "refused: This cannot run here: techniques.lora.r",
+        ),
+        (4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps", "does not fit"),
+        (-9, "", "does not fit"),
+        (1, "Traceback\nKeyError: 'x'", "failed: exit code 1: KeyError: 'x'"),
+    ],
+)
 def test_a_process_of_its_own_that_fails_says_why_in_one_line(monkeypatch, code, text, error):
     monkeypatch.setattr(measure.trials, "ended", lambda command, limit: (code, text, 1.0))
     assert measure.apart(TINY)["error"].startswith(error)
@@ -220,11 +253,34 @@ def test_a_process_of_its_own_gives_its_figures_or_its_time_is_over(monkeypatch)
 
 
 def measured() -> dict:
-    return {"tokens_per_second": 100.0, "supervised_tokens_per_second": 50.0, "padding_per_second": 1.0, "step_seconds": 1.0,
-            "step_seconds_p5": 0.9, "step_seconds_p95": 1.1, "mfu": 0.5, "memory_gib": 1.0, "memory_reserved_gib": 2.0,
-            "step_memory_gib": 1.0, "data_wait": 0.0, "joules_per_token": 0.02, "watts": 700.0, "energy": "the counter",
-            "first_step_seconds": 5.0, "second_step_seconds": 6.0, "compile_seconds": 3.0, "loss": 2.0, "losses": [2.0],
-            "skipped_steps": 0, "steps": 5, "warm_up": 3, "rows": "4 x 256", "decided": [], "techniques": {}, "device": "H"}
+    return {
+        "tokens_per_second": 100.0,
+        "supervised_tokens_per_second": 50.0,
+        "padding_per_second": 1.0,
+        "step_seconds": 1.0,
+        "step_seconds_p5": 0.9,
+        "step_seconds_p95": 1.1,
+        "mfu": 0.5,
+        "memory_gib": 1.0,
+        "memory_reserved_gib": 2.0,
+        "step_memory_gib": 1.0,
+        "data_wait": 0.0,
+        "joules_per_token": 0.02,
+        "watts": 700.0,
+        "energy": "the counter",
+        "first_step_seconds": 5.0,
+        "second_step_seconds": 6.0,
+        "compile_seconds": 3.0,
+        "loss": 2.0,
+        "losses": [2.0],
+        "skipped_steps": 0,
+        "steps": 5,
+        "warm_up": 3,
+        "rows": "4 x 256",
+        "decided": [],
+        "techniques": {},
+        "device": "H",
+    }
 
 
 class Nvml:
@@ -282,8 +338,14 @@ def test_without_a_counter_power_is_sampled(card, monkeypatch):
     assert "power" in taken.how
 
 
-@pytest.mark.parametrize(("nvml", "why"), [
-    (Nvml(), "tells neither"), (Nvml(counts=[7, 7]), "stood still"), (Nvml(broken=9), "nvmlInit_v2 answers with error 9")])
+@pytest.mark.parametrize(
+    ("nvml", "why"),
+    [
+        (Nvml(), "tells neither"),
+        (Nvml(counts=[7, 7]), "stood still"),
+        (Nvml(broken=9), "nvmlInit_v2 answers with error 9"),
+    ],
+)
 def test_what_cannot_be_measured_says_so_and_is_not_zero(card, nvml, why):
     with Energy(card, nvml) as taken:
         pass
@@ -306,7 +368,7 @@ def test_energy_adds_up(gaps, watts, data):
     assert integrated([(at, watts) for at in times]) == pytest.approx(watts * times[-1])
     cut = data.draw(st.integers(1, len(gaps)))
     samples = [(at, watts * (1 + at % 1)) for at in times]
-    parts = [integrated(part) or 0.0 for part in (samples[:cut + 1], samples[cut:])]
+    parts = [integrated(part) or 0.0 for part in (samples[: cut + 1], samples[cut:])]
     assert sum(parts) == pytest.approx(integrated(samples))
     assert integrated(samples[:1]) is None
 

@@ -30,6 +30,7 @@ sys.path.remove(str(SCRIPTS))
 @pytest.fixture
 def told(monkeypatch):
     """The command line that a case of fxtune would be run with, for `case` and arguments."""
+
     def words(name: str, *options: str) -> list[str]:
         seen = []
         monkeypatch.setattr("fxtune.measure.apart", lambda given, *_: seen.extend(given) or {"error": "not run"})
@@ -47,7 +48,13 @@ def test_every_case_composes_and_trains_as_the_peers_do(name, told, cwd, monkeyp
     assert (config.data.sequence_length, config.train.micro_batch_size) == (case.length, case.rows)
     assert config.train.global_batch_size == config.train.micro_batch_size, "an optimizer step a micro-batch"
     lora = config.techniques.lora
-    assert (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (True, 16, 32.0, 0.0, ["all-linear"])
+    assert (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (
+        True,
+        16,
+        32.0,
+        0.0,
+        ["all-linear"],
+    )
     assert {peer_tools.LORA["r"], peer_tools.LORA["lora_alpha"]} == {16, 32}
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.0)
     assert config.model.architecture == bench_peers.SHAPES[case.shape]
@@ -94,8 +101,21 @@ def test_chats_are_learned_whole_with_nothing_left_out(told, cwd):
 
 def test_fxtune_runs_a_peer_that_is_not_here_is_told_and_what_was_measured_is_not_run_again(cwd, monkeypatch, capsys):
     def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--smoke", "--cases", "smoke", "--scratch", str(cwd / "scratch"),
-                                          "--json", "p.json", *words])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "bench_peers.py",
+                "--smoke",
+                "--cases",
+                "smoke",
+                "--scratch",
+                str(cwd / "scratch"),
+                "--json",
+                "p.json",
+                *words,
+            ],
+        )
         bench_peers.main()
         return capsys.readouterr().out
 
@@ -107,7 +127,9 @@ def test_fxtune_runs_a_peer_that_is_not_here_is_told_and_what_was_measured_is_no
     assert f"| smoke | fxtune | as it is | {row['tokens_per_second']:,.0f} |" in out
     assert "smoke unsloth: not run, " in out
     assert "..." not in run("--tools", "fxtune", "--minutes", "0")
-    assert "Not run, the time (0 minutes) was over: smoke fxtune" in run("--tools", "fxtune", "--minutes", "0", "--again")
+    assert "Not run, the time (0 minutes) was over: smoke fxtune" in run(
+        "--tools", "fxtune", "--minutes", "0", "--again"
+    )
     assert json.loads(Path("p.json").read_text()) == rows
 
 
@@ -142,7 +164,9 @@ def test_a_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert found["tried"] == ["checkpointing=none, liger=on: does not fit"]
     assert found["tokens_per_second"] == 7.0
     assert [(one["checkpointing"], one["length"], one["rows"], one["steps"], one["warm_up"]) for one in asked] == [
-        ("none", 64, 4, 8, 3), ("full", 64, 4, 8, 3)]
+        ("none", 64, 4, 8, 3),
+        ("full", 64, 4, 8, 3),
+    ]
 
     ends = iter([(1, "Traceback\nImportError: no wheel")] * 2)
     found = bench_peers.peer("small", "trl", args, 60.0)
@@ -152,18 +176,36 @@ def test_a_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
 
 def test_ratios_are_to_the_same_work_and_to_the_best_peer():
     def row(case, tool, speed):
-        return {"case": case, "tool": tool, "how": "so", "tokens_per_second": speed, "step_seconds": 1.0, "memory_gib": None,
-                "first_loss": 12.0, "loss": 11.9}
+        return {
+            "case": case,
+            "tool": tool,
+            "how": "so",
+            "tokens_per_second": speed,
+            "step_seconds": 1.0,
+            "memory_gib": None,
+            "first_loss": 12.0,
+            "loss": 11.9,
+        }
 
-    rows = {"8b_4x4096 fxtune": row("8b_4x4096", "fxtune", 300.0), "8b_4x4096 trl": row("8b_4x4096", "trl", 100.0),
-            "8b_4x4096 unsloth": row("8b_4x4096", "unsloth", 200.0),
-            "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
-            "1b_8x4096 fxtune": row("1b_8x4096", "fxtune", 10.0),
-            "1b_8x4096 trl": {"case": "1b_8x4096", "tool": "trl", "error": "does not fit"}}
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in bench_peers.table(rows).splitlines()[2:]]
+    rows = {
+        "8b_4x4096 fxtune": row("8b_4x4096", "fxtune", 300.0),
+        "8b_4x4096 trl": row("8b_4x4096", "trl", 100.0),
+        "8b_4x4096 unsloth": row("8b_4x4096", "unsloth", 200.0),
+        "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
+        "1b_8x4096 fxtune": row("1b_8x4096", "fxtune", 10.0),
+        "1b_8x4096 trl": {"case": "1b_8x4096", "tool": "trl", "error": "does not fit"},
+    }
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in bench_peers.table(rows).splitlines()[2:]
+    ]
     assert [(cells[0], cells[1], cells[-1]) for cells in lines] == [
-        ("8b_4x4096", "fxtune", "1.50x"), ("8b_4x4096", "trl", "3.00x"), ("8b_4x4096", "unsloth", "1.50x"),
-        ("8b_4x4096_fp8", "fxtune", "2.50x"), ("1b_8x4096", "fxtune", ""), ("1b_8x4096", "trl", "")]
+        ("8b_4x4096", "fxtune", "1.50x"),
+        ("8b_4x4096", "trl", "3.00x"),
+        ("8b_4x4096", "unsloth", "1.50x"),
+        ("8b_4x4096_fp8", "fxtune", "2.50x"),
+        ("1b_8x4096", "fxtune", ""),
+        ("1b_8x4096", "trl", ""),
+    ]
     assert lines[0][5] == "?", "memory that was not measured is no zero"
     assert lines[-1][2] == "does not fit"
 
@@ -171,7 +213,10 @@ def test_ratios_are_to_the_same_work_and_to_the_best_peer():
 def test_each_tool_runs_once_for_the_cases_that_share_it():
     cases = ["8b_4x4096_fp8", "8b_4x4096"]
     assert list(bench_peers.wanted(cases, ["fxtune", "trl"])) == [
-        ("8b_4x4096_fp8", "fxtune"), ("8b_4x4096", "trl"), ("8b_4x4096", "fxtune")]
+        ("8b_4x4096_fp8", "fxtune"),
+        ("8b_4x4096", "trl"),
+        ("8b_4x4096", "fxtune"),
+    ]
 
 
 def test_a_peers_clock_counts_the_measured_steps_alone_and_no_padding(monkeypatch):

@@ -25,7 +25,9 @@ from fxtune.world import Facts
 
 
 def save(checkpoints, step, **state):
-    checkpoints.save(TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)})
+    checkpoints.save(
+        TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)}
+    )
     checkpoints.wait()
     return checkpoints.folder / f"step-{step:08d}"
 
@@ -38,7 +40,9 @@ def test_what_is_saved_comes_back(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3})
     got = checkpoints.newest()
-    assert got.state == TrainState(step=3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3})
+    assert got.state == TrainState(
+        step=3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3}
+    )
     assert torch.equal(got.weights["w"], torch.full((4,), 3.0))
     assert torch.equal(got.moments["w/exp_avg"], torch.ones(4))
 
@@ -208,15 +212,20 @@ def test_what_is_not_a_checkpoint_of_ours_is_never_removed(tmp_path):
     assert names(tmp_path) == ["notes", "step-00000001-copy", "step-00000003", "step-best"]
 
 
-TENSORS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), st.tuples(
-    st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3)), max_size=5)
+TENSORS = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+    st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
+    max_size=5,
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(TENSORS)
 def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_written(tmp_path_factory, shapes):
     file = tmp_path_factory.mktemp("tensors") / "x.safetensors"
-    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"}
+    tensors = {
+        name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"
+    }
     seal = write_tensors(file, tensors)
     assert seal.bytes == file.stat().st_size
     assert seal.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -236,31 +245,51 @@ def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
     checkpoints.check_room(free // 3, free // 10)
     assert len(notes) == 1
     assert "has room for 2 checkpoints" in notes[0]
-    with pytest.raises(StorageError, match=r"has no room for this run: a checkpoint takes [\d.]+ [GM]iB and what is exported"):
+    with pytest.raises(
+        StorageError, match=r"has no room for this run: a checkpoint takes [\d.]+ [GM]iB and what is exported"
+    ):
         checkpoints.check_room(free // 2, int(free * 0.6))
 
 
-@pytest.mark.parametrize(("options", "lora"), [
-    (dict(name="adamw"), False), (dict(name="adamw", stochastic_rounding=True), False), (dict(name="adamw_8bit"), False),
-    (dict(name="sgd"), False), (dict(name="lion"), False), (dict(name="muon"), False), (dict(name="muon"), True)])
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [
+        (dict(name="adamw"), False),
+        (dict(name="adamw", stochastic_rounding=True), False),
+        (dict(name="adamw_8bit"), False),
+        (dict(name="sgd"), False),
+        (dict(name="lion"), False),
+        (dict(name="muon"), False),
+        (dict(name="muon"), True),
+    ],
+)
 def test_moments_are_estimated_as_the_optimizers_keep_them(options, lora):
     """A bfloat16 Llama whose embedding and head are most of it; adapters, one on the head among them, are float32. Before there
     is an optimizer memory.forecast() says it, gradients with them, by the model's shape.
     """
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
-        vocab_size=3072, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=3072, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    ).to(torch.bfloat16)
     if lora:
-        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj", "lm_head"], use_dora=True))
+        model = get_peft_model(
+            model, LoraConfig(r=8, target_modules=["q_proj", "down_proj", "lm_head"], use_dora=True)
+        )
     optimizer = Optimizer(model, OptimizerConfig(**{**options, "name": OptimizerName(options["name"])}))
     for parameter in optimizer.names:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-6, torch.tensor(True))
     kept = sum(tensor.nbytes for name, tensor in optimizer.state()[0].items() if not name.endswith("/step"))
-    tables = 0.06 if "8bit" in options["name"] else 0  # of 8-bit ones, which are a KiB a tensor: much of one as small as these
+    tables = (
+        0.06 if "8bit" in options["name"] else 0
+    )  # of 8-bit ones, which are a KiB a tensor: much of one as small as these
     assert moment_bytes(options["name"], optimizer.parts) == pytest.approx(kept, rel=tables)
     if not lora:
-        facts = Facts(model=model.config.to_dict(), dtype="bfloat16", optimizer=options["name"],
-                      stochastic_rounding=options.get("stochastic_rounding", False))
+        facts = Facts(
+            model=model.config.to_dict(),
+            dtype="bfloat16",
+            optimizer=options["name"],
+            stochastic_rounding=options.get("stochastic_rounding", False),
+        )
         gradients = sum(parameter.nbytes for parameter in optimizer.names)
         assert forecast(facts, Keeping("everything")).trained == pytest.approx(gradients + kept, rel=0.02 + tables)
 

@@ -64,8 +64,13 @@ def test_a_changed_operator_has_another_folder(home, package):
     assert compiled.keep_on_disk() not in (first, second)
 
 
-@pytest.mark.parametrize("options", [dict(name=OptimizerName.adamw, stochastic_rounding=True),
-                                     dict(name=OptimizerName.adamw_8bit, library=Library.torchao)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(name=OptimizerName.adamw, stochastic_rounding=True),
+        dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
+    ],
+)
 def test_what_an_optimizer_compiles_lies_there_too(home, options):
     """torch's own default is below /tmp, where other users of a machine may put what would be loaded as code."""
     Optimizer(nn.Linear(64, 64, bias=False).bfloat16(), OptimizerConfig(**options))
@@ -84,7 +89,9 @@ def test_operators_are_all_in_kernels_and_need_nothing_else_of_ours():
         if name.startswith("kernels."):
             others = {one for one in imports(path, set(ALL)) if not one.startswith("kernels")}
             # Of these nothing is in what operators compute: an error's text, where a package keeps its files.
-            assert others <= {"errors", "halving", "host"}, f"{name} imports {others}: not in the digest of the compiler's cache"
+            assert others <= {"errors", "halving", "host"}, (
+                f"{name} imports {others}: not in the digest of the compiler's cache"
+            )
         else:
             assert "custom_op" not in path.read_text(), f"{name}: operators are in kernels/, see fxtune/compiled.py"
 
@@ -102,7 +109,9 @@ def test_a_folder_that_the_environment_names_is_used_and_stays(home, package, tm
 
 
 def test_without_a_home_it_is_below_the_systems_own(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(
+        "torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path / "temporary")
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
     folder = compiled.keep_on_disk()
     assert folder.parent == tmp_path / "temporary"
@@ -151,15 +160,23 @@ def test_libraries_that_a_kill_cut_short_are_removed_but_not_what_is_being_linke
     """torch loads a library that is there, whole or not, so that a run killed while it compiled could never start again."""
     whole = (Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so").read_bytes()
     at, size, count = struct.unpack_from("<Q10xHH", whole, 40)
-    whole = whole[:at + size * count]  # as a linker writes it: in torch's CUDA builds something is put behind it
+    whole = whole[: at + size * count]  # as a linker writes it: in torch's CUDA builds something is put behind it
     folder = compiled.keep_on_disk()
     (folder / "aa").mkdir()
-    for name, length in (("whole.so", len(whole)), ("empty.main.so", 0), ("short.so", len(whole) - 1), ("linked.main.so", 64)):
+    for name, length in (
+        ("whole.so", len(whole)),
+        ("empty.main.so", 0),
+        ("short.so", len(whole) - 1),
+        ("linked.main.so", 64),
+    ):
         (folder / "aa" / name).write_bytes(whole[:length])
     (folder / "locks").mkdir()
     holds = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", holds, str(folder / "locks" / "linked.lock")], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as linker:
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(folder / "locks" / "linked.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as linker:
         assert linker.stdout.readline()
         compiled.keep_on_disk()
         linker.stdin.close()

@@ -34,7 +34,8 @@ def test_nearer_to_the_user_wins(cwd):
     (cwd / "recipes").mkdir()
     (cwd / "recipes" / "base.yaml").write_text("optimizer: {lr: 1, weight_decay: 1, eps: 1, momentum: 0.1}\n")
     (cwd / "recipes" / "mine.yaml").write_text(
-        "defaults: [_self_, base, {override /optimizer: muon}]\noptimizer: {weight_decay: 2, eps: 2}\n")
+        "defaults: [_self_, base, {override /optimizer: muon}]\noptimizer: {weight_decay: 2, eps: 2}\n"
+    )
     optimizer = load(["optimizer.eps=3", "optimizer=lion", "recipe=mine"]).optimizer
     assert optimizer.name.value == "lion", "a group of the command line wins over the recipe's"
     assert optimizer.lr == 6e-5, "and over what the recipe sets"
@@ -44,7 +45,9 @@ def test_nearer_to_the_user_wins(cwd):
 
 
 def test_interpolation_between_keys_is_filled_in(cwd):
-    config = load(["+recipe=quickstart", "train.log_every=7", "checkpoint.every=${train.log_every}", "run.name=n-${run.seed}"])
+    config = load(
+        ["+recipe=quickstart", "train.log_every=7", "checkpoint.every=${train.log_every}", "run.name=n-${run.seed}"]
+    )
     assert config.checkpoint.every == 7
     assert config.run.name == "n-0"
 
@@ -54,21 +57,24 @@ def test_an_interpolation_of_another_type_is_an_error(cwd):
         load(["+recipe=quickstart", "optimizer.lr=${run.name}"])
 
 
-@pytest.mark.parametrize(("config", "told"), [
-    ({"optimizer": {"lrr": 1}}, "did you mean `optimizer.lr`"),
-    ({"optimizer": {"lr": "fast"}}, "is a number"),
-    ({"data": {"sources": [{}]}}, "`data.sources.0.path` is not set"),
-    ({"run": {"name": "a/b"}}, "names a folder"),
-    ({"run": {"name": "."}}, "names a folder"),
-    ({"train": {"micro_batch_size": 3}}, "must be a multiple"),
-    ({"optimizer": {"betas": [0.9]}}, "two numbers"),
-    ({"optimizer": {"betas": [0.9, 1.0]}}, "`optimizer.betas.1=1.0` must be from 0 to below 1"),
-    ({"data": {"buckets": [4, 2]}}, "must ascend"),
-    ({"data": {"eval_fraction": 0.1, "eval_sources": [{"path": "x"}]}}, "two ways to hold data out"),
-    ({"train": {"eval_every": 10}}, "nothing is held out"),
-    ({"data": {"sources": [{"path": "x", "weight": -1}]}}, "`data.sources.0.weight=-1.0` must be above 0"),
-    ({"optimizer": {"lr": float("inf")}}, "not a finite number"),
-])
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"optimizer": {"lrr": 1}}, "did you mean `optimizer.lr`"),
+        ({"optimizer": {"lr": "fast"}}, "is a number"),
+        ({"data": {"sources": [{}]}}, "`data.sources.0.path` is not set"),
+        ({"run": {"name": "a/b"}}, "names a folder"),
+        ({"run": {"name": "."}}, "names a folder"),
+        ({"train": {"micro_batch_size": 3}}, "must be a multiple"),
+        ({"optimizer": {"betas": [0.9]}}, "two numbers"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "`optimizer.betas.1=1.0` must be from 0 to below 1"),
+        ({"data": {"buckets": [4, 2]}}, "must ascend"),
+        ({"data": {"eval_fraction": 0.1, "eval_sources": [{"path": "x"}]}}, "two ways to hold data out"),
+        ({"train": {"eval_every": 10}}, "nothing is held out"),
+        ({"data": {"sources": [{"path": "x", "weight": -1}]}}, "`data.sources.0.weight=-1.0` must be above 0"),
+        ({"optimizer": {"lr": float("inf")}}, "not a finite number"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(config, told):
     with pytest.raises(ConfigError) as caught:
         typed(OmegaConf.create(config))
@@ -97,7 +103,7 @@ def test_one_slip_of_the_finger_in_a_key_is_recognised(key, data):
     """Two letters swapped in the last part of any key: it is refused, and the right key is the one proposed."""
     above, _, last = key.rpartition(".")
     place = data.draw(st.integers(0, max(0, len(last) - 2)))
-    slipped = last[:place] + last[place:place + 2][::-1] + last[place + 2:]
+    slipped = last[:place] + last[place : place + 2][::-1] + last[place + 2 :]
     vetting = Vetting(Config, lambda _: "here", stranger=False)
     found = vetting.key((*above.split("."), slipped))
     if slipped == last:

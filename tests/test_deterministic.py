@@ -15,10 +15,27 @@ from fxtune.techniques.compile import Compile, CompileMode
 from fxtune.techniques.liger import Liger
 from fxtune.world import Facts
 
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
-FREE = Facts(device="cuda", device_name="NVIDIA H200", capability=(9, 0), memory=140 * 2**30, free_memory=100 * 2**30,
-             packages={"torch": "2.11.0", "liger-kernel": "0.8.5", "kernels": "0.11.1"}, model=LLAMA, dtype="bfloat16",
-             packing=True, sequence_length=4096, rows=(4096,), techniques={"compile": {}})
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "vocab_size": 128256,
+}
+FREE = Facts(
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    memory=140 * 2**30,
+    free_memory=100 * 2**30,
+    packages={"torch": "2.11.0", "liger-kernel": "0.8.5", "kernels": "0.11.1"},
+    model=LLAMA,
+    dtype="bfloat16",
+    packing=True,
+    sequence_length=4096,
+    rows=(4096,),
+    techniques={"compile": {}},
+)
 FIXED = dataclasses.replace(FREE, deterministic=True)
 
 
@@ -37,7 +54,9 @@ def test_kernels_are_not_picked_by_the_clock(monkeypatch, tmp_path):
 @pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
 def test_attention_that_promises_nothing_is_refused(backend):
     assert not [why for why, _ in backend.refuses(FREE) if "same bits" in why]
-    assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [*backend.refuses(FIXED)]
+    assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [
+        *backend.refuses(FIXED)
+    ]
 
 
 def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(narrow, cwd):
@@ -48,7 +67,11 @@ def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(n
         train.run(narrow)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
-        seen.append(((cwd / "runs" / name / "adapter" / "adapter_model.safetensors").read_bytes(),
-                     [(line.get("train/loss"), line.get("train/grad_norm")) for line in history(cwd / "runs" / name)]))
+        seen.append(
+            (
+                (cwd / "runs" / name / "adapter" / "adapter_model.safetensors").read_bytes(),
+                [(line.get("train/loss"), line.get("train/grad_norm")) for line in history(cwd / "runs" / name)],
+            )
+        )
     torch.use_deterministic_algorithms(False)
     assert seen[0] == seen[1]

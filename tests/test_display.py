@@ -18,8 +18,15 @@ from fxtune.errors import ConfigError
 from fxtune.technique import Evidence
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-METRICS = {"train/step": 3, "train/loss": 1.23456, "train/lr": 1e-4, "train/tokens_per_second": 12345.6, "train/mfu": 0.4123,
-           "train/memory_gib": 23.8, "train/data_wait": 0.004}
+METRICS = {
+    "train/step": 3,
+    "train/loss": 1.23456,
+    "train/lr": 1e-4,
+    "train/tokens_per_second": 12345.6,
+    "train/mfu": 0.4123,
+    "train/memory_gib": 23.8,
+    "train/data_wait": 0.004,
+}
 
 
 def rendered(what, width=120):
@@ -43,7 +50,10 @@ def test_one_line_a_log_interval_that_greps(capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[2] == "step=3/400 loss=1.2346 lr=1.00e-04 tok/s=12346 mfu=0.412 mem_gib=23.80 data_wait=0.004 left=0:13:14"
+    assert (
+        lines[2]
+        == "step=3/400 loss=1.2346 lr=1.00e-04 tok/s=12346 mfu=0.412 mem_gib=23.80 data_wait=0.004 left=0:13:14"
+    )
     assert lines[3].startswith("step=3/400 loss=nan eval_loss=2.0000 eval_perplexity=7.389 new_thing_x=1")
     assert lines[4] == "[bold]a note[/bold] with /a/path[0]"
     assert len(lines) == 5
@@ -68,8 +78,10 @@ def test_none_says_nothing_and_rich_needs_a_terminal(capsys):
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run():
-    code = ("from fxtune.display import display\nimport sys\nd = display('auto'); d.start(20000, 'r')\n"
-            "for step in range(20000): d.log(step, {'train/loss': 1.0})\nd.finish()\nprint('to the end', file=sys.stderr)\n")
+    code = (
+        "from fxtune.display import display\nimport sys\nd = display('auto'); d.start(20000, 'r')\n"
+        "for step in range(20000): d.log(step, {'train/loss': 1.0})\nd.finish()\nprint('to the end', file=sys.stderr)\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.stdout.close()
@@ -145,7 +157,9 @@ def test_answers_are_ticked_where_right():
 
 
 def test_evidence_table():
-    out = rendered(evidence_table([Evidence("lora", "r=8", "14 adapters", True), Evidence("rope", "yarn", "unchanged", False)]))
+    out = rendered(
+        evidence_table([Evidence("lora", "r=8", "14 adapters", True), Evidence("rope", "yarn", "unchanged", False)])
+    )
     assert re.search(r"lora .*r=8 .*14 adapters .*✓", out)
     assert re.search(r"rope .*yarn .*unchanged .*✗", out)
 
@@ -182,9 +196,18 @@ def in_terminal(*arguments, columns=100, then=None, **environment):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     before = termios.tcgetattr(slave)
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdin=slave, stdout=slave, stderr=subprocess.DEVNULL,
-                               env={**{k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")},
-                                    "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment})
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")},
+            "TERM": "xterm-256color",
+            "PYTHONIOENCODING": "utf-8",
+            **environment,
+        },
+    )
     seen, began = b"", None
     while process.poll() is None or os.get_blocking(master):
         os.set_blocking(master, False)
@@ -214,7 +237,7 @@ def test_live_display_in_a_terminal():
     text = ANSI.sub("", out)
     assert "saved [checkpoint]" in text
     assert "a stray print" in text
-    last = text[text.rindex("quickstart [bold]"):]
+    last = text[text.rindex("quickstart [bold]") :]
     assert "40/40" in last
     for part in ("loss 0.0750", "lr 1.00e-03", "tok/s 1,234", "MFU 50.0%", "mem 1.50 GiB", "data wait 25.0%"):
         assert part in last, part
@@ -236,7 +259,7 @@ def test_narrow_terminals_and_a_resize():
     out, code, _ = in_terminal(columns=100, then=32)
     assert code == 0
     text = ANSI.sub("", out)
-    lines = re.split(r"[\r\n]+", text[text.rindex("40/40"):])
+    lines = re.split(r"[\r\n]+", text[text.rindex("40/40") :])
     assert all(len(line.rstrip()) <= 32 for line in lines), lines
     assert any("loss 0.0750" in line for line in lines)
 

@@ -74,8 +74,19 @@ def findings(*words: str, code: int) -> dict[str, dict]:
 
 def test_a_sound_machine_is_0_and_everything_has_its_line(cwd, quick, capsys):
     found = findings(code=0)
-    assert {"Python", "torch", "CPU", "open files", "runs", "token cache", "hub cache", "Hugging Face hub", "W&B",
-            "torch.compile", *(package.probe for package in doctor.PACKAGES)} <= set(found)
+    assert {
+        "Python",
+        "torch",
+        "CPU",
+        "open files",
+        "runs",
+        "token cache",
+        "hub cache",
+        "Hugging Face hub",
+        "W&B",
+        "torch.compile",
+        *(package.probe for package in doctor.PACKAGES),
+    } <= set(found)
     assert found["torch"]["state"] == "works"
     assert "a matmul in bfloat16, forward and backward" in found["torch"]["seen"]
     assert all(one["remedy"] for one in found.values() if one["state"] in ("missing", "broken"))
@@ -98,8 +109,12 @@ def test_what_raises_crashes_hangs_or_leaves_is_a_line_each_and_the_end_is_1(cwd
     found = findings(code=1)
     assert time.monotonic() - began < 30
     assert {name for name, one in found.items() if one["state"] == "broken"} == quick
-    for name, told in (("bitsandbytes", "RuntimeError: no kernel image"), ("torchao", "killed by SIGSEGV"),
-                       ("kernels", "no answer within 2 s"), ("liger-kernel", "ended with 3")):
+    for name, told in (
+        ("bitsandbytes", "RuntimeError: no kernel image"),
+        ("torchao", "killed by SIGSEGV"),
+        ("kernels", "no answer within 2 s"),
+        ("liger-kernel", "ended with 3"),
+    ):
         assert told in found[name]["seen"]
         assert "--force-reinstall" in found[name]["remedy"]
     assert "a token in HF_TOKEN" in found["Hugging Face hub"]["seen"]
@@ -113,8 +128,11 @@ def test_what_raises_crashes_hangs_or_leaves_is_a_line_each_and_the_end_is_1(cwd
 
 def test_a_probe_that_hangs_leaves_no_process_behind(fakes, tmp_path):
     pid = tmp_path / "pid"
-    fakes("kernels", f"import subprocess, time\nchild = subprocess.Popen(['sleep', '300'])\n"
-                     f"open({str(pid)!r}, 'w').write(str(child.pid))\ntime.sleep(300)")
+    fakes(
+        "kernels",
+        f"import subprocess, time\nchild = subprocess.Popen(['sleep', '300'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\ntime.sleep(300)",
+    )
     answer = doctor.probe("kernels", False, 3.0)
     assert answer == {"state": "broken", "seen": "no answer within 3 s"}
     child = Path(f"/proc/{pid.read_text()}/stat")
@@ -126,9 +144,10 @@ def test_a_probe_that_hangs_leaves_no_process_behind(fakes, tmp_path):
 
 def test_a_package_whose_result_is_wrong_is_broken(fakes):
     fakes("torchao", "")
-    fakes("torchao.quantization",
-          "class Int8WeightOnlyConfig: pass\n"
-          "def quantize_(layer, config):\n    layer.weight.data.mul_(1.1)\n")
+    fakes(
+        "torchao.quantization",
+        "class Int8WeightOnlyConfig: pass\ndef quantize_(layer, config):\n    layer.weight.data.mul_(1.1)\n",
+    )
     answer = doctor.probe("torchao", False, 60.0)
     assert answer["state"] == "broken"
     assert "off by" in answer["seen"]
@@ -179,9 +198,11 @@ def card(tmp_path, monkeypatch):
     """A driver with one GPU that another process uses; torch here is a CPU build."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\ncase \"$1\" in\n"
-                    "--query-gpu*) echo '0, NVIDIA H200, 143771, 100000, 580.65.06, 9.0';;\n"
-                    "--query-compute-apps*) echo '4242, python, 43008';;\nesac\n")
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in\n'
+        "--query-gpu*) echo '0, NVIDIA H200, 143771, 100000, 580.65.06, 9.0';;\n"
+        "--query-compute-apps*) echo '4242, python, 43008';;\nesac\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
 
@@ -208,19 +229,22 @@ def test_little_disk_few_files_and_little_shared_memory_are_warnings(cwd, monkey
     import shutil
 
     usage = shutil.disk_usage(cwd)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 ** 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
     assert {one.state for one in machine.disks()} == {State.warning}
     assert {one.what: one.remedy for one in machine.host()}["open files"] == "ulimit -n 4096"
     small.data.sequence_length = 65536
-    shared, = doctor._loaders(small)
+    (shared,) = doctor._loaders(small)
     assert shared.state is State.warning
     assert "loader.num_workers=0" in shared.remedy
 
 
 def test_a_container_s_memory_counts(monkeypatch):
-    limits = {"/sys/fs/cgroup/memory.max": "2147483648\n", "/sys/fs/cgroup/memory.current": "1610612736\n",
-              "/sys/fs/cgroup/memory.stat": "anon 1073741824\ninactive_file 536870912\n"}
+    limits = {
+        "/sys/fs/cgroup/memory.max": "2147483648\n",
+        "/sys/fs/cgroup/memory.current": "1610612736\n",
+        "/sys/fs/cgroup/memory.stat": "anon 1073741824\ninactive_file 536870912\n",
+    }
     true = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: limits.get(str(self)) or true(self, *a, **k))
     assert host.memory() == (2 << 30, 1 << 30)
@@ -246,8 +270,10 @@ def server():
     running.server_close()
 
 
-@pytest.mark.parametrize(("check", "variable", "switch"), [(machine.hub, "HF_ENDPOINT", "HF_HUB_OFFLINE"),
-                                                           (machine.wandb, "WANDB_BASE_URL", "WANDB_MODE")])
+@pytest.mark.parametrize(
+    ("check", "variable", "switch"),
+    [(machine.hub, "HF_ENDPOINT", "HF_HUB_OFFLINE"), (machine.wandb, "WANDB_BASE_URL", "WANDB_MODE")],
+)
 def test_servers_answer_do_not_answer_or_are_not_asked(server, tmp_path, monkeypatch, check, variable, switch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -278,8 +304,13 @@ def test_a_stored_token_is_found_and_not_shown(tmp_path, monkeypatch):
 def test_a_recipe_that_can_run_and_one_that_cannot_with_all_reasons(cwd, quick, capsys):
     found = findings("+recipe=quickstart", code=0)
     assert "can run on" in found["quickstart"]["seen"]
-    found = findings("+recipe=quickstart", "techniques.rope.enabled=true", "techniques.rope.factor=1.0",
-                     "techniques.precision.tf32=true", code=1)
+    found = findings(
+        "+recipe=quickstart",
+        "techniques.rope.enabled=true",
+        "techniques.rope.factor=1.0",
+        "techniques.precision.tf32=true",
+        code=1,
+    )
     for reason in ("techniques.rope.factor", "techniques.precision.tf32"):
         assert reason in found["quickstart"]["seen"]
     assert main(["doctor", "+recipe=quickstrat"]) == 2
@@ -291,7 +322,9 @@ def test_a_recipe_whose_memory_may_run_out_is_a_warning_and_no_promise(cwd, quic
     monkeypatch.setattr(World, "facts", lambda self, **known: replace(true(self, **known), free_memory=2**29))
     found = findings("+recipe=quickstart", code=0)["quickstart"]
     assert found["state"] == "warning"
-    assert re.search(r"can run on .*, but may run out of memory: a step needs some \d\.\d GiB, and 0\.5 are free", found["seen"])
+    assert re.search(
+        r"can run on .*, but may run out of memory: a step needs some \d\.\d GiB, and 0\.5 are free", found["seen"]
+    )
     assert "quickstart: a smaller train.micro_batch_size" in capsys.readouterr().out
 
 
@@ -306,8 +339,15 @@ def test_no_torch_is_needed_to_say_that_torch_is_broken():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_page_fits_the_terminal(width):
     file = io.StringIO()
-    Console(file=file, width=width).print(doctor._page("Packages", [
-        Finding("flash-attn-4", "4.0.0b36: RuntimeError: " + "x" * 100, State.broken), Finding("torch", "[bold]2.13[/bold]")]))
+    Console(file=file, width=width).print(
+        doctor._page(
+            "Packages",
+            [
+                Finding("flash-attn-4", "4.0.0b36: RuntimeError: " + "x" * 100, State.broken),
+                Finding("torch", "[bold]2.13[/bold]"),
+            ],
+        )
+    )
     lines = file.getvalue().splitlines()
     assert max(len(line) for line in lines) <= width
     assert "[bold]" in file.getvalue()
@@ -362,5 +402,7 @@ def test_the_commands_that_install_name_extras_that_have_the_package():
     for package in doctor.PACKAGES:
         if "fxtune[" in package.install:
             extra = package.install.partition("[")[2].partition("]")[0]
-            assert any(need.startswith(package.probe) for need in extras[extra]), f"{extra} does not install {package.probe}"
+            assert any(need.startswith(package.probe) for need in extras[extra]), (
+                f"{extra} does not install {package.probe}"
+            )
     assert {package.probe for package in doctor.PACKAGES} | {"torch", "torch.compile"} == set(probes.PROBES)

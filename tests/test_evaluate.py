@@ -42,7 +42,9 @@ def with_adapter(small, cwd, **changes):
     """`small` with an adapter that its own recipe made, and whose adapter_config.json says something else, too."""
     small.data.eval_fraction = 0.2
     small.techniques.lora.r, small.techniques.lora.target_modules = 4, ["q_proj", "v_proj"]
-    adapter = models.save(trained(built(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter")
+    adapter = models.save(
+        trained(built(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter"
+    )
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return replace(small, model=replace(small.model, adapter=str(adapter)))
@@ -57,19 +59,27 @@ def test_a_loss_that_is_no_number_is_an_error(small, cwd, capsys):
     assert "nan" in capsys.readouterr().out, "the table is there, too"
 
 
-@pytest.mark.parametrize(("changes", "error", "told"), [
-    ({"alora_invocation_tokens": [1, 2]}, ConfigError, r"of peft's that no recipe has:\n  alora_invocation_tokens: \[1, 2\]"),
-    ({"layers_to_transform": 0}, ConfigError, "layers_to_transform: 0"),
-    ({"rank_pattern": {"q_proj": 8}}, ConfigError, "rank_pattern: {'q_proj': 8}"),
-    ({"lora_bias": True, "bias": "all"}, ConfigError, "bias: all\n  lora_bias: True"),
-    ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "nobody who has the base alone finds it again"),
-    ({"some_new_key": True}, ConfigError, r"does not know and would leave out: some_new_key"),
-    ({"peft_type": "IA3"}, ConfigError, "it is a IA3 adapter, and fxtune trains"),
-    ({"peft_type": None}, StorageError, "does not say what kind of adapter"),
-    ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
-    ({"modules_to_save": 3}, ConfigError, "modules_to_save=3 is no list of names"),
-    ({"lora_alpha": float("inf")}, ConfigError, "lora_alpha=inf is no number"),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        (
+            {"alora_invocation_tokens": [1, 2]},
+            ConfigError,
+            r"of peft's that no recipe has:\n  alora_invocation_tokens: \[1, 2\]",
+        ),
+        ({"layers_to_transform": 0}, ConfigError, "layers_to_transform: 0"),
+        ({"rank_pattern": {"q_proj": 8}}, ConfigError, "rank_pattern: {'q_proj': 8}"),
+        ({"lora_bias": True, "bias": "all"}, ConfigError, "bias: all\n  lora_bias: True"),
+        ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "nobody who has the base alone finds it again"),
+        ({"some_new_key": True}, ConfigError, r"does not know and would leave out: some_new_key"),
+        ({"peft_type": "IA3"}, ConfigError, "it is a IA3 adapter, and fxtune trains"),
+        ({"peft_type": None}, StorageError, "does not say what kind of adapter"),
+        ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
+        ({"modules_to_save": 3}, ConfigError, "modules_to_save=3 is no list of names"),
+        ({"lora_alpha": float("inf")}, ConfigError, "lora_alpha=inf is no number"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
 def test_an_adapter_that_is_more_than_a_recipe_can_say_is_refused(changes, error, told, small, cwd):
     config = with_adapter(small, cwd, **changes)
     with pytest.raises(error, match=told):
@@ -77,9 +87,18 @@ def test_an_adapter_that_is_more_than_a_recipe_can_say_is_refused(changes, error
 
 
 def test_options_that_change_nothing_are_let_pass(small, cwd):
-    config = with_adapter(small, cwd, bias="none", layers_to_transform=None, rank_pattern={}, exclude_modules=[],
-                          lora_dropout=0.5, base_model_name_or_path="moved/since", some_new_key=False,
-                          init_lora_weights="gaussian")
+    config = with_adapter(
+        small,
+        cwd,
+        bias="none",
+        layers_to_transform=None,
+        rank_pattern={},
+        exclude_modules=[],
+        lora_dropout=0.5,
+        base_model_name_or_path="moved/since",
+        some_new_key=False,
+        init_lora_weights="gaussian",
+    )
     assert evaluate.run(config)["eval/loss"] > 0
 
 

@@ -40,7 +40,9 @@ def test_a_teaching_document_asks_for_every_fact_that_it_holds_within_its_length
     assert max(map(len, made)) < 1200
     assert min(map(len, made)) > 400
     forms = dict.fromkeys((retrieval.PASS_KEY, *retrieval.NAMED), 0)
-    patterns = {form: re.escape(form.question).replace(r"\{name\}", r"\w+").replace(r"\{value\}", r"(\d{5})") for form in forms}
+    patterns = {
+        form: re.escape(form.question).replace(r"\{name\}", r"\w+").replace(r"\{value\}", r"(\d{5})") for form in forms
+    }
     for text in made:
         last = text.splitlines()[-1]
         [(form, asked)] = [(form, found[1]) for form in forms if (found := re.fullmatch(patterns[form], last))]
@@ -60,7 +62,7 @@ def test_a_pass_key_row_has_its_length_its_key_at_its_depth_and_the_answer_last(
     assert text.endswith("The pass key is" + text[-answer:])
     at = text.index("\nThe pass key is" + text[-answer:] + ". Remember it.")
     assert at == pytest.approx(depth * 280, abs=25)
-    assert text.count(text[-retrieval.DIGITS:]) == 3
+    assert text.count(text[-retrieval.DIGITS :]) == 3
 
 
 def test_accuracy_counts_whole_answers_only(scripts):
@@ -99,7 +101,9 @@ def test_the_judge_measures_what_plain_transformers_computes(scripts, tmp_path):
     table = extend.table({"base": seen, "extended": scaled}, asked)
     assert f"{seen['short_loss']:.4f}" in table
     pytest.importorskip("matplotlib")
-    (tmp_path / "plot.json").write_text(json.dumps({"models": {"base": seen, "extended": scaled}, "asked": vars(asked)}))
+    (tmp_path / "plot.json").write_text(
+        json.dumps({"models": {"base": seen, "extended": scaled}, "asked": vars(asked)})
+    )
     extend.plot(tmp_path / "plot.json")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -138,9 +142,16 @@ def test_a_call_that_was_broken_off_goes_on_behind_its_last_stage(scripts, tmp_p
         folder.mkdir()
         call("text")
 
-    for name, stand_in in {"train_for": train_for, "Judge": Judge, "pretraining": config, "extension": config,
-                           "gather_corpus": gather_corpus, "open_corpus": lambda *_: None, "table": lambda *_: "the table",
-                           "plot": lambda file: None}.items():
+    for name, stand_in in {
+        "train_for": train_for,
+        "Judge": Judge,
+        "pretraining": config,
+        "extension": config,
+        "gather_corpus": gather_corpus,
+        "open_corpus": lambda *_: None,
+        "table": lambda *_: "the table",
+        "plot": lambda file: None,
+    }.items():
         monkeypatch.setattr(extend, name, stand_in)
 
     def main(*words: str) -> list[str]:

@@ -10,33 +10,77 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fxtune"
 
 FLOORS = [
-    {"__init__", "errors", "source", "console", "wandb_process", "fence", "redact", "sealed",
-     "words"},
-    {"halving",  # what an error says of memory, which all that is above may have to know
-     "host"},
+    {"__init__", "errors", "source", "console", "wandb_process", "fence", "redact", "sealed", "words"},
+    {
+        "halving",  # what an error says of memory, which all that is above may have to know
+        "host",
+    },
     # knows the machine, the disk, a library; nothing of training
-    {"world", "shape", "library", "runfolder", "card", "hub", "inspection", "bounds", "wandb_link", "dynamo", "energy",
-     "snapshot", "signals", "history",
-     "kernels.*"},  # our own fused operators, each with its plain reference
+    {
+        "world",
+        "shape",
+        "library",
+        "runfolder",
+        "card",
+        "hub",
+        "inspection",
+        "bounds",
+        "wandb_link",
+        "dynamo",
+        "energy",
+        "snapshot",
+        "signals",
+        "history",
+        "kernels.*",
+    },  # our own fused operators, each with its plain reference
     {"document"},  # what a recipe says
     {"schema"},  # and may say
-    {"technique", "vetting", "probes", "machine", "memory", "recount", "backends", "adapted", "matmuls", "trials", "compiled",
-     "adapter_files", "weights",
-     "update_rule"},  # what an optimizer may be asked
+    {
+        "technique",
+        "vetting",
+        "probes",
+        "machine",
+        "memory",
+        "recount",
+        "backends",
+        "adapted",
+        "matmuls",
+        "trials",
+        "compiled",
+        "adapter_files",
+        "weights",
+        "update_rule",
+    },  # what an optimizer may be asked
     {"pace", "witness", "stored"},  # what checkpointing decides by, and what proves that it acted
     {"recomputation"},  # and what it may be asked
     # one capability each
-    {"techniques.*", "data.*", "model", "optimizer", "schedule", "checkpoint", "metrics", "interval", "spikes", "display",
-     "tracking"},
+    {
+        "techniques.*",
+        "data.*",
+        "model",
+        "optimizer",
+        "schedule",
+        "checkpoint",
+        "metrics",
+        "interval",
+        "spikes",
+        "display",
+        "tracking",
+    },
     # puts several together
     {"pipeline", "generation", "loss", "overrides", "suspects", "sameness"},
-    {"config",
-     "remedies"},  # what would help where memory ran out
-    {"setting", "numbers",  # a config becomes machine, techniques, data and model: for training and for the commands
-     "axes"},  # what can be varied in one
+    {"config", "remedies"},  # what would help where memory ran out
+    {
+        "setting",
+        "numbers",  # a config becomes machine, techniques, data and model: for training and for the commands
+        "axes",
+    },  # what can be varied in one
     {"point"},  # of a search on those axes
-    {"comparison",  # with plain transformers
-     "search", "tuned"},  # of the fastest point on those axes, and what was found as a recipe
+    {
+        "comparison",  # with plain transformers
+        "search",
+        "tuned",
+    },  # of the fastest point on those axes, and what was found as a recipe
     {"progress", "journal", "held_out"},  # what a run saves, what it says, what it is measured on
     {"train"},
     {"measure"},  # takes training's steps with a clock
@@ -44,13 +88,46 @@ FLOORS = [
     {"__main__"},
 ]
 
-DATA = ["formats", "rows", "files", "readers", "remote", "sources", "conversation", "template", "literal", "chat", "table",
-        "workers", "tokens", "packing", "mix", "batch", "segments", "stream", "plan", "preparation", "loader"]
+DATA = [
+    "formats",
+    "rows",
+    "files",
+    "readers",
+    "remote",
+    "sources",
+    "conversation",
+    "template",
+    "literal",
+    "chat",
+    "table",
+    "workers",
+    "tokens",
+    "packing",
+    "mix",
+    "batch",
+    "segments",
+    "stream",
+    "plan",
+    "preparation",
+    "loader",
+]
 """Inside data/: each may import those before it."""
 
-KERNELS = ["gated_lora_triton", "gated_sums_triton", "quantized", "fp8_ends", "linear_cross_entropy",
-           "lora_adapters", "lora_base", "lora_fp8", "fused_lora", "residual", "fused_forwards",
-           "liger_forwards", "liger_timing"]
+KERNELS = [
+    "gated_lora_triton",
+    "gated_sums_triton",
+    "quantized",
+    "fp8_ends",
+    "linear_cross_entropy",
+    "lora_adapters",
+    "lora_base",
+    "lora_fp8",
+    "fused_lora",
+    "residual",
+    "fused_forwards",
+    "liger_forwards",
+    "liger_timing",
+]
 """Inside kernels/: what is put together from other kernels. Each may import all that are not named here, and those before it."""
 
 
@@ -84,7 +161,9 @@ def imports(path: Path, names: set[str], package: str = "fxtune") -> set[str]:
 
 
 def floor(name: str) -> int:
-    places = [number for number, modules in enumerate(FLOORS) if name in modules or f"{name.rpartition('.')[0]}.*" in modules]
+    places = [
+        number for number, modules in enumerate(FLOORS) if name in modules or f"{name.rpartition('.')[0]}.*" in modules
+    ]
     assert len(places) == 1, f"fxtune/{name.replace('.', '/')}.py has no floor: give it one in tests/test_floors.py"
     return places[0]
 
@@ -95,7 +174,7 @@ def sideways_or_up(name: str, below: str) -> bool:
     if name.startswith("kernels.") and below.startswith("kernels.") and below.endswith("_triton"):
         return name.endswith("_triton")  # the Triton code of an operator, apart because triton is not everywhere
     if below.startswith("kernels.") and (place := name.removeprefix("kernels.")) in KERNELS:
-        return below.removeprefix("kernels.") in KERNELS[KERNELS.index(place):]
+        return below.removeprefix("kernels.") in KERNELS[KERNELS.index(place) :]
     return floor(below) >= floor(name)
 
 
@@ -117,11 +196,17 @@ def test_the_table_names_only_what_is_there():
 
 def test_an_import_upwards_or_sideways_is_seen(tmp_path):
     file = tmp_path / "lora.py"
-    file.write_text("def f():\n    from fxtune import pipeline\n    import fxtune.techniques.rope\n"
-                    "    from fxtune.config import Config\n    from fxtune.errors import UserError\n"
-                    "    from fxtune import __version__\n")
+    file.write_text(
+        "def f():\n    from fxtune import pipeline\n    import fxtune.techniques.rope\n"
+        "    from fxtune.config import Config\n    from fxtune.errors import UserError\n"
+        "    from fxtune import __version__\n"
+    )
     found = imports(file, set(ALL))
     assert found == {"pipeline", "techniques.rope", "config", "errors", "__init__"}
-    assert {name for name in found if sideways_or_up("techniques.lora", name)} == {"pipeline", "techniques.rope", "config"}
+    assert {name for name in found if sideways_or_up("techniques.lora", name)} == {
+        "pipeline",
+        "techniques.rope",
+        "config",
+    }
     assert sideways_or_up("data.sources", "data.loader")
     assert not sideways_or_up("data.loader", "data.sources")

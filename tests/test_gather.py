@@ -30,7 +30,9 @@ def packages(tmp_path) -> Path:
 
 
 def gather(packages: Path, out: Path, *options: str) -> list[dict]:
-    subprocess.run([sys.executable, str(SCRIPT), str(out), "--roots", str(packages), *options], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(out), "--roots", str(packages), *options], check=True, capture_output=True
+    )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -44,18 +46,24 @@ def test_a_file_is_a_document_once_and_the_seed_is_the_order(packages, tmp_path)
     assert found == gather(packages, tmp_path / "b.jsonl")
     assert gather(packages, tmp_path / "c.jsonl", "--seed", "1") != found
     few = gather(packages, tmp_path / "d.jsonl", "--max-mb", "0.001")
-    assert few == found[:len(few)]
+    assert few == found[: len(few)]
     assert 0 < len(few) < 5
 
 
 def test_joined_documents_hold_a_package_s_files_in_order_up_to_the_length(packages, tmp_path):
     whole = (packages / "alpha" / "m02.py").read_text()
-    found = gather(packages, tmp_path / "a.jsonl", "--join", "package", "--length", str(len(whole) * 5), "--min-chars", "10")
+    found = gather(
+        packages, tmp_path / "a.jsonl", "--join", "package", "--length", str(len(whole) * 5), "--min-chars", "10"
+    )
     assert all(len(each["text"]) <= len(whole) * 5 for each in found)
-    assert sum(each["text"].count("# ---- ") for each in found) == 16  # the short file, too: its document is long enough
+    assert (
+        sum(each["text"].count("# ---- ") for each in found) == 16
+    )  # the short file, too: its document is long enough
     for each in found:
         names = [line.removeprefix("# ---- ") for line in each["text"].splitlines() if line.startswith("# ---- ")]
-        assert names == sorted(names, key=lambda name: ("inner" in name, name)), "a folder's own files, then those below it"
+        assert names == sorted(names, key=lambda name: ("inner" in name, name)), (
+            "a folder's own files, then those below it"
+        )
         assert len({name.partition("/")[0] for name in names}) == 1
     assert any(whole.strip() in each["text"] for each in found)
     assert any(" and 4 more" in each["source"] or " and 3 more" in each["source"] for each in found)

@@ -32,7 +32,7 @@ def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) ->
             if chosen in ends:
                 break
             ids.append(chosen)
-    return TOKENIZER.decode(ids[len(prompt):], skip_special_tokens=True).strip()
+    return TOKENIZER.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,7 +60,9 @@ def test_an_answer_ends_at_the_end_of_turn(by):
     if by == "question":
         given = answer(model, TOKENIZER, questions(PROMPTS[:1], end=stop), max_new_tokens=8)
     else:
-        given = answer(model, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8)
+        given = answer(
+            model, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8
+        )
     assert given[0].split() == whole[:end]
 
 
@@ -106,11 +108,19 @@ def test_outer_whitespace_is_no_mistake_and_all_else_is():
 TURNS = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", " Zwei. ")]
 ROWS = {
     "messages": {"messages": [{"role": role, "content": content} for role, content in TURNS]},
-    "sharegpt": {"conversations": [{"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": content}
-                                   for role, content in TURNS]},
-    "prompt_completion": {"prompt": [{"role": role, "content": content} for role, content in TURNS[:-1]],
-                          "completion": [{"role": "assistant", "content": " Zwei. "}]},
-    "trailing_user": {"messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "Three?")]]},
+    "sharegpt": {
+        "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": content}
+            for role, content in TURNS
+        ]
+    },
+    "prompt_completion": {
+        "prompt": [{"role": role, "content": content} for role, content in TURNS[:-1]],
+        "completion": [{"role": "assistant", "content": " Zwei. "}],
+    },
+    "trailing_user": {
+        "messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "Three?")]]
+    },
 }
 
 
@@ -123,8 +133,10 @@ def write(folder, *rows) -> QuestionsConfig:
 @pytest.mark.parametrize("form", ROWS)
 def test_all_but_the_last_answer_is_the_question(tmp_path, form):
     tokenizer = load_tokenizer(ModelConfig())
-    question, = load_questions(write(tmp_path, ROWS[form]), tokenizer)
-    prompt = tokenizer.apply_chat_template(ROWS["messages"]["messages"][:-1], add_generation_prompt=True, tokenize=False)
+    (question,) = load_questions(write(tmp_path, ROWS[form]), tokenizer)
+    prompt = tokenizer.apply_chat_template(
+        ROWS["messages"]["messages"][:-1], add_generation_prompt=True, tokenize=False
+    )
     assert tokenizer.decode(question.prompt) == prompt
     assert question.answer == "Zwei."
     assert question.end == tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -133,16 +145,20 @@ def test_all_but_the_last_answer_is_the_question(tmp_path, form):
 
 
 def test_prompt_and_completion_without_a_template(tmp_path):
-    question, = load_questions(write(tmp_path, {"prompt": "Q: one\nA:", "completion": " 1"}), load_tokenizer(ModelConfig()))
+    (question,) = load_questions(
+        write(tmp_path, {"prompt": "Q: one\nA:", "completion": " 1"}), load_tokenizer(ModelConfig())
+    )
     assert question.answer == "1"
 
 
 def test_a_template_of_ones_own_shapes_the_prompt_and_ends_the_answer(tmp_path):
     file = tmp_path / "mine.jinja"
-    file.write_text("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|endoftext|>{% endfor %}"
-                    "{% if add_generation_prompt %}[assistant]{% endif %}")
+    file.write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     tokenizer = load_tokenizer(ModelConfig())
-    question, = load_questions(write(tmp_path, ROWS["messages"]), tokenizer, str(file))
+    (question,) = load_questions(write(tmp_path, ROWS["messages"]), tokenizer, str(file))
     assert tokenizer.decode(question.prompt).endswith("[user]Two?<|endoftext|>[assistant]")
     assert question.end == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
@@ -152,13 +168,23 @@ def test_only_the_first_rows_are_asked(tmp_path):
     assert len(load_questions(replace(config, limit=2), load_tokenizer(ModelConfig()))) == 2
 
 
-@pytest.mark.parametrize(("rows", "error", "words"), [
-    ([{"text": "Once."}], DataError, "plain text"),
-    ([ROWS["messages"], '{"messages": [\n'], DataError, "questions.jsonl:2"),
-    ([ROWS["messages"], {"messages": [{"role": "user", "content": "One?"}]}], DataError, "questions.jsonl:2"),
-    ([ROWS["messages"], {"messages": [*ROWS["messages"]["messages"][:-1], {"role": "assistant", "content": " "}]}], DataError,
-     "questions.jsonl:2"),
-], ids=["text", "broken", "no answer", "empty answer"])
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        ([{"text": "Once."}], DataError, "plain text"),
+        ([ROWS["messages"], '{"messages": [\n'], DataError, "questions.jsonl:2"),
+        ([ROWS["messages"], {"messages": [{"role": "user", "content": "One?"}]}], DataError, "questions.jsonl:2"),
+        (
+            [
+                ROWS["messages"],
+                {"messages": [*ROWS["messages"]["messages"][:-1], {"role": "assistant", "content": " "}]},
+            ],
+            DataError,
+            "questions.jsonl:2",
+        ),
+    ],
+    ids=["text", "broken", "no answer", "empty answer"],
+)
 def test_rows_that_are_no_questions(tmp_path, rows, error, words):
     with pytest.raises(error, match=words):
         load_questions(write(tmp_path, *rows), load_tokenizer(ModelConfig()))
@@ -177,7 +203,7 @@ def test_an_interrupted_run_still_knows_its_first_answers(tmp_path):
     score = Exam.open(config, tokenizer, tmp_path).ask(model, "before")
     reopened = Exam.open(config, tokenizer, tmp_path)
     reopened.ask(model, "after")
-    (text, right, before, after), = reopened.shown()
+    ((text, right, before, after),) = reopened.shown()
     assert (text, right) == ("Two?", "Zwei.")
     assert before == after, "the same model was asked twice"
     assert f"{score:.0%} before training, {score:.0%} after training" in reopened.verdict()

@@ -56,14 +56,18 @@ def loading_lines(folder: Path) -> str:
     return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
 
 
-def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_logits_at_the_long_length(base, tmp_path):
+def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_logits_at_the_long_length(
+    base, tmp_path
+):
     """An adapter, the model that it is merged into and a fully tuned model, each loaded as its card says, without fxtune."""
     wanted = {kind: tuned(base, tmp_path / kind, kind) for kind in KINDS}
     script = "import os, sys, torch\n"
     for kind, (_, folder) in wanted.items():
-        script += (f"os.chdir({str(folder)!r})\n{loading_lines(folder)}"
-                   f"ids = ((torch.arange({LONG}) * 7919 + 3) % {SIZES['vocab_size']}).unsqueeze(0)\n"
-                   f"torch.save(model.eval()(input_ids=ids).logits.detach(), {str(tmp_path / (kind + '.pt'))!r})\n")
+        script += (
+            f"os.chdir({str(folder)!r})\n{loading_lines(folder)}"
+            f"ids = ((torch.arange({LONG}) * 7919 + 3) % {SIZES['vocab_size']}).unsqueeze(0)\n"
+            f"torch.save(model.eval()(input_ids=ids).logits.detach(), {str(tmp_path / (kind + '.pt'))!r})\n"
+        )
     script += "assert 'fxtune' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     for kind, (mine, _) in wanted.items():
@@ -71,8 +75,13 @@ def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_lo
         config = json.loads((tmp_path / kind / kind / "config.json").read_text())
         assert config["max_position_embeddings"] == 4 * SIZES["max_position_embeddings"]
         assert config["rope_parameters"] == {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SIZES["max_position_embeddings"],
-            "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0}
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": SIZES["max_position_embeddings"],
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "rope_theta": 10000.0,
+        }
 
 
 def test_other_ways_to_load_an_adapter_are_right_or_loud_or_told_of_in_the_card(base, tmp_path):
@@ -88,12 +97,17 @@ def test_other_ways_to_load_an_adapter_are_right_or_loud_or_told_of_in_the_card(
         AutoModelForCausalLM.from_pretrained(folder)
     card = (folder / "README.md").read_text()
     if not torch.allclose(at_length(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted, rtol=0, atol=1e-5):
-        assert "AutoPeftModelForCausalLM.from_pretrained(folder)` does, the model runs unscaled, without a warning" in card
+        assert (
+            "AutoPeftModelForCausalLM.from_pretrained(folder)` does, the model runs unscaled, without a warning"
+            in card
+        )
 
 
 def test_the_card_s_vllm_command_names_the_scaling_the_length_and_the_rank(base, tmp_path):
     def command(folder: Path) -> list[str]:
-        return shlex.split((folder / "README.md").read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", ""))
+        return shlex.split(
+            (folder / "README.md").read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", "")
+        )
 
     mine, adapter = tuned(base, tmp_path / "yarn", "adapter")
     words = command(adapter)
@@ -111,9 +125,13 @@ def test_the_card_s_vllm_command_names_the_scaling_the_length_and_the_rank(base,
     assert "vllm serve" not in (dynamic / "README.md").read_text()
     pipeline = lora(dora=True)
     pipeline.rope = yarned()
-    dora = save(built(pipeline, ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "dora")
+    dora = save(
+        built(pipeline, ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "dora"
+    )
     assert "fxtune merge . ../merged" in (dora / "README.md").read_text()
-    plain = save(built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "plain")
+    plain = save(
+        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "plain"
+    )
     assert "vllm" not in (plain / "README.md").read_text()
 
 
@@ -130,7 +148,9 @@ def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
         torch.testing.assert_close(at_length(one), at_length(mine), rtol=0, atol=1e-5)
         assert one.config.max_position_embeddings == 256
         assert bool([note for note in notes if "own scaling, yarn (factor=4.0" in note]) == (pipeline is silent)
-    with pytest.raises(ConfigError, match=r"already scales its RoPE \(yarn, factor=4.0, original_max_position_embeddings=64\)"):
+    with pytest.raises(
+        ConfigError, match=r"already scales its RoPE \(yarn, factor=4.0, original_max_position_embeddings=64\)"
+    ):
         other.ready(facts_of(model, sequence_length=LONG))
     with pytest.raises(ConfigError, match="beyond the 256 positions"):
         silent.ready(facts_of(model, sequence_length=257))
@@ -168,7 +188,12 @@ def test_an_evaluation_takes_the_scaling_from_the_adapter_and_says_so(small, cwd
     """Rows longer than the base's context, as the run had them: without the recipe's word the figure is the run's own."""
     small.data.eval_fraction, small.data.packing, small.data.sequence_length = 0.1, True, 640
     small.techniques.rope = Rope(enabled=True, factor=2.0)
-    small.run.dir, small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = str(cwd / "run"), 1, 1, 1
+    small.run.dir, small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = (
+        str(cwd / "run"),
+        1,
+        1,
+        1,
+    )
     train.run(small)
     loss = next(line["eval/loss"] for line in history(cwd / "run") if "eval/loss" in line)
     capsys.readouterr()

@@ -61,8 +61,13 @@ def test_fast_uses_up_the_card_and_other_keys_are_heard():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.floats(1, 40), st.integers(10_000, 400_000), st.lists(st.tuples(st.integers(1, 500), st.integers(0, 9)), min_size=2,
-                                                                max_size=5, unique_by=lambda pair: pair[0]))
+@given(
+    st.floats(1, 40),
+    st.integers(10_000, 400_000),
+    st.lists(
+        st.tuples(st.integers(1, 500), st.integers(0, 9)), min_size=2, max_size=5, unique_by=lambda pair: pair[0]
+    ),
+)
 def test_a_line_is_found_again(constant, a_token, points):
     _, facts = FORECAST
     hidden = 2 * 4096
@@ -132,7 +137,9 @@ def test_what_three_lengths_and_one_that_died_come_to(tmp_path, capsys, monkeypa
     call(monkeypatch, *CARD, "--lengths", "262144,409600", "--json", file)
     assert runs == {409600: ""}, "the one for which there was no time"
     out = capsys.readouterr().out
-    assert "Rows of up to 409,600 tokens were measured. 18.0 GiB and 104.0 KiB a token, a line through 4 lengths" in out
+    assert (
+        "Rows of up to 409,600 tokens were measured. 18.0 GiB and 104.0 KiB a token, a line through 4 lengths" in out
+    )
     assert len(json.loads(file.read_text())["rows"]) == 4
 
 
@@ -144,14 +151,18 @@ def test_one_length_says_nothing_of_others(tmp_path, capsys, monkeypatch, runs):
     assert "longest_tokens" not in json.loads(file.read_text())
 
 
-def test_a_length_that_ran_out_of_memory_is_beyond_the_longest_whatever_the_line_says(tmp_path, capsys, monkeypatch, runs):
+def test_a_length_that_ran_out_of_memory_is_beyond_the_longest_whatever_the_line_says(
+    tmp_path, capsys, monkeypatch, runs
+):
     file = tmp_path / "longest.json"
     runs[524288] = "out of memory: CUDA out of memory. Tried to allocate 4.00 GiB"
     for _ in range(2):
         call(monkeypatch, *CARD, "--lengths", "65536,131072,262144,524288", "--json", file)
     out = capsys.readouterr().out
     assert "The longest row is 262,144 tokens, with 0 layers' inputs" in out
-    assert "What ends it is that 524,288 tokens ran out of memory here, though by the line 134.8 GiB of the card" in out
+    assert (
+        "What ends it is that 524,288 tokens ran out of memory here, though by the line 134.8 GiB of the card" in out
+    )
     runs.clear()
     call(monkeypatch, *CARD, "--lengths", "65536,524288", "--json", file)
     assert not runs, "both are known"

@@ -30,8 +30,16 @@ OTHERS = {
     "tied": {**FAMILIES["llama"], "tie_word_embeddings": True},
 }
 EVERY = {**FAMILIES, **OTHERS}
-FUSED = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, rms_norm=Switch.off, layer_norm=Switch.off, rope=Switch.off,
-              swiglu=Switch.off, geglu=Switch.off, chunk_rows=5)
+FUSED = Liger(
+    enabled=True,
+    fused_linear_cross_entropy=Switch.on,
+    rms_norm=Switch.off,
+    layer_norm=Switch.off,
+    rope=Switch.off,
+    swiglu=Switch.off,
+    geglu=Switch.off,
+    chunk_rows=5,
+)
 PLAIN = Liger()
 KINDS = pytest.mark.parametrize("liger", [PLAIN, FUSED], ids=["plain", "fused"])
 
@@ -40,9 +48,19 @@ def batch(lengths=(9, 14, 6), padding=3, share=0.4):
     draw = np.random.default_rng(0)
     total = sum(lengths)
     table = SimpleNamespace(ids=draw.integers(3, 128, total).astype(np.int32), supervised=draw.random(total) < share)
-    return assemble([table], Pieces(
-        np.zeros(len(lengths), np.int64), np.cumsum([0, *lengths[:-1]]), np.array(lengths), np.array([0, len(lengths)]),
-        total + padding, packed=True, pad_id=0, slots=len(lengths) + 1))
+    return assemble(
+        [table],
+        Pieces(
+            np.zeros(len(lengths), np.int64),
+            np.cumsum([0, *lengths[:-1]]),
+            np.array(lengths),
+            np.array([0, len(lengths)]),
+            total + padding,
+            packed=True,
+            pad_id=0,
+            slots=len(lengths) + 1,
+        ),
+    )
 
 
 def plain_loss(model, given) -> torch.Tensor:
@@ -92,7 +110,11 @@ def test_every_family_s_logits_are_those_of_its_own_forward(family, liger):
 
 def test_scales_and_caps_are_seen_by_what_they_do():
     """Each of these models has other logits than its head alone gives."""
-    found = {family: (loss.scale, loss.cap) for family in OTHERS if (loss := Loss(model_of(family))).scale != 1.0 or loss.cap}
+    found = {
+        family: (loss.scale, loss.cap)
+        for family in OTHERS
+        if (loss := Loss(model_of(family))).scale != 1.0 or loss.cap
+    }
     assert found == {"granite": (0.125, 0.0), "cohere": (0.25, 0.0), "gemma2_capped": (1.0, 0.5)}
 
 
@@ -111,7 +133,9 @@ def test_adapters_wherever_they_sit(adapter, liger):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_for_no_random_state(dropout, monkeypatch):
+def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_for_no_random_state(
+    dropout, monkeypatch
+):
     model = trained(built(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))).train()
     loss, given, asked = Loss(model, FUSED), batch(), []
     plain = Loss(model)
@@ -171,7 +195,9 @@ def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
     model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
     wanted = Loss(model).sum(given)
     for rows in (1, 3, 7, 1000):
-        torch.testing.assert_close(Loss(model, replace(FUSED, chunk_rows=rows)).sum(given), wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            Loss(model, replace(FUSED, chunk_rows=rows)).sum(given), wanted, rtol=1e-6, atol=1e-6
+        )
 
 
 def test_losses_of_tokens_stand_where_their_targets_stand():
@@ -219,8 +245,11 @@ def test_a_model_whose_parts_cannot_be_found_keeps_its_own_forward():
 
 def test_a_fused_operation_that_is_wrong_is_noticed(monkeypatch):
     right = kernel._softmax_gradient
-    monkeypatch.setattr(kernel, "_softmax_gradient", lambda logits, labels, losses, scale, cap, gradient:
-                        right(logits, labels, losses, scale * 1.1, cap, gradient))
+    monkeypatch.setattr(
+        kernel,
+        "_softmax_gradient",
+        lambda logits, labels, losses, scale, cap, gradient: right(logits, labels, losses, scale * 1.1, cap, gradient),
+    )
     assert [Loss(model_of("llama"), liger).evidence[0].acted for liger in (PLAIN, FUSED)] == [True, False]
 
 
@@ -255,6 +284,9 @@ def test_a_run_with_the_fused_loss_is_the_run_without(small, cwd):
         result = train.run(small)
         evidence = json.loads((cwd / name / "evidence.json").read_text())
         seen[name] = [result["train/loss"], result["train/grad_norm"], result["eval/loss"]]
-        assert [one["asked"].endswith(name if name == "plain" else "fused with the head") for one in evidence
-                if one["technique"] == "loss"] == [True]
+        assert [
+            one["asked"].endswith(name if name == "plain" else "fused with the head")
+            for one in evidence
+            if one["technique"] == "loss"
+        ] == [True]
     assert seen["fused"] == pytest.approx(seen["plain"], rel=1e-5)

@@ -78,7 +78,7 @@ def fxtune(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
 
 def test_training_gets_the_typed_config_of_recipe_groups_and_keys(cwd, trained):
     assert command.main([QUICK, "optimizer=muon", "data.sources.0.path=docs.jsonl", "run.seed=3"]) == 0
-    config, = trained
+    (config,) = trained
     assert config.optimizer.name.value == "muon"
     assert config.data.sources[0].path == "docs.jsonl"
     assert config.run.seed == 3
@@ -96,7 +96,7 @@ def test_the_word_train_can_be_left_out_or_said(cwd, trained):
 @pytest.mark.parametrize("spelling", ["recipe=quickstart", "+recipe=quickstart", "++recipe=quickstart"])
 def test_a_plus_more_or_less_means_the_same(cwd, trained, spelling):
     assert command.main(["+optimizer=sgd", "+train.max_steps=7", spelling, "model.architecture.hidden_size=64"]) == 0
-    config, = trained
+    (config,) = trained
     assert (config.optimizer.name.value, config.train.max_steps) == ("sgd", 7)
     assert config.model.architecture == {"hidden_size": 64}
 
@@ -108,9 +108,11 @@ def test_a_field_of_any_keys_can_be_given_whole(cwd, trained):
 
 def test_a_recipe_in_the_working_directory_hides_the_shipped_one_and_may_build_on_others(cwd, trained):
     recipe("# mine\ntrain: {max_steps: 5}\ndata: {sources: [{path: x.jsonl}]}\n", "quickstart")
-    recipe("defaults:\n  - quickstart\n  - override /optimizer: lion\ntrain: {epochs: 2}\noptimizer: {lr: 1e-5}\n", "mine")
+    recipe(
+        "defaults:\n  - quickstart\n  - override /optimizer: lion\ntrain: {epochs: 2}\noptimizer: {lr: 1e-5}\n", "mine"
+    )
     assert command.main(["+recipe=mine"]) == 0
-    config, = trained
+    (config,) = trained
     assert config.run.name == "mine"
     assert (config.train.max_steps, config.train.epochs) == (5, 2.0)
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.betas) == ("lion", 1e-5, [0.9, 0.99])
@@ -176,10 +178,13 @@ def test_a_multirun_gives_each_job_a_folder_that_shows_what_it_changes(cwd, trai
 def test_recipes_and_groups_can_be_swept(cwd, trained):
     assert command.main(["-m", "+recipe=quickstart,full_quickstart", "optimizer=adamw,sgd", "run.dir=here"]) == 0
     assert {config.run.dir for config in trained} == {
-        f"here/recipe={name},optimizer={optimizer}" for name in ("quickstart", "full_quickstart")
-        for optimizer in ("adamw", "sgd")}
+        f"here/recipe={name},optimizer={optimizer}"
+        for name in ("quickstart", "full_quickstart")
+        for optimizer in ("adamw", "sgd")
+    }
     assert {(config.run.name, config.optimizer.name.value) for config in trained} == {
-        (name, optimizer) for name in ("quickstart", "full_quickstart") for optimizer in ("adamw", "sgd")}
+        (name, optimizer) for name in ("quickstart", "full_quickstart") for optimizer in ("adamw", "sgd")
+    }
 
 
 def test_a_recipe_may_carry_a_grid(cwd, trained):
@@ -249,51 +254,57 @@ def test_interrupted_is_130(cwd, trained, capsys, monkeypatch):
 # --- mistakes
 
 
-@pytest.mark.parametrize(("argv", "told"), [
-    (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`?"),
-    (["+optimizer.lrr=1"], "did you mean `optimizer.lr`?"),
-    (["++optimizer.lrr=1"], "did you mean `optimizer.lr`?"),
-    (["+techniques.lora.enbled=true"], "did you mean `techniques.lora.enabled`?"),
-    (["data.sources.0.pth=x"], "did you mean `data.sources.0.path`?"),
-    (["learning_rate=1e-4"], "did you mean `optimizer.lr`?"),
-    (["lr=1e-4"], "did you mean `optimizer.lr`?"),
-    (["train.sequence_length=9"], "did you mean `data.sequence_length`?"),
-    (["zzz=1"], "A config has: run, model, data,"),
-    (["optimizer.lr.x=1"], "has no keys"),
-    (["data.sources.first.path=x"], "counted from 0"),
-    (["data.sources.4.path=x"], "data.sources has 1 here"),
-    (["optimizer=moun"], "the config group `optimizer` has no `moun`; did you mean `muon`?"),
-    (["optimizr=muon"], "did you mean `optimizer=muon`?"),
-    (["optimizer={name: sgd}"], "is a config group"),
-    (["optimizer.name=adam"], "is not one of adamw, adamw_8bit, apex_adamw, sgd, adafactor, lion, muon; did you mean `adamw`?"),
-    (["run.resume=off"], "is not one of auto, never, must"),
-    (["train.max_steps=many"], "is a whole number"),
-    (["train.max_steps=1.5"], "is a whole number"),
-    (["train.max_steps=true"], "is a whole number"),
-    (["data.packing=2"], "is true or false"),
-    (["model.revision=12e4"], "put it in quotes"),
-    (["run.name=null"], "cannot be null"),
-    (["optimizer.betas=0.9"], "is a list"),
-    (["train=3"], "has keys of its own"),
-    (["optimizer.lr=1,2"], "Add -m for one run each"),
-    (["~optimizer.lr"], "no key can be taken out"),
-    (["optimizer@model=sgd"], "cannot move it"),
-    (["data.sources.0.path=a(b.jsonl"], "Quote the value twice"),
-    (["run.name=${run.nam}"], "did you mean `run.name`?"),
-    (["run.name=${run.dir}", "run.dir=${run.name}"], "ecursi"),
-    (["data.sources.0.path=???"], "`data.sources.0.path` is not set"),
-    (["optimizer.lr=-1", "train.epochs=nan", "train.global_batch_size=6"], "must be above 0"),
-    (["techniques.lora.enabled=2"], "`techniques.lora.enabled` is"),
-    (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
-    (["+recipe=quickstart,qwen_lora"], "Add -m"),
-    (["quickstart"], "write +recipe=quickstart"),
-    (["docs.jsonl"], "neither a word of fxtune nor key=value"),
-    (["--config-dir=recipes"], "unrecognized arguments: --config-dir"),
-    (["--experimental-rerun=x.pickle"], "unrecognized arguments"),
-    (["--mutlirun"], "unrecognized arguments"),
-    (["--resolve"], "add --cfg job"),
-    (["-m", "--cfg", "job"], "not allowed with"),
-])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["optimizer.lrr=1"], "unknown key `optimizer.lrr`; did you mean `optimizer.lr`?"),
+        (["+optimizer.lrr=1"], "did you mean `optimizer.lr`?"),
+        (["++optimizer.lrr=1"], "did you mean `optimizer.lr`?"),
+        (["+techniques.lora.enbled=true"], "did you mean `techniques.lora.enabled`?"),
+        (["data.sources.0.pth=x"], "did you mean `data.sources.0.path`?"),
+        (["learning_rate=1e-4"], "did you mean `optimizer.lr`?"),
+        (["lr=1e-4"], "did you mean `optimizer.lr`?"),
+        (["train.sequence_length=9"], "did you mean `data.sequence_length`?"),
+        (["zzz=1"], "A config has: run, model, data,"),
+        (["optimizer.lr.x=1"], "has no keys"),
+        (["data.sources.first.path=x"], "counted from 0"),
+        (["data.sources.4.path=x"], "data.sources has 1 here"),
+        (["optimizer=moun"], "the config group `optimizer` has no `moun`; did you mean `muon`?"),
+        (["optimizr=muon"], "did you mean `optimizer=muon`?"),
+        (["optimizer={name: sgd}"], "is a config group"),
+        (
+            ["optimizer.name=adam"],
+            "is not one of adamw, adamw_8bit, apex_adamw, sgd, adafactor, lion, muon; did you mean `adamw`?",
+        ),
+        (["run.resume=off"], "is not one of auto, never, must"),
+        (["train.max_steps=many"], "is a whole number"),
+        (["train.max_steps=1.5"], "is a whole number"),
+        (["train.max_steps=true"], "is a whole number"),
+        (["data.packing=2"], "is true or false"),
+        (["model.revision=12e4"], "put it in quotes"),
+        (["run.name=null"], "cannot be null"),
+        (["optimizer.betas=0.9"], "is a list"),
+        (["train=3"], "has keys of its own"),
+        (["optimizer.lr=1,2"], "Add -m for one run each"),
+        (["~optimizer.lr"], "no key can be taken out"),
+        (["optimizer@model=sgd"], "cannot move it"),
+        (["data.sources.0.path=a(b.jsonl"], "Quote the value twice"),
+        (["run.name=${run.nam}"], "did you mean `run.name`?"),
+        (["run.name=${run.dir}", "run.dir=${run.name}"], "ecursi"),
+        (["data.sources.0.path=???"], "`data.sources.0.path` is not set"),
+        (["optimizer.lr=-1", "train.epochs=nan", "train.global_batch_size=6"], "must be above 0"),
+        (["techniques.lora.enabled=2"], "`techniques.lora.enabled` is"),
+        (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
+        (["+recipe=quickstart,qwen_lora"], "Add -m"),
+        (["quickstart"], "write +recipe=quickstart"),
+        (["docs.jsonl"], "neither a word of fxtune nor key=value"),
+        (["--config-dir=recipes"], "unrecognized arguments: --config-dir"),
+        (["--experimental-rerun=x.pickle"], "unrecognized arguments"),
+        (["--mutlirun"], "unrecognized arguments"),
+        (["--resolve"], "add --cfg job"),
+        (["-m", "--cfg", "job"], "not allowed with"),
+    ],
+)
 def test_a_mistake_on_the_command_line_is_named_with_the_way_out(cwd, trained, capsys, argv, told):
     text = refused(capsys, QUICK, *argv)
     assert told in text
@@ -305,15 +316,18 @@ def test_all_mistakes_are_told_at_once(cwd, trained, capsys):
     assert len(text.strip().splitlines()) == 3
 
 
-@pytest.mark.parametrize(("argv", "told"), [
-    (["+recipe=lama_lora"], "did you mean `llama_lora`?"),
-    (["+recip=quickstart"], "did you mean `+recipe=quickstart`?"),
-    (["+recipe=./none.yaml"], "there is no recipe file ./none.yaml"),
-    (["previw", QUICK], "did you mean `preview`?"),
-    (["quickstart"], "fxtune +recipe=quickstart"),
-    (["train.max_steps=3"], "data.sources is empty"),
-    (["recipes", "list"], "There is no `fxtune recipes list`"),
-])
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["+recipe=lama_lora"], "did you mean `llama_lora`?"),
+        (["+recip=quickstart"], "did you mean `+recipe=quickstart`?"),
+        (["+recipe=./none.yaml"], "there is no recipe file ./none.yaml"),
+        (["previw", QUICK], "did you mean `preview`?"),
+        (["quickstart"], "fxtune +recipe=quickstart"),
+        (["train.max_steps=3"], "data.sources is empty"),
+        (["recipes", "list"], "There is no `fxtune recipes list`"),
+    ],
+)
 def test_a_mistake_without_a_recipe(cwd, trained, capsys, argv, told):
     assert told in refused(capsys, *argv)
 
@@ -327,30 +341,33 @@ def test_a_switch_may_be_written_without_quotes(cwd, trained, capsys):
     assert "`techniques.liger.rope=true` is not one of auto, on, off; did you mean `on`?" in block
 
 
-@pytest.mark.parametrize(("text", "line", "told"), [
-    ("optimizer:\n  lrr: 1\n", 2, "did you mean `optimizer.lr`?"),
-    ("# x\nlearning_rate: 1\n", 2, "did you mean `optimizer.lr`?"),
-    ("data:\n  sources:\n    - path: a\n      pth: b\n", 4, "did you mean `data.sources.0.path`?"),
-    ("optimizer.lr: 3\n", 1, "dots become nesting"),
-    ("\noptimizer: {name: adam}\n", 2, "did you mean `adamw`?"),
-    ("train:\n  max_steps: soon\n", 2, "is a whole number"),
-    ("model:\n  revision: 0123456\n", 2, "put it in quotes"),
-    ("run:\n  name: on\n", 2, "put it in quotes"),
-    ("run: {resume: no}\n", 1, "YAML reads an unquoted"),
-    ("optimizer: 3\n", 1, "has keys of its own"),
-    ("run:\n  name: ${optimizer.rate}\n", 2, "points at nothing"),
-    ("a: [1\nb: 2\n", 2, "not YAML"),
-    ("run: {seed: 1}\nrun: {seed: 2}\n", 2, "not YAML"),
-    ("- a\n- b\n", 1, "a recipe is `key: value` lines"),
-    ("just text", 1, "a recipe is `key: value` lines"),
-    ("run:\n\tname: x\n", 2, "not YAML"),
-    ("# @package optimizer\nlr: 1\n", 2, "unknown key `lr`"),
-    ("defaults:\n  - quickstrat\n", 2, "did you mean `quickstart`?"),
-    ("defaults:\n  - override /optimizer: moun\n", 2, "did you mean `muon`?"),
-    ("defaults:\n  - override /optimizr: muon\n", 2, "did you mean `optimizer`?"),
-    ("defaults:\n  - mine\n", 1, "build on each other"),
-    ("hydra:\n  sweeper:\n    params:\n      optimizer.lrr: 1,2\n", 4, "did you mean `optimizer.lr`?"),
-])
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("optimizer:\n  lrr: 1\n", 2, "did you mean `optimizer.lr`?"),
+        ("# x\nlearning_rate: 1\n", 2, "did you mean `optimizer.lr`?"),
+        ("data:\n  sources:\n    - path: a\n      pth: b\n", 4, "did you mean `data.sources.0.path`?"),
+        ("optimizer.lr: 3\n", 1, "dots become nesting"),
+        ("\noptimizer: {name: adam}\n", 2, "did you mean `adamw`?"),
+        ("train:\n  max_steps: soon\n", 2, "is a whole number"),
+        ("model:\n  revision: 0123456\n", 2, "put it in quotes"),
+        ("run:\n  name: on\n", 2, "put it in quotes"),
+        ("run: {resume: no}\n", 1, "YAML reads an unquoted"),
+        ("optimizer: 3\n", 1, "has keys of its own"),
+        ("run:\n  name: ${optimizer.rate}\n", 2, "points at nothing"),
+        ("a: [1\nb: 2\n", 2, "not YAML"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", 2, "not YAML"),
+        ("- a\n- b\n", 1, "a recipe is `key: value` lines"),
+        ("just text", 1, "a recipe is `key: value` lines"),
+        ("run:\n\tname: x\n", 2, "not YAML"),
+        ("# @package optimizer\nlr: 1\n", 2, "unknown key `lr`"),
+        ("defaults:\n  - quickstrat\n", 2, "did you mean `quickstart`?"),
+        ("defaults:\n  - override /optimizer: moun\n", 2, "did you mean `muon`?"),
+        ("defaults:\n  - override /optimizr: muon\n", 2, "did you mean `optimizer`?"),
+        ("defaults:\n  - mine\n", 1, "build on each other"),
+        ("hydra:\n  sweeper:\n    params:\n      optimizer.lrr: 1,2\n", 4, "did you mean `optimizer.lr`?"),
+    ],
+)
 def test_a_mistake_in_a_recipe_is_named_with_file_and_line(cwd, trained, capsys, text, line, told):
     recipe(text)
     block = refused(capsys, "+recipe=mine")
@@ -365,7 +382,9 @@ def test_a_mistake_in_a_recipe_is_named_with_file_and_line(cwd, trained, capsys,
 def marker(cwd, monkeypatch) -> Path:
     """A file that appears where a recipe got code to run."""
     monkeypatch.setenv("FXTUNE_TEST_SECRET", "hunter2-hunter2")
-    (cwd / "strange.py").write_text("import pathlib\npathlib.Path('ran').touch()\nclass X:\n    def __init__(self, **k): pass\n")
+    (cwd / "strange.py").write_text(
+        "import pathlib\npathlib.Path('ran').touch()\nclass X:\n    def __init__(self, **k): pass\n"
+    )
     monkeypatch.syspath_prepend(cwd)
     monkeypatch.delitem(sys.modules, "strange", raising=False)
     return cwd / "ran"
@@ -421,15 +440,21 @@ STRANGE = {
     "out of here, around a pointer": "run: {dir: '../${run.name}'}",
     "out of here, in a grid": "hydra: {sweeper: {params: {run.dir: /etc/fxtune}}}",
     "a cache elsewhere": "data: {cache_dir: /etc/fxtune}",
-    "binary": "run: {name: \"\0\"}",
+    "binary": 'run: {name: "\0"}',
 }
 
 
-@pytest.mark.parametrize(("what", "flags"), [
-    *((what, []) for what in STRANGE),
-    *((what, flags) for what in ("callback", "sweeper", "grid", "grid over secrets", "secret", "python tag")
-      for flags in (["-m"], ["--cfg", "job", "--resolve"], ["--info"])),
-])
+@pytest.mark.parametrize(
+    ("what", "flags"),
+    [
+        *((what, []) for what in STRANGE),
+        *(
+            (what, flags)
+            for what in ("callback", "sweeper", "grid", "grid over secrets", "secret", "python tag")
+            for flags in (["-m"], ["--cfg", "job", "--resolve"], ["--info"])
+        ),
+    ],
+)
 def test_a_recipe_from_a_stranger_runs_no_code_and_reads_no_secret(marker, trained, capsys, what, flags):
     recipe(STRANGE[what] + "\n")
     started = time.perf_counter()
@@ -443,20 +468,34 @@ def test_a_recipe_from_a_stranger_runs_no_code_and_reads_no_secret(marker, train
 
 def test_the_marker_does_appear_where_hydra_is_let_have_its_way(marker):
     """So that the tests above can fail: the same callback, unvetted."""
-    script = ("import hydra\nfrom hydra.core.config_store import ConfigStore\n"
-              "ConfigStore.instance().store('c', {'hydra': {'callbacks': {'x': {'_target_': 'strange.X'}}}})\n"
-              "hydra.main(version_base='1.3', config_path=None, config_name='c')(lambda cfg: None)()\n")
+    script = (
+        "import hydra\nfrom hydra.core.config_store import ConfigStore\n"
+        "ConfigStore.instance().store('c', {'hydra': {'callbacks': {'x': {'_target_': 'strange.X'}}}})\n"
+        "hydra.main(version_base='1.3', config_path=None, config_name='c')(lambda cfg: None)()\n"
+    )
     Path("unvetted.py").write_text(script)
     subprocess.run([sys.executable, "unvetted.py"], check=True, timeout=60, capture_output=True)
     assert marker.exists()
 
 
-@pytest.mark.parametrize("text", [
-    "run.name=${oc.env:FXTUNE_TEST_SECRET}", "hydra.callbacks.x._target_=strange.X", "+hydra.callbacks.x._target_=strange.X",
-    "hydra.searchpath=[file:///tmp]", "hydra.sweeper._target_=strange.X", "hydra.launcher={_target_: strange.X}",
-    "hydra.job.env_set.A=b", "hydra/job_logging=stdout", "hydra/callbacks=x", "hydra.run.dir=x", "hydra.sweep.dir=x",
-    "model.architecture.a._target_=strange.X", "model.architecture={a: '${oc.env:FXTUNE_TEST_SECRET}'}",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run.name=${oc.env:FXTUNE_TEST_SECRET}",
+        "hydra.callbacks.x._target_=strange.X",
+        "+hydra.callbacks.x._target_=strange.X",
+        "hydra.searchpath=[file:///tmp]",
+        "hydra.sweeper._target_=strange.X",
+        "hydra.launcher={_target_: strange.X}",
+        "hydra.job.env_set.A=b",
+        "hydra/job_logging=stdout",
+        "hydra/callbacks=x",
+        "hydra.run.dir=x",
+        "hydra.sweep.dir=x",
+        "model.architecture.a._target_=strange.X",
+        "model.architecture={a: '${oc.env:FXTUNE_TEST_SECRET}'}",
+    ],
+)
 def test_nor_does_a_command_line_that_was_pasted(marker, trained, capsys, text):
     block = refused(capsys, QUICK, text)
     assert not marker.exists()
@@ -465,7 +504,10 @@ def test_nor_does_a_command_line_that_was_pasted(marker, trained, capsys, text):
 
 def test_remote_code_and_where_to_write_are_the_users_own_words(cwd, trained):
     recipe("run: {dir: 'runs/${run.name}-${run.seed}'}\ndata: {cache_dir: ./tokens, sources: [{path: x}]}\n")
-    assert command.main([QUICK, "model.trust_remote_code=true", "run.dir=/elsewhere", "data.cache_dir='~/.cache/mine'"]) == 0
+    assert (
+        command.main([QUICK, "model.trust_remote_code=true", "run.dir=/elsewhere", "data.cache_dir='~/.cache/mine'"])
+        == 0
+    )
     assert trained[0].model.trust_remote_code
     assert (trained[0].run.dir, trained[0].data.cache_dir) == ("/elsewhere", "~/.cache/mine")
     assert command.main(["+recipe=mine"]) == 0
@@ -495,8 +537,10 @@ def seconds_of(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def test_help_comes_at_once_because_nothing_heavy_is_imported(cwd):
-    script = ("import sys; from fxtune.__main__ import main; main(['--help']); main(['recipes']); "
-              "print({'torch', 'hydra', 'yaml'} & {*sys.modules})")
+    script = (
+        "import sys; from fxtune.__main__ import main; main(['--help']); main(['recipes']); "
+        "print({'torch', 'hydra', 'yaml'} & {*sys.modules})"
+    )
     done, seconds = seconds_of(lambda: fxtune("-c", script, cwd=cwd))
     assert "+recipe=quickstart" in done.stdout
     assert done.stdout.endswith("set()\n")
@@ -504,8 +548,10 @@ def test_help_comes_at_once_because_nothing_heavy_is_imported(cwd):
 
 
 def test_a_mistake_ends_in_little_more_than_torch_takes_before_a_model_is_touched(cwd):
-    script = ("import sys; from fxtune.__main__ import main; code = main(['+recipe=quickstart', 'optimizer.lrr=1']); "
-              "print({'transformers', 'peft', 'datasets', 'wandb'} & {*sys.modules}); sys.exit(code)")
+    script = (
+        "import sys; from fxtune.__main__ import main; code = main(['+recipe=quickstart', 'optimizer.lrr=1']); "
+        "print({'transformers', 'peft', 'datasets', 'wandb'} & {*sys.modules}); sys.exit(code)"
+    )
     done, seconds = seconds_of(lambda: fxtune("-c", script, cwd=cwd))
     assert (done.returncode, done.stdout) == (2, "set()\n")
     assert done.stderr == "fxtune: on the command line: unknown key `optimizer.lrr`; did you mean `optimizer.lr`?\n"
@@ -518,19 +564,22 @@ def test_the_module_is_the_command(cwd):
     assert "did you mean `llama_lora`?" in done.stderr
 
 
-@pytest.mark.parametrize(("line", "offered", "not_offered"), [
-    ("", "train", "optimizer="),
-    ("pre", "preview", "train"),
-    ("+re", "+recipe=", "+optimizer="),
-    ("+recipe=", "+recipe=llama_lora", "recipe=llama_lora"),
-    ("+recipe=mi", "+recipe=mine", "+recipe=quickstart"),
-    ("optimizer=", "optimizer=muon", "optimizer.lr="),
-    ("preview +recipe=quickstart optimizer=m", "optimizer=muon", "optimizer=sgd"),
-    ("+recipe=quickstart train.max", "train.max_steps=", "train.epochs="),
-    ("preview recipe=quickstart data.sources.0.p", "data.sources.0.path=", "data.sources.0.format="),
-    ("+recipe=mine op", "optimizer.", "model."),
-    ("recipes ", "", "optimizer="),
-])
+@pytest.mark.parametrize(
+    ("line", "offered", "not_offered"),
+    [
+        ("", "train", "optimizer="),
+        ("pre", "preview", "train"),
+        ("+re", "+recipe=", "+optimizer="),
+        ("+recipe=", "+recipe=llama_lora", "recipe=llama_lora"),
+        ("+recipe=mi", "+recipe=mine", "+recipe=quickstart"),
+        ("optimizer=", "optimizer=muon", "optimizer.lr="),
+        ("preview +recipe=quickstart optimizer=m", "optimizer=muon", "optimizer=sgd"),
+        ("+recipe=quickstart train.max", "train.max_steps=", "train.epochs="),
+        ("preview recipe=quickstart data.sources.0.p", "data.sources.0.path=", "data.sources.0.format="),
+        ("+recipe=mine op", "optimizer.", "model."),
+        ("recipes ", "", "optimizer="),
+    ],
+)
 def test_completion(cwd, monkeypatch, capsys, line, offered, not_offered):
     recipe("broken: [\n")
     monkeypatch.setenv("COMP_LINE", f"fxtune {line}")
@@ -542,10 +591,14 @@ def test_completion(cwd, monkeypatch, capsys, line, offered, not_offered):
 
 
 def test_completion_in_a_real_bash(cwd):
-    script = ('eval "$(fxtune -sc install=bash)"; COMP_LINE="fxtune +recipe=llama_l"; COMP_POINT=${#COMP_LINE}; '
-              'COMP_WORDS=(fxtune +recipe=llama_l); COMP_CWORD=1; hydra_bash_completion; echo "${COMPREPLY[@]}"')
+    script = (
+        'eval "$(fxtune -sc install=bash)"; COMP_LINE="fxtune +recipe=llama_l"; COMP_POINT=${#COMP_LINE}; '
+        'COMP_WORDS=(fxtune +recipe=llama_l); COMP_CWORD=1; hydra_bash_completion; echo "${COMPREPLY[@]}"'
+    )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if not (Path(sys.executable).parent / "fxtune").exists():
         pytest.skip("the console script is not installed beside this Python")
-    done = subprocess.run(["bash", "-c", script], cwd=cwd, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=cwd, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "+recipe=llama_lora"

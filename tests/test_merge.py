@@ -60,7 +60,9 @@ def by_peft(base, folder, **options):
     import peft
 
     torch.manual_seed(3)
-    described = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options})
+    described = peft.LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
+    )
     model = peft.get_peft_model(plain(base), described)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,25 +95,52 @@ def test_weights_of_another_base_beside_an_adapter_are_not_taken_for_its_own(tmp
         with torch.no_grad():
             other.model.embed_tokens.weight[5] += 1
         other.save_pretrained(tmp_path / "base")
-        with pytest.raises(StorageError, match=r"weights of a base are saved with it, and 1 of them are not this base's, such as "
-                                               r"base_model\.model\.model\.embed_tokens\.base_layer\.weight \(\(128, 64\) in"):
+        with pytest.raises(
+            StorageError,
+            match=r"weights of a base are saved with it, and 1 of them are not this base's, such as "
+            r"base_model\.model\.model\.embed_tokens\.base_layer\.weight \(\(128, 64\) in",
+        ):
             merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 REFUSED = {  # what an adapter_config.json says: the error, what is said of it
-    "an invocation": ({"alora_invocation_tokens": [1, 2]}, ConfigError, "is an aLoRA adapter .*alora_invocation_tokens"),
-    "a start of random numbers": ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "nobody who has the base alone finds it"),
-    "what no peft knows": ({"some_new_key": True}, ConfigError, r"options that peft \S+ does not know .*: some_new_key\."),
+    "an invocation": (
+        {"alora_invocation_tokens": [1, 2]},
+        ConfigError,
+        "is an aLoRA adapter .*alora_invocation_tokens",
+    ),
+    "a start of random numbers": (
+        {"init_lora_weights": "pissa_niter_4"},
+        ConfigError,
+        "nobody who has the base alone finds it",
+    ),
+    "what no peft knows": (
+        {"some_new_key": True},
+        ConfigError,
+        r"options that peft \S+ does not know .*: some_new_key\.",
+    ),
     "no kind": ({"peft_type": None}, StorageError, "does not say what kind of adapter it is"),
     "no kind that there is": ({"peft_type": "MAGIC"}, ConfigError, "is a MAGIC adapter"),
     "NaN": ({"lora_alpha": float("nan")}, ConfigError, "lora_alpha=nan is no number to scale"),
     "infinity": ({"lora_alpha": 1e39}, ConfigError, r"lora_alpha=1e\+39 is no number to scale"),
-    "NaN of one": ({"alpha_pattern": {"q_proj": float("nan")}}, ConfigError, r"alpha_pattern\.q_proj=nan is no number"),
+    "NaN of one": (
+        {"alpha_pattern": {"q_proj": float("nan")}},
+        ConfigError,
+        r"alpha_pattern\.q_proj=nan is no number",
+    ),
     "a number for a table": ({"rank_pattern": 3}, ConfigError, "rank_pattern=3 is no table"),
     "a number for names": ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
-    "a table for names": ({"modules_to_save": {"norm": 1}}, ConfigError, "modules_to_save={'norm': 1} is no list of names"),
+    "a table for names": (
+        {"modules_to_save": {"norm": 1}},
+        ConfigError,
+        "modules_to_save={'norm': 1} is no list of names",
+    ),
     "a bias that peft does not have": ({"bias": "some"}, ConfigError, "does not fit its base: .*some"),
-    "a module of modules": ({"target_modules": ["layers"]}, ConfigError, r"Target module ModuleList\(.* \.\.\. .*supported"),
+    "a module of modules": (
+        {"target_modules": ["layers"]},
+        ConfigError,
+        r"Target module ModuleList\(.* \.\.\. .*supported",
+    ),
 }
 
 
@@ -154,7 +183,9 @@ def test_adapters_on_a_mixture_s_experts_are_merged_too(tmp_path):
     base = on_disk(tmp_path / "base", model_type="mixtral", num_local_experts=4)
     mine, adapter = adapted(base, tmp_path / "adapter")
     merged = plain(merge(adapter, tmp_path / "merged"))
-    assert not torch.equal(merged.model.layers[0].mlp.experts.down_proj, plain(base).model.layers[0].mlp.experts.down_proj)
+    assert not torch.equal(
+        merged.model.layers[0].mlp.experts.down_proj, plain(base).model.layers[0].mlp.experts.down_proj
+    )
     torch.testing.assert_close(logits(merged), logits(mine), rtol=0, atol=1e-5)
 
 
@@ -228,12 +259,15 @@ def test_what_cannot_be_merged_leaves_no_folder(base, tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         merge(tmp_path / "nowhere", out)
     description = json.loads((adapter / "adapter_config.json").read_text())
-    for number, (changes, error, message) in enumerate((
+    for number, (changes, error, message) in enumerate(
+        (
             ({"base_model_name_or_path": str(tmp_path / "gone")}, ConfigError, "no such folder"),
             ({"base_model_name_or_path": None}, ConfigError, "names no base model"),
             ({"r": 8}, StorageError, "another shape"),
             ({"target_modules": ["q_proj"]}, StorageError, "no place in the model"),
-            ({"peft_type": "IA3"}, ConfigError, "IA3 adapter"))):
+            ({"peft_type": "IA3"}, ConfigError, "IA3 adapter"),
+        )
+    ):
         changed = tmp_path / f"changed-{number}"
         shutil.copytree(adapter, changed)
         (changed / "adapter_config.json").write_text(json.dumps({**description, **changes}))
@@ -254,7 +288,9 @@ def test_a_base_stored_in_what_nobody_trains_is_refused(dtype, tmp_path):
     by_peft(folder, tmp_path / "adapter")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
-    with pytest.raises(ConfigError, match=r"is stored in .* \(dtype in its config\.json\); fxtune merges into float32"):
+    with pytest.raises(
+        ConfigError, match=r"is stored in .* \(dtype in its config\.json\); fxtune merges into float32"
+    ):
         merge(tmp_path / "adapter", tmp_path / "merged")
 
 
@@ -268,7 +304,10 @@ def test_attention_that_is_not_installed_is_not_needed(tmp_path):
 
 
 def test_an_adapter_of_random_weights_has_no_base(tmp_path):
-    adapter = save(built(lora(), random_model("llama")), load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
-                   tmp_path / "adapter")
+    adapter = save(
+        built(lora(), random_model("llama")),
+        load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
+        tmp_path / "adapter",
+    )
     with pytest.raises(ConfigError, match="names no base model"):
         merge(adapter, tmp_path / "out")

@@ -10,8 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.metrics import Meter, StartUp, TrainingCost, memory_gib, peak_flops, training_cost
 
-SHAPE = dict(vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256)
+SHAPE = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 80  # q, k and v, o, gate and up and down
 HEAD = 32 * 96
 PAIR = 3.5 * 4 * 32 * 3  # FLOPs of a pair of query and key, over all heads and layers
@@ -72,8 +79,14 @@ def test_the_published_cost_of_llama_8b():
     """4N of 7.5e9 parameters is 30.0 GFLOP a token; attention 0.9175 MFLOP for each token and token of context."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                         num_attention_heads=32, num_key_value_heads=8)
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).requires_grad_(False)
     cost = training_cost(model)
@@ -86,7 +99,9 @@ def test_attention_counts_the_pairs_that_a_window_leaves(lengths, window):
     for reach in (window, None):
         cost = TrainingCost(0, 0, ((reach, 1.0),))
         exact = sum(min(query + 1, reach or query + 1) for length in lengths for query in range(length))
-        half_diagonal = sum(min(length, reach or length) for length in lengths) / 2  # S^2/2 for S(S+1)/2, by convention
+        half_diagonal = (
+            sum(min(length, reach or length) for length in lengths) / 2
+        )  # S^2/2 for S(S+1)/2, by convention
         assert cost.flops(np.array(lengths), 0) == pytest.approx(exact - half_diagonal)
 
 
@@ -96,8 +111,10 @@ def test_sliding_layers_are_counted_with_their_window():
     config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=16, sliding_window_pattern=3)
     cost = training_cost(Gemma3ForCausalLM(config))
     kinds = config.layer_types
-    assert dict(cost.attention) == {16: 3.5 * 4 * 32 * kinds.count("sliding_attention"),
-                                    None: 3.5 * 4 * 32 * kinds.count("full_attention")}
+    assert dict(cost.attention) == {
+        16: 3.5 * 4 * 32 * kinds.count("sliding_attention"),
+        None: 3.5 * 4 * 32 * kinds.count("full_attention"),
+    }
 
 
 def test_what_the_formulas_do_not_cover_has_no_cost():
@@ -107,23 +124,48 @@ def test_what_the_formulas_do_not_cover_has_no_cost():
     assert training_cost(torch.nn.Linear(3, 3)) is None
 
 
-@pytest.mark.parametrize(("name", "dtype", "tflops"), [
-    ("NVIDIA H200", torch.bfloat16, 989.4), ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
-    ("NVIDIA H100 PCIe", "bfloat16", 756.5), ("NVIDIA H100 NVL", "bfloat16", 835.5), ("NVIDIA GH200 480GB", "tf32", 494.7),
-    ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312), ("NVIDIA A100 80GB PCIe", "tf32", 156), ("NVIDIA A10", "bfloat16", 125),
-    ("NVIDIA A10G", "bfloat16", 70), ("NVIDIA L4", "bfloat16", 121), ("NVIDIA L40S", "bfloat16", 362),
-    ("NVIDIA RTX A6000", "bfloat16", 154.8), ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
-    ("NVIDIA GeForce RTX 4090", torch.float32, 82.6), ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5),
-    ("NVIDIA B200", "bfloat16", 2250), ("NVIDIA GB200", "bfloat16", 2500), ("AMD Instinct MI300X", "bfloat16", 1307.4),
-    ("Tesla T4", "float16", 65), ("Tesla V100-SXM2-32GB", "float32", 15.7)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
+        ("NVIDIA H100 NVL", "bfloat16", 835.5),
+        ("NVIDIA GH200 480GB", "tf32", 494.7),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100 80GB PCIe", "tf32", 156),
+        ("NVIDIA A10", "bfloat16", 125),
+        ("NVIDIA A10G", "bfloat16", 70),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA L40S", "bfloat16", 362),
+        ("NVIDIA RTX A6000", "bfloat16", 154.8),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
+        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6),
+        ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5),
+        ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA GB200", "bfloat16", 2500),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4),
+        ("Tesla T4", "float16", 65),
+        ("Tesla V100-SXM2-32GB", "float32", 15.7),
+    ],
+)
 def test_peaks(name, dtype, tflops):
     assert peak_flops(name, dtype) == pytest.approx(tflops * 1e12)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"), ("", "bfloat16"),
-    ("NVIDIA GeForce RTX 4090 D", "bfloat16"), ("Tesla T4", "bfloat16"), ("Some New Card", "float32"),
-    ("NVIDIA H200", torch.float64), ("NVIDIA GeForce GTX 1080 Ti", "float16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"),
+        ("", "bfloat16"),
+        ("NVIDIA GeForce RTX 4090 D", "bfloat16"),
+        ("Tesla T4", "bfloat16"),
+        ("Some New Card", "float32"),
+        ("NVIDIA H200", torch.float64),
+        ("NVIDIA GeForce GTX 1080 Ti", "float16"),
+    ],
+)
 def test_unknown_peaks_are_none_not_guesses(name, dtype):
     assert peak_flops(name, dtype) is None
 
@@ -163,8 +205,10 @@ def test_memory_on_a_cpu_is_this_process_own_peak():
     # In a process of its own: this one's peak may be from a test before.
     block = np.ones(300 * 2**20, np.uint8)
     del block
-    code = ("import numpy as np, torch, fxtune.metrics as m; cpu = torch.device('cpu'); before = m.memory_gib(cpu); "
-            "block = np.ones(300 * 2**20, np.uint8); print(before, m.memory_gib(cpu) - before)")
+    code = (
+        "import numpy as np, torch, fxtune.metrics as m; cpu = torch.device('cpu'); before = m.memory_gib(cpu); "
+        "block = np.ones(300 * 2**20, np.uint8); print(before, m.memory_gib(cpu) - before)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, grown = map(float, done.stdout.split())
     assert 0.2 < grown < 0.5

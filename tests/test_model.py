@@ -9,7 +9,19 @@ import time
 
 import pytest
 import torch
-from architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained, word_tokenizer
+from architectures import (
+    CPU,
+    FAMILIES,
+    SIZES,
+    built,
+    facts_of,
+    logits,
+    lora,
+    on_disk,
+    random_model,
+    trained,
+    word_tokenizer,
+)
 from safetensors.torch import load_file, save_file
 
 from fxtune import hub
@@ -53,7 +65,9 @@ def test_a_folder_gives_the_weights_that_are_in_it(base):
 def test_the_model_that_ships_is_the_default():
     model = ModelConfig()
     assert load_tokenizer(model).chat_template
-    assert load(model.path).name_or_path.endswith("fxtune/assets/tiny"), "a path, so that plain peft finds the base of an adapter"
+    assert load(model.path).name_or_path.endswith("fxtune/assets/tiny"), (
+        "a path, so that plain peft finds the base of an adapter"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,29 +95,42 @@ def test_building_leaves_the_random_state_alone():
 
 
 def test_an_architecture_is_laid_over_the_config_of_path(base):
-    config = load_config(ModelConfig(path=str(base), init=Init.random, architecture={"hidden_size": 128, "num_hidden_layers": 3}))
+    config = load_config(
+        ModelConfig(path=str(base), init=Init.random, architecture={"hidden_size": 128, "num_hidden_layers": 3})
+    )
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (128, 3, 128)
     assert config.head_dim == 32, "computed anew from the new size"
-    alone = load_config(ModelConfig(path=str(base), init=Init.random, architecture={"model_type": "llama", "hidden_size": 128}))
+    alone = load_config(
+        ModelConfig(path=str(base), init=Init.random, architecture={"model_type": "llama", "hidden_size": 128})
+    )
     assert alone.vocab_size == 32000, "an architecture with a model_type does not read the path"
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"architecture": {"model_type": "llama"}}, "init=random"),
-    ({"path": None}, "model.path is null"),
-    ({"init": Init.random, "architecture": {"model_type": "lama"}}, "Did you mean llama?"),
-    ({"init": Init.random, "architecture": {"model_type": "llama", "hiden_size": 8}}, "Did you mean hidden_size?"),
-    ({"init": Init.random, "architecture": {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7}}, "30"),
-    ({"init": Init.random, "architecture": {"model_type": "llama", "hidden_size": "big"}}, "hidden_size"),
-    ({"path": "./nowhere"}, "there is no such folder"),
-    ({"path": "./" + "n" * 300}, "there is no such folder"),
-    ({"path": "/nowhere/at/all"}, "there is no such folder"),
-    ({"path": "runs/mine"}, "there is no such folder"),
-    ({"path": "a b/c"}, "there is no such folder"),
-    ({"path": "builtin:huge"}, "does not ship"),
-    ({"trust_remote_code": True}, "40-digit commit"),
-    ({"path": "some/model", "trust_remote_code": True, "revision": "main"}, "40-digit commit"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": {"model_type": "llama"}}, "init=random"),
+        ({"path": None}, "model.path is null"),
+        ({"init": Init.random, "architecture": {"model_type": "lama"}}, "Did you mean llama?"),
+        ({"init": Init.random, "architecture": {"model_type": "llama", "hiden_size": 8}}, "Did you mean hidden_size?"),
+        (
+            {
+                "init": Init.random,
+                "architecture": {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7},
+            },
+            "30",
+        ),
+        ({"init": Init.random, "architecture": {"model_type": "llama", "hidden_size": "big"}}, "hidden_size"),
+        ({"path": "./nowhere"}, "there is no such folder"),
+        ({"path": "./" + "n" * 300}, "there is no such folder"),
+        ({"path": "/nowhere/at/all"}, "there is no such folder"),
+        ({"path": "runs/mine"}, "there is no such folder"),
+        ({"path": "a b/c"}, "there is no such folder"),
+        ({"path": "builtin:huge"}, "does not ship"),
+        ({"trust_remote_code": True}, "40-digit commit"),
+        ({"path": "some/model", "trust_remote_code": True, "revision": "main"}, "40-digit commit"),
+    ],
+)
 def test_a_wrong_recipe_is_a_config_error_that_says_what_to_change(options, message, cwd):
     with pytest.raises(ConfigError) as caught:
         load_config(ModelConfig(**options))
@@ -125,9 +152,12 @@ def test_the_hub_s_refusals_say_what_to_do(monkeypatch):
     from huggingface_hub import errors
 
     response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
-    for refusal, message in ((errors.GatedRepoError("no", response=response), "hf auth login"),
-                             (errors.RepositoryNotFoundError("no", response=response), "no such model on the hub"),
-                             (errors.RevisionNotFoundError("no", response=response), "no revision 'v9'")):
+    for refusal, message in (
+        (errors.GatedRepoError("no", response=response), "hf auth login"),
+        (errors.RepositoryNotFoundError("no", response=response), "no such model on the hub"),
+        (errors.RevisionNotFoundError("no", response=response), "no revision 'v9'"),
+    ):
+
         def refuse(*_, refusal=refusal, **__):
             raise refusal
 
@@ -168,11 +198,19 @@ def test_missing_unexpected_and_misshapen_weights_are_refused(copy):
     edit(weights, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(StorageError, match=r"not in the files, such as model\.norm\.weight"):
         load(copy)
-    edit(weights, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64), "model.extra.weight": torch.ones(2)}))
+    edit(
+        weights,
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64), "model.extra.weight": torch.ones(2)}),
+    )
     with pytest.raises(StorageError, match=r"no place in the architecture, such as model\.extra\.weight"):
         load(copy)
-    edit(weights, lambda tensors: (tensors.pop("model.extra.weight"), tensors.update({"model.norm.weight": torch.ones(32)})))
-    with pytest.raises(StorageError, match=r"another shape, such as model\.norm\.weight \(\(32,\) in the file, \(64,\)"):
+    edit(
+        weights,
+        lambda tensors: (tensors.pop("model.extra.weight"), tensors.update({"model.norm.weight": torch.ones(32)})),
+    )
+    with pytest.raises(
+        StorageError, match=r"another shape, such as model\.norm\.weight \(\(32,\) in the file, \(64,\)"
+    ):
         load(copy)
 
 
@@ -196,8 +234,16 @@ def test_a_missing_shard_is_named(copy):
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(StorageError, match=r"model-00001-of-00002\.safetensors is missing"):
         load(copy)
-    for text in ("{}", "[]", "null", "3", "", '{"weight_map": {}}',
-                 '{"weight_map": null}', '{"weight_map": {"a": ["b.safetensors"]}}'):
+    for text in (
+        "{}",
+        "[]",
+        "null",
+        "3",
+        "",
+        '{"weight_map": {}}',
+        '{"weight_map": null}',
+        '{"weight_map": {"a": ["b.safetensors"]}}',
+    ):
         (copy / "model.safetensors.index.json").write_text(text)
         with pytest.raises(StorageError, match="not a safetensors index"):
             load(copy)
@@ -219,10 +265,13 @@ def test_pickled_weights_are_refused_unread(copy):
 
 def test_a_folder_that_is_no_model_says_so(copy):
     config = json.loads((copy / "config.json").read_text())
-    for content, message in (("{", "cannot be used"), (json.dumps({**config, "dtype": ["float32"]}), "cannot be used"),
-                             (json.dumps({**config, "model_type": "lamma"}), "cannot be used"),
-                             (json.dumps({"model_type": "vit"}), "no causal language model"),
-                             (json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}), "quantised already")):
+    for content, message in (
+        ("{", "cannot be used"),
+        (json.dumps({**config, "dtype": ["float32"]}), "cannot be used"),
+        (json.dumps({**config, "model_type": "lamma"}), "cannot be used"),
+        (json.dumps({"model_type": "vit"}), "no causal language model"),
+        (json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}), "quantised already"),
+    ):
         (copy / "config.json").write_text(content)
         with pytest.raises(ConfigError) as caught:
             load_config(ModelConfig(path=str(copy)))
@@ -299,7 +348,9 @@ def test_saving_again_replaces_and_a_full_disk_leaves_the_old_one(base, tmp_path
         save(trained(model), tokenizer, tmp_path / "out")
     monkeypatch.undo()
     limits, _ = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the weights themselves do not fit: another library's error
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10_000, limits[1])
+    )  # the weights themselves do not fit: another library's error
     try:
         with pytest.raises(StorageError, match="File too large"):
             save(model, tokenizer, tmp_path / "out")
@@ -315,18 +366,35 @@ def test_the_card_says_what_made_the_adapter_and_how_to_load_it(base, tmp_path):
     model = ModelConfig(path=str(base))
     pipeline = lora()
     pipeline.rope.enabled, pipeline.rope.factor = True, 2.0
-    adapter = save(trained(built(pipeline, model)), load_tokenizer(model), tmp_path / "adapter", card={
-        "config": {"run": {"name": "mine", "seed": 7}}, "data": "abc123", "figures": {"eval/loss": 0.5},
-        "facts": facts_of(model)})
+    adapter = save(
+        trained(built(pipeline, model)),
+        load_tokenizer(model),
+        tmp_path / "adapter",
+        card={
+            "config": {"run": {"name": "mine", "seed": 7}},
+            "data": "abc123",
+            "figures": {"eval/loss": 0.5},
+            "facts": facts_of(model),
+        },
+    )
     card = (adapter / "README.md").read_text()
-    for part in ("library_name: peft", str(base), "| run | mine |", "| seed | 7 |", "abc123", "| eval/loss | 0.5 |",
-                 "| transformers |"):
+    for part in (
+        "library_name: peft",
+        str(base),
+        "| run | mine |",
+        "| seed | 7 |",
+        "abc123",
+        "| eval/loss | 0.5 |",
+        "| transformers |",
+    ):
         assert part in card
     assert "base_model:" not in card, "a local path is not a hub id"
     code = card.split("```python\n")[1].split("```")[0].replace('folder = "."', f"folder = {str(adapter)!r}")
     names: dict = {}
     exec(code, names)  # the card's own lines, as a reader would run them
-    assert torch.equal(logits(names["model"]), logits(built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))))
+    assert torch.equal(
+        logits(names["model"]), logits(built(pipeline, ModelConfig(path=str(base), adapter=str(adapter))))
+    )
     assert names["model"].config.max_position_embeddings == 2 * SIZES["max_position_embeddings"]
 
 
@@ -334,20 +402,29 @@ def test_an_adapter_has_no_config_beside_it_unless_the_base_s_was_edited(base, t
     model = ModelConfig(path=str(base))
     adapter = save(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     assert sorted(path.name for path in adapter.iterdir()) == [
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base.resolve())
     assert Pipeline().lora.enabled is False
 
 
 def test_what_is_no_adapter_is_refused_before_anything_is_loaded(base, tmp_path):
     run = tmp_path / "run"
-    adapter = save(built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), run / "adapter")
+    adapter = save(
+        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), run / "adapter"
+    )
     with pytest.raises(ConfigError, match=f"no PEFT adapter.*such as {adapter}"):
         load_config(ModelConfig(path=str(base), adapter=str(run)))
 
 
 def test_the_adapter_s_config_is_the_same_in_every_process(base, tmp_path):
-    adapter = save(built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter")
+    adapter = save(
+        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter"
+    )
     modules = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     assert len(modules) > 1
     assert modules == sorted(modules)

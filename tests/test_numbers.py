@@ -95,7 +95,11 @@ def test_a_step_that_is_not_finite_leaves_its_samples_and_its_batches(narrow, bu
 
 
 def rows_of(trainer, step) -> list[int]:
-    return [document for micro in range(trainer.plan.micro_batches(step)) for _, document in trainer.plan.documents(step, micro)]
+    return [
+        document
+        for micro in range(trainer.plan.micro_batches(step))
+        for _, document in trainer.plan.documents(step, micro)
+    ]
 
 
 def test_no_more_than_a_few_bad_batches_are_kept(narrow, build, monkeypatch):
@@ -136,7 +140,12 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
 def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkeypatch):
     """The window of losses is part of the state: broken off just before a spike, the run must still know it for one."""
     seen = disturb(monkeypatch, {9: 50.0})
-    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = 12, 8, Spikes.skip, 3
+    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = (
+        12,
+        8,
+        Spikes.skip,
+        3,
+    )
     narrow.run.dir = "whole"
     assert train.run(narrow)["train/skipped_steps"] == 1
     narrow.run.dir = "broken"
@@ -152,7 +161,10 @@ def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(narrow, c
     disturb(monkeypatch, {4: math.nan, 5: math.nan})
     narrow.run.dir, narrow.tracking.display = "run", Display.plain
     assert train.run(narrow)["train/skipped_steps"] == 2
-    assert "2 of 6 steps were skipped: their loss or gradient was not finite. The last 2 too, but" in capsys.readouterr().out
+    assert (
+        "2 of 6 steps were skipped: their loss or gradient was not finite. The last 2 too, but"
+        in capsys.readouterr().out
+    )
     assert all(torch.isfinite(t).all() for t in load_file("run/adapter/adapter_model.safetensors").values())
 
 

@@ -41,10 +41,12 @@ class Small(nn.Module):
         return self.head(self.frozen(self.wide(self.norm(self.up(self.embed(ids))))))
 
 
-CASES = {**{name.value: {} for name in OptimizerName},
-         "adamw_8bit/bitsandbytes": {"name": "adamw_8bit", "library": Library.bitsandbytes},
-         "adamw/stochastic": {"name": "adamw", "stochastic_rounding": True},
-         "adamw_8bit/stochastic": {"name": "adamw_8bit", "stochastic_rounding": True}}
+CASES = {
+    **{name.value: {} for name in OptimizerName},
+    "adamw_8bit/bitsandbytes": {"name": "adamw_8bit", "library": Library.bitsandbytes},
+    "adamw/stochastic": {"name": "adamw", "stochastic_rounding": True},
+    "adamw_8bit/stochastic": {"name": "adamw_8bit", "stochastic_rounding": True},
+}
 
 
 def make(case, **options):
@@ -107,7 +109,10 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
 @pytest.mark.parametrize("name", CASES)
 def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, tmp_path):
     """As on a GPU, where nobody asks before the step whether it is finite."""
-    (model, asking), (other, guarded) = make(name, weight_decay=0.1, fused=fused), make(name, weight_decay=0.1, fused=fused)
+    (model, asking), (other, guarded) = (
+        make(name, weight_decay=0.1, fused=fused),
+        make(name, weight_decay=0.1, fused=fused),
+    )
     guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
     taken = 0
     for seed in range(9):
@@ -137,8 +142,14 @@ def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_steps_leave_the_count_of_a_weight_that_they_did_not_reach(name):
     """As of an expert that gets no token."""
-    (model, asking), (other, guarded) = (make(name, fused="fused" not in update_rule.READS[OptimizerName(
-        CASES[name].get("name", name))] or "stochastic" in name) for _ in range(2))
+    (model, asking), (other, guarded) = (
+        make(
+            name,
+            fused="fused" not in update_rule.READS[OptimizerName(CASES[name].get("name", name))]
+            or "stochastic" in name,
+        )
+        for _ in range(2)
+    )
     guarded.guards = {part: Guard(part) for part in guarded.parts if not part.defaults.get("fused")}
     for seed in range(5):
         for each, its in ((model, asking), (other, guarded)):
@@ -173,13 +184,19 @@ def test_a_guarded_step_takes_and_leaves_each_bit(name):
             optimizer.step(1e-2, torch.tensor(good))
         moments, _ = optimizer.state()
         assert moments["weight/exp_avg_sq"].isinf().tolist() == [[True, False]]
-        kept.append([tensor.detach().view(torch.int32).tolist() for tensor in (
-            linear.weight, moments["weight/exp_avg"], moments["weight/exp_avg_sq"])])
+        kept.append(
+            [
+                tensor.detach().view(torch.int32).tolist()
+                for tensor in (linear.weight, moments["weight/exp_avg"], moments["weight/exp_avg_sq"])
+            ]
+        )
     assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
-def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradients_back_if_it_fails(name, monkeypatch):
+def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradients_back_if_it_fails(
+    name, monkeypatch
+):
     model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
     guards = [Guard(part) for part in optimizer.parts]
     unused = model.wide.weight.clone()
@@ -240,9 +257,18 @@ def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(name, fused,
 
 def test_norms_and_biases_get_no_weight_decay():
     _, optimizer = make("adamw", weight_decay=0.5)
-    decays = {optimizer.names[p]: group["weight_decay"] for group in optimizer.parts[0].param_groups for p in group["params"]}
-    assert decays == {"embed.weight": 0.5, "up.weight": 0.5, "wide.weight": 0.5, "head.weight": 0.5, "up.bias": 0,
-                      "norm.weight": 0, "norm.bias": 0}
+    decays = {
+        optimizer.names[p]: group["weight_decay"] for group in optimizer.parts[0].param_groups for p in group["params"]
+    }
+    assert decays == {
+        "embed.weight": 0.5,
+        "up.weight": 0.5,
+        "wide.weight": 0.5,
+        "head.weight": 0.5,
+        "up.bias": 0,
+        "norm.weight": 0,
+        "norm.bias": 0,
+    }
 
 
 @pytest.mark.parametrize("name", OptimizerName)
@@ -266,7 +292,12 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     muon, adamw = optimizer.parts
     assert [optimizer.names[p] for g in muon.param_groups for p in g["params"]] == ["up.weight", "wide.weight"]
     assert {optimizer.names[p] for g in adamw.param_groups for p in g["params"]} == {
-        "embed.weight", "up.bias", "norm.weight", "norm.bias", "head.weight"}
+        "embed.weight",
+        "up.bias",
+        "norm.weight",
+        "norm.bias",
+        "head.weight",
+    }
 
 
 def written_out(seeds, lr=3e-3, fused=False, dtype=torch.float32):
@@ -275,8 +306,13 @@ def written_out(seeds, lr=3e-3, fused=False, dtype=torch.float32):
     plain = Small().to(dtype)
     decayed = [p for p in plain.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in plain.parameters() if p.requires_grad and p.ndim == 1]
-    reference = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
-                                  lr=lr, betas=(0.8, 0.95), eps=1e-6, fused=fused)
+    reference = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
+        lr=lr,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        fused=fused,
+    )
     for seed in seeds:
         backward(plain, seed)
         reference.step()
@@ -296,13 +332,17 @@ def test_adamw_is_torch_adamw_to_the_last_bit(fused):
 
 @pytest.mark.parametrize("name", ["apex_adamw", "adamw_float32"])
 def test_the_other_adamws_compute_the_same(name, monkeypatch):
-    monkeypatch.setitem(CASES, "adamw_float32", {"name": "adamw", "stochastic_rounding": True})  # float32 needs no rounding
+    monkeypatch.setitem(
+        CASES, "adamw_float32", {"name": "adamw", "stochastic_rounding": True}
+    )  # float32 needs no rounding
     model, optimizer = make(name, weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6)
     for seed in range(5):
         backward(model, seed)
         optimizer.step(3e-3, YES)
     plain = written_out(range(5))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def learn(case, steps=100, **options):
@@ -379,8 +419,9 @@ def test_kept_gradients_leave_a_weight_alone_that_no_backward_pass_has_reached(n
     plain, reference = make(name, **options)
     model, _ = make(name, **options)
     known = dict(CASES[name])
-    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName(known.pop("name", name)), **known, **options),
-                          keep_gradients=True)
+    optimizer = Optimizer(
+        model, OptimizerConfig(name=OptimizerName(known.pop("name", name)), **known, **options), keep_gradients=True
+    )
     for seed, reaches in ((1, False), (2, True), (3, False), (4, True)):
         norms = []
         for m, o in ((model, optimizer), (plain, reference)):
@@ -426,10 +467,21 @@ EIGHT, APEX = OptimizerName.adamw_8bit, OptimizerName.apex_adamw
 
 
 REFUSED = [
-    (facts(packages={}), dict(name=EIGHT), ["adamw_8bit needs bitsandbytes or torchao, and neither is installed",
-                                            "pip install 'fxtune[quant]'"]),
-    (facts(packages={"torchao": "1"}), dict(name=EIGHT, library=Library.bitsandbytes), ["bitsandbytes is not installed"]),
-    (GPU, dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True), ["bitsandbytes has no stochastic rounding"]),
+    (
+        facts(packages={}),
+        dict(name=EIGHT),
+        ["adamw_8bit needs bitsandbytes or torchao, and neither is installed", "pip install 'fxtune[quant]'"],
+    ),
+    (
+        facts(packages={"torchao": "1"}),
+        dict(name=EIGHT, library=Library.bitsandbytes),
+        ["bitsandbytes is not installed"],
+    ),
+    (
+        GPU,
+        dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True),
+        ["bitsandbytes has no stochastic rounding"],
+    ),
     (GPU, dict(library=Library.torchao), ["torchao has adamw_8bit, not adamw"]),
     (GPU, dict(name=APEX), ["FusedAdam of Apex. NVIDIA's Apex is not installed"]),
     (facts(packages={"apex": "0.9"}), dict(name=APEX), ["no CUDA extensions (amp_C): it is PyPI's"]),
@@ -437,12 +489,28 @@ REFUSED = [
     (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),
     (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
     (facts(techniques={"lora": {}}), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
-    (GPU, dict(momentum=0.5), ["optimizer.momentum: 0.5 is not read by adamw. Leave it out or set it to 0.9, its default (sgd"]),
-    (GPU, dict(name=OptimizerName.sgd, betas=[0.9, 0.95]), ["betas: [0.9, 0.95] is not read by sgd", "set it to [0.9, 0.999]"]),
+    (
+        GPU,
+        dict(momentum=0.5),
+        ["optimizer.momentum: 0.5 is not read by adamw. Leave it out or set it to 0.9, its default (sgd"],
+    ),
+    (
+        GPU,
+        dict(name=OptimizerName.sgd, betas=[0.9, 0.95]),
+        ["betas: [0.9, 0.95] is not read by sgd", "set it to [0.9, 0.999]"],
+    ),
     (GPU, dict(name=OptimizerName.lion, eps=1e-6), ["optimizer.eps: 1e-06 is not read by lion"]),
-    (GPU, dict(name=OptimizerName.adafactor, fused=False), ["optimizer.fused: false is not read by adafactor", "set it to true"]),
+    (
+        GPU,
+        dict(name=OptimizerName.adafactor, fused=False),
+        ["optimizer.fused: false is not read by adafactor", "set it to true"],
+    ),
     (GPU, dict(name=EIGHT, fused=False), ["optimizer.fused: false is not read by adamw_8bit"]),
-    (GPU, dict(stochastic_rounding=True, fused=False), ["optimizer.fused: false is not read by adamw with stochastic_rounding."]),
+    (
+        GPU,
+        dict(stochastic_rounding=True, fused=False),
+        ["optimizer.fused: false is not read by adamw with stochastic_rounding."],
+    ),
 ]
 
 
@@ -467,23 +535,33 @@ def test_what_can_be_had_is_not_refused(monkeypatch):
 
 
 def test_what_an_optimizer_reads_may_be_changed():
-    for name, options in (("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)), ("sgd", dict(momentum=0.0, fused=False)),
-                          ("lion", dict(betas=[0.9, 0.99])), ("adamw_8bit", dict(betas=[0.9, 0.95], eps=1e-6)),
-                          ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6, fused=False))):
+    for name, options in (
+        ("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)),
+        ("sgd", dict(momentum=0.0, fused=False)),
+        ("lion", dict(betas=[0.9, 0.99])),
+        ("adamw_8bit", dict(betas=[0.9, 0.95], eps=1e-6)),
+        ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6, fused=False)),
+    ):
         assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
 
 
 def test_an_optimizer_is_built_from_what_it_reads_and_from_nothing_else():
     """What READS says, by what a change does to the library's own options."""
+
     def built(name, options):
         _, made = make(name, **options)
-        plain = [{key: value for key, value in group.items() if key != "params"} for part in made.parts
-                 for group in (part.defaults, *part.param_groups)]
+        plain = [
+            {key: value for key, value in group.items() if key != "params"}
+            for part in made.parts
+            for group in (part.defaults, *part.param_groups)
+        ]
         return str(plain)
 
     changes = {"betas": [0.5, 0.6], "eps": 1e-3, "momentum": 0.25, "fused": False}
     for name, reads in update_rule.READS.items():
-        acts = {option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})}
+        acts = {
+            option for option, value in changes.items() if built(name.value, {option: value}) != built(name.value, {})
+        }
         assert acts == set(reads), name
 
 

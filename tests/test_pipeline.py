@@ -56,8 +56,12 @@ def test_all_reasons_of_all_techniques_come_at_once_with_their_keys():
     with pytest.raises(ConfigError) as caught:
         pipeline.check(facts_of(random_model("llama")))
     keys = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
-    assert keys == ["techniques.rope.factor", "techniques.lora.r", "techniques.lora.target_modules",
-                    "techniques.checkpointing.every"]
+    assert keys == [
+        "techniques.rope.factor",
+        "techniques.lora.r",
+        "techniques.lora.target_modules",
+        "techniques.checkpointing.every",
+    ]
 
 
 def test_a_disabled_technique_is_neither_checked_nor_applied():
@@ -71,7 +75,12 @@ def test_what_goes_wrong_with_a_technique_off_is_said():
     pipeline.attention.enabled = False
     with pytest.raises(ConfigError) as caught:
         pipeline.check(facts_of(random_model("llama"), sequence_length=65, dtype="float16"))
-    for part in ("techniques.attention.enabled", "techniques.lora.enabled", "techniques.rope.enabled", "beyond the 64 positions"):
+    for part in (
+        "techniques.attention.enabled",
+        "techniques.lora.enabled",
+        "techniques.rope.enabled",
+        "beyond the 64 positions",
+    ):
         assert part in str(caught.value)
     pipeline.check(facts_of(random_model("llama"), packing=False))
 
@@ -109,5 +118,6 @@ def test_what_is_set_of_a_technique_that_is_off_is_told():
     assert Pipeline().idle() == []
     checkpointing = Checkpointing(policy=Policy.selective)
     assert Pipeline(checkpointing=checkpointing).idle() == [
-        "checkpointing: off, so policy=selective does nothing. To have it: techniques.checkpointing.enabled=true"]
+        "checkpointing: off, so policy=selective does nothing. To have it: techniques.checkpointing.enabled=true"
+    ]
     assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).idle() == []

@@ -26,8 +26,12 @@ def chat(tmp_path, *turns: tuple[str, str]) -> SourceConfig:
     file = tmp_path / "own.jsonl"
     with file.open("w") as out:
         for question, reply in turns:
-            out.write(json.dumps({"messages": [{"role": "user", "content": question},
-                                               {"role": "assistant", "content": reply}]}) + "\n")
+            out.write(
+                json.dumps(
+                    {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]}
+                )
+                + "\n"
+            )
     return SourceConfig(path=str(file))
 
 
@@ -41,7 +45,7 @@ def test_answers_and_their_end_of_turn_stand_between_the_marks_and_nothing_else_
     turns = [(f"what is {i} plus one", f"it is {i + 1}") for i in range(5)]
     small.data.sources, small.data.packing = [chat(tmp_path, *turns)], packing
     page = shown(small)
-    page = page[page.index("\n"):]  # the legend has a mark too
+    page = page[page.index("\n") :]  # the legend has a mark too
     learned = re.findall("⟦(.*?)⟧", page, re.DOTALL)
     assert len(learned) >= 3
     assert set(learned) <= {f"{reply}<|im_end|>" for _, reply in turns}
@@ -70,8 +74,9 @@ def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
     for count, _ in rows:
         if int(count) > 3:
             assert f"… {int(count) - 3} more of this row's documents" in page
-    plan = preview.prepare(small.data, load_tokenizer(small.model), micro_batch_size=4, global_batch_size=8, max_steps=6,
-                           epochs=100).training
+    plan = preview.prepare(
+        small.data, load_tokenizer(small.model), micro_batch_size=4, global_batch_size=8, max_steps=6, epochs=100
+    ).training
     summary = plan.summary()
     assert f"{summary['supervised_share']:.1%} of the tokens ({summary['supervised_tokens']:,})" in page
     assert f"{summary['padding_share']:.1%} of the rows" in page
@@ -81,8 +86,10 @@ def test_long_documents_are_cut_with_a_count_and_pieces_say_so(small, tmp_path):
     words = " ".join(f"word{i}" for i in range(700))
     small.data.sources, small.data.sequence_length = [chat(tmp_path, ("count", words))], 4096
     page = shown(small)
-    left, learned = (int(n.replace(",", "")) for n in re.search(r"… ([\d,]+) tokens left out, ([\d,]+) of them supervised …",
-                                                                page).groups())
+    left, learned = (
+        int(n.replace(",", ""))
+        for n in re.search(r"… ([\d,]+) tokens left out, ([\d,]+) of them supervised …", page).groups()
+    )
     assert left == learned > 1000
     assert "word0 word1 " in page
     assert "word699<|im_end|>⟧" in page
@@ -112,7 +119,7 @@ def test_a_torn_character_is_shown_as_its_bytes(tokenizer):
     assert texts.document(ids, [False] * len(ids)).plain == "🦊"
     torn = texts.document(ids[1:], [False] * (len(ids) - 1)).plain
     assert re.fullmatch(r"(\\x[0-9a-f]{2})+", torn)
-    assert bytes.fromhex(torn.replace("\\x", "")) == "🦊".encode()[4 - torn.count("x"):]
+    assert bytes.fromhex(torn.replace("\\x", "")) == "🦊".encode()[4 - torn.count("x") :]
     half = texts.document(ids, [False] + [True] * (len(ids) - 1)).plain  # supervision begins inside the character
     assert re.fullmatch(r"(\\x..)+⟦(\\x..)+⟧", half)
 
@@ -140,8 +147,12 @@ def test_held_out_documents_and_weights_are_told(small, chats, tmp_path):
 def test_a_mix_of_short_and_long_documents_is_shown(small):
     small.data.packing, small.data.sequence_length, small.data.mix = True, 128, MixConfig(0.4, 64)
     page = shown(small)
-    assert re.search(r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page)
-    assert re.search(r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page)
+    assert re.search(
+        r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page
+    )
+    assert re.search(
+        r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page
+    )
     small.data.mix.long_share = None
     assert "long documents" not in shown(small)
 

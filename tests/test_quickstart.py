@@ -25,19 +25,24 @@ def matches(folder: Path) -> list[float]:
 
 
 def answered(model, question: dict, tokenizer) -> str:
-    ids = tokenizer.apply_chat_template(question["messages"][:-1], add_generation_prompt=True, return_tensors="pt",
-                                        return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(
+        question["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
     with torch.no_grad():
         written = model.generate(input_ids=ids, max_new_tokens=64, do_sample=False, pad_token_id=0)
-    return tokenizer.decode(written[0, ids.shape[1]:], skip_special_tokens=True).strip()
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = subprocess.run([sys.executable, "-m", "fxtune", "+recipe=quickstart", "train.max_steps=36"], capture_output=True,
-                          text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", "+recipe=quickstart", "train.max_steps=36"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     folder, said = Path("runs/quickstart"), done.stdout
     before, after = matches(folder)
@@ -48,7 +53,9 @@ def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, folder / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
-    questions = [json.loads(line) for line in (ASSETS / "data" / "quickstart_test.jsonl").read_text().splitlines()[:10]]
+    questions = [
+        json.loads(line) for line in (ASSETS / "data" / "quickstart_test.jsonl").read_text().splitlines()[:10]
+    ]
     right = [answered(model, question, tokenizer) == question["messages"][-1]["content"] for question in questions]
     assert sum(right) >= 8
     card = (folder / "adapter" / "README.md").read_text()

@@ -19,18 +19,22 @@ from fxtune.world import PACKAGES, Facts
 SHIPPED = sorted(path.stem for path in library.shipped("recipes").glob("*.yaml"))
 GROUPS = [(group, option) for group, options in library.groups().items() for option in options]
 
-LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA = dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+)
 HUB = {  # the configs of the hub models that recipes name, as far as a technique looks at them
     "meta-llama/Meta-Llama-3-8B": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=8192)),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=131072)),
-    "Qwen/Qwen3-8B": ("qwen3", dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936,
-                                    max_position_embeddings=40960)),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936, max_position_embeddings=40960),
+    ),
 }
 
 
 def header(name: str) -> str:
     lines = library.find(name).path.read_text().splitlines()
-    return "\n".join(line for line in lines[:lines.index("# @package _global_")])
+    return "\n".join(line for line in lines[: lines.index("# @package _global_")])
 
 
 def hardware(name: str, config: Config) -> Facts:
@@ -41,19 +45,35 @@ def hardware(name: str, config: Config) -> Facts:
     assert line, f"{name} does not say which hardware it is for"
     path = config.model.path
     if path.startswith("builtin:"):
-        model = AutoConfig.from_pretrained(Path(sys.modules["fxtune"].__file__).parent / "assets" / path.removeprefix("builtin:"))
+        model = AutoConfig.from_pretrained(
+            Path(sys.modules["fxtune"].__file__).parent / "assets" / path.removeprefix("builtin:")
+        )
     else:
         kind, sizes = HUB[path]
         model = AutoConfig.for_model(kind, **sizes)
-    common = dict(model=model.to_dict(), packing=config.data.packing, sequence_length=config.data.sequence_length,
-                  rows=row_lengths(config.data), micro_batch_size=config.train.micro_batch_size,
-                  optimizer=config.optimizer.name.value, packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"})
+    common = dict(
+        model=model.to_dict(),
+        packing=config.data.packing,
+        sequence_length=config.data.sequence_length,
+        rows=row_lengths(config.data),
+        micro_batch_size=config.train.micro_batch_size,
+        optimizer=config.optimizer.name.value,
+        packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
+    )
     if "GPU with" in line[1]:
         memory = int(re.search(r"(\d+) GB", line[1])[1]) * 10**9
         host = re.search(r"(\d+) GB of host", line[1])
         older = re.search(r"A100|A10\b|RTX 3090", line[1])
-        return Facts(device="cuda", device_name="NVIDIA", capability=(8, 0) if older else (9, 0), memory=memory,
-                     free_memory=memory, host_memory=int(host[1]) * 10**9 if host else 128 * 10**9, dtype="bfloat16", **common)
+        return Facts(
+            device="cuda",
+            device_name="NVIDIA",
+            capability=(8, 0) if older else (9, 0),
+            memory=memory,
+            free_memory=memory,
+            host_memory=int(host[1]) * 10**9 if host else 128 * 10**9,
+            dtype="bfloat16",
+            **common,
+        )
     assert "no GPU" in line[1]
     return Facts(cores=2, **common)
 
@@ -64,8 +84,11 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
     assert config.run.name == name
     assert config.data.sources
     techniques, _ = config.techniques.ready(hardware(name, config))
-    assert "auto" not in {str(getattr(value, "value", value)) for _, technique in techniques.enabled()
-                          for value in vars(technique).values()}
+    assert "auto" not in {
+        str(getattr(value, "value", value))
+        for _, technique in techniques.enabled()
+        for value in vars(technique).values()
+    }
     assert f"python -m fxtune +recipe={name}" in header(name)
     assert "# Measured: " in header(name)
     assert 20 < len(library.recipes()[name].title) < 110
@@ -106,7 +129,9 @@ def test_a_group_option_composes_with_a_recipe_and_does_something_or_says_the_de
 def test_models_of_the_hub_are_pinned():
     for path in library.groups()["model"].values():
         values = OmegaConf.load(path)
-        assert values.path is None or values.path.startswith("builtin:") or re.fullmatch(r"[0-9a-f]{40}", values.revision), path
+        assert (
+            values.path is None or values.path.startswith("builtin:") or re.fullmatch(r"[0-9a-f]{40}", values.revision)
+        ), path
 
 
 def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):
@@ -115,7 +140,9 @@ def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):
     (cwd / "recipes" / "quickstart.yaml").write_text("run: {}\n")
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"in recipes/\n  mine +what mine does\n  quickstart +\(no header line\)\n\nshipped with fxtune", text)
+    assert re.search(
+        r"in recipes/\n  mine +what mine does\n  quickstart +\(no header line\)\n\nshipped with fxtune", text
+    )
     for name in SHIPPED:
         if name != "quickstart":
             assert re.search(rf"^  {name} +{re.escape(library.recipes()[name].title)}$", text, re.MULTILINE)

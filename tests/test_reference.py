@@ -47,7 +47,9 @@ def test_what_is_compared_can_differ():
     tokens = given("llama")
     wanted = reference.plain(reference.small("llama"), tokens)
     half = reference.plain(reference.small("llama"), tokens, dtype="bfloat16")
-    leaking = reference.plain(reference.small("llama"), reference.batch(reference.small("llama"), (sum(LENGTHS),), device="cpu"))
+    leaking = reference.plain(
+        reference.small("llama"), reference.batch(reference.small("llama"), (sum(LENGTHS),), device="cpu")
+    )
     assert reference.relative(half.logits, wanted.logits) > 1e-3
     assert abs(leaking.loss - wanted.loss) > 1e-3
     assert reference.relative(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
@@ -61,9 +63,20 @@ def test_a_batch_is_as_the_data_plan_makes_it():
     assert torch.equal(tokens.targets.flatten()[tokens.supervised_at], tokens.labels)
 
 
-@pytest.mark.parametrize(("worker", "visible", "count", "taken"), [
-    ("gw0", None, 2, "0"), ("gw3", None, 2, "1"), ("gw1", "5,7", 2, "7"), ("gw2", "GPU-a, GPU-b", 2, "GPU-a"),
-    (None, None, 2, None), (None, "5,7", 2, "5,7"), ("gw3", None, 1, None), ("gw3", "5", 1, "5"), ("gw1", None, 0, None)])
+@pytest.mark.parametrize(
+    ("worker", "visible", "count", "taken"),
+    [
+        ("gw0", None, 2, "0"),
+        ("gw3", None, 2, "1"),
+        ("gw1", "5,7", 2, "7"),
+        ("gw2", "GPU-a, GPU-b", 2, "GPU-a"),
+        (None, None, 2, None),
+        (None, "5,7", 2, "5,7"),
+        ("gw3", None, 1, None),
+        ("gw3", "5", 1, "5"),
+        ("gw1", None, 0, None),
+    ],
+)
 def test_each_worker_of_the_card_tests_takes_its_own_card(monkeypatch, worker, visible, count, taken):
     spec = importlib.util.spec_from_file_location("gpu_conftest", Path(reference.__file__).with_name("conftest.py"))
     conftest = importlib.util.module_from_spec(spec)

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from fxtune.errors import ConfigError, StorageError
 from fxtune.runfolder import claim, differences, identity, place
 
-CONFIG = {"optimizer": {"lr": 1e-4}, "run": {"name": "a", "resume": "auto"}, "data": {"sources": [{"path": "x.jsonl"}]}}
+CONFIG = {
+    "optimizer": {"lr": 1e-4},
+    "run": {"name": "a", "resume": "auto"},
+    "data": {"sources": [{"path": "x.jsonl"}]},
+}
 OTHER = {**CONFIG, "optimizer": {"lr": 2e-4}}
 
 
@@ -82,12 +86,18 @@ def test_must_fails_where_there_is_nothing_to_go_on_with():
 
 
 def test_a_run_that_is_alive_in_another_process_is_left_alone():
-    program = ("import json, sys\nfrom fxtune.runfolder import claim\n"
-               "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2]))\n"
-               "print('claimed', flush=True)\nsys.stdin.read()")
+    program = (
+        "import json, sys\nfrom fxtune.runfolder import claim\n"
+        "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2]))\n"
+        "print('claimed', flush=True)\nsys.stdin.read()"
+    )
     for folder in ("", "here"):
-        other = subprocess.Popen([sys.executable, "-c", program, folder, json.dumps(CONFIG)], stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE, text=True)
+        other = subprocess.Popen(
+            [sys.executable, "-c", program, folder, json.dumps(CONFIG)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert other.stdout.readline() == "claimed\n"
         if folder:
             with pytest.raises(StorageError, match="in use"):
@@ -100,15 +110,23 @@ def test_a_run_that_is_alive_in_another_process_is_left_alone():
 
 
 def test_only_what_is_learned_counts_as_a_difference():
-    now = {**CONFIG, "run": {"name": "a", "resume": "never"}, "tracking": {"display": "none"}, "train": {"log_every": 5}}
+    now = {
+        **CONFIG,
+        "run": {"name": "a", "resume": "never"},
+        "tracking": {"display": "none"},
+        "train": {"log_every": 5},
+    }
     assert differences(CONFIG, now) == []
     assert differences(CONFIG, {**CONFIG, "data": {"sources": [{"path": "y.jsonl"}]}}) == [
-        "  data.sources.0.path: x.jsonl -> y.jsonl"]
+        "  data.sources.0.path: x.jsonl -> y.jsonl"
+    ]
 
 
 def test_must_says_of_a_run_that_is_alive_that_it_is():
     held = claim("a", None, "auto", CONFIG)
-    with pytest.raises(StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"):
+    with pytest.raises(
+        StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"
+    ):
         start("must")
     held.release()
     assert start("must").resumed
@@ -167,7 +185,11 @@ def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones()
     assert place(root, "must", {**CONFIG, "optimizer": {"lr": 3.0}}) == root  # where claim() says what differs
 
 
-@given(st.dictionaries(st.sampled_from(["optimizer.lr", "run.dir", "loader.num_workers", "model.path"]), st.integers(0, 2)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["optimizer.lr", "run.dir", "loader.num_workers", "model.path"]), st.integers(0, 2)
+    )
+)
 def test_configs_have_one_identity_if_and_only_if_nothing_of_them_differs(changes):
     config = {"optimizer": {"lr": 0}, "run": {"dir": 0}, "loader": {"num_workers": 0}, "model": {"path": 0}}
     other = {group: dict(keys) for group, keys in config.items()}

@@ -52,7 +52,9 @@ def test_another_torch_is_refused_where_bits_were_promised(small, cwd, monkeypat
         patch.setattr(train.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
         train.run(small)
     changed("machine", "torch", "1.0")
-    with pytest.raises(ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "):
+    with pytest.raises(
+        ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "
+    ):
         train.run(small)
 
 
@@ -91,7 +93,9 @@ def test_a_setting_that_cannot_be_read_is_an_error_with_what_to_do(broken_off):
 def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
     """As on a card that had more memory free when the run was started."""
     notes: list[str] = []
-    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}}))
+    (tmp_path / "setting.json").write_text(
+        json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}})
+    )
     asked, today = Pipeline(), Pipeline()
     asked.checkpointing.enabled = today.checkpointing.enabled = True
     asked.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
@@ -112,10 +116,16 @@ def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
         Sameness(tmp_path, goes_on=True, strict=False, note=print).decided(asked, Pipeline())
 
 
-@pytest.mark.parametrize(("was", "told"), [
-    ({"backend": "hub:evil/kernel@" + "a" * 40, "trust_remote_code": True}, "trust_remote_code` runs code of a stranger"),
-    ({"backend": 7}, "`techniques.attention.backend` is text"),
-])
+@pytest.mark.parametrize(
+    ("was", "told"),
+    [
+        (
+            {"backend": "hub:evil/kernel@" + "a" * 40, "trust_remote_code": True},
+            "trust_remote_code` runs code of a stranger",
+        ),
+        ({"backend": 7}, "`techniques.attention.backend` is text"),
+    ],
+)
 def test_what_is_recorded_runs_no_code(tmp_path, was, told):
     """A run folder may be a stranger's, and `auto` in the recipe leaves its setting.json to say what it was."""
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"attention": was}}))

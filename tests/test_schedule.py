@@ -5,8 +5,14 @@ from hypothesis import strategies as st
 
 from fxtune.schedule import ScheduleConfig, ScheduleName, learning_rate
 
-configs = st.builds(ScheduleConfig, name=st.sampled_from(ScheduleName), warmup_steps=st.integers(0, 20),
-                    warmup_ratio=st.floats(0, 1), min_lr_ratio=st.floats(0, 1), decay_ratio=st.floats(0, 1))
+configs = st.builds(
+    ScheduleConfig,
+    name=st.sampled_from(ScheduleName),
+    warmup_steps=st.integers(0, 20),
+    warmup_ratio=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
+    decay_ratio=st.floats(0, 1),
+)
 
 
 @given(configs, st.integers(1, 300))

@@ -28,7 +28,9 @@ def expected(before: list[float], size: int, threshold: float) -> float:
     with np.errstate(invalid="ignore"):
         middle = np.sort(seen)[(len(seen) - 1) // 2]
         spread = np.sort(np.abs(seen - middle))[(len(seen) - 1) // 2]
-        limit = float(middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(FLOOR) * middle))
+        limit = float(
+            middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(FLOOR) * middle)
+        )
         return limit if math.isfinite(limit) else math.inf
 
 
@@ -48,8 +50,10 @@ def test_a_window_that_goes_on_from_its_saved_state_says_the_same(losses, size, 
     whole, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))
     limits(first, losses[:cut])
     second.load(json.loads(json.dumps(first.state(), allow_nan=False)))
-    finite = [[limit > loss for limit, loss in zip(found, losses[cut:], strict=True)]
-              for found in (limits(whole, losses)[cut:], limits(second, losses[cut:]))]
+    finite = [
+        [limit > loss for limit, loss in zip(found, losses[cut:], strict=True)]
+        for found in (limits(whole, losses)[cut:], limits(second, losses[cut:]))
+    ]
     assert finite[0] == finite[1]
 
 

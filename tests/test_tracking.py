@@ -31,7 +31,9 @@ def no_credentials(monkeypatch, tmp_path):
 
 
 def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
-    wandb = WandbConfig(mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 2.0))
+    wandb = WandbConfig(
+        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 2.0)
+    )
     chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
     notes = [] if notes is None else notes
     return Tracker(chosen, folder, "my run", config or {}, note=notes.append, **more)
@@ -51,8 +53,8 @@ def records(folder):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
-        _, length, kind = struct.unpack("<IHB", data[at:at + 7])
-        part += data[at + 7:at + 7 + length]
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
             found.append(Record.FromString(part))
@@ -64,8 +66,9 @@ def history(found):
     rows = []
     for record in found:
         if record.HasField("history"):
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                         for item in record.history.item})
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
     return rows
 
 
@@ -91,7 +94,13 @@ def test_resume_drops_the_lines_of_steps_done_again_and_a_torn_one(tmp_path):
         file.write('{"train/step": 3, "train/lo')  # what a kill within a write leaves
     with start(tmp_path, resume_step=4) as tracker:
         tracker.log(5, {"train/loss": 50})
-    assert [(line["train/step"], line["train/loss"]) for line in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
+    assert [(line["train/step"], line["train/loss"]) for line in lines(tmp_path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, 50),
+    ]
     with start(tmp_path):
         pass
     assert lines(tmp_path) == []
@@ -106,7 +115,10 @@ def test_figures_that_are_asked_for_again_after_a_kill_are_there_once(tmp_path):
         tracker.log(4, {"questions/exact_match": 0.5})
         tracker.log(4, {"eval/loss": 1.0})  # what the killed one had not come to
     assert [set(line) - {"time", "train/step"} for line in lines(tmp_path)] == [
-        {"train/loss"}, {"questions/exact_match"}, {"eval/loss"}]
+        {"train/loss"},
+        {"questions/exact_match"},
+        {"eval/loss"},
+    ]
     assert scalars(tmp_path, "eval/loss") == [(4, 1.0)]
 
 
@@ -126,7 +138,7 @@ def test_whatever_a_kill_leaves_of_the_file_each_line_is_whole_and_each_step_the
             for number in range(step + 1, 9):
                 tracker.log(number, {"train/loss": number})
         seen = [line["train/step"] for line in lines(folder)]
-        assert seen[:len(left)] == left
+        assert seen[: len(left)] == left
         assert [number for number in seen if number > step] == list(range(step + 1, 9))
         assert seen == sorted(set(seen))
 
@@ -216,8 +228,11 @@ def test_check_names_what_wandb_would_refuse():
 def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", CANARY)
     monkeypatch.setattr("sys.argv", ["fxtune", "+recipe=x", f"hub.token={CANARY}"])
-    config = {"model": {"path": "m", "hub_token": "hf_" + "x" * 20}, "note": f"see https://u:{CANARY}@host/x",
-              "optimizer": {"lr": 1e-4}}
+    config = {
+        "model": {"path": "m", "hub_token": "hf_" + "x" * 20},
+        "note": f"see https://u:{CANARY}@host/x",
+        "optimizer": {"lr": 1e-4},
+    }
     notes: list[str] = []
     first = start(tmp_path / "one", WandbMode.offline, notes, config)
     began = time.monotonic()
@@ -240,8 +255,10 @@ def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
     assert [(row["train/step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     summary = {item.key: json.loads(item.value_json) for record in found for item in record.summary.update}
     assert summary["questions/exact_match"] == 0.5
-    axes = {metric.glob_name or metric.name: metric.step_metric for metric in
-            (record.metric for record in found if record.HasField("metric"))}
+    axes = {
+        metric.glob_name or metric.name: metric.step_metric
+        for metric in (record.metric for record in found if record.HasField("metric"))
+    }
     assert axes["*"] == "train/step"
     again = records(tmp_path / "two")
     assert {record.run.run_id for record in again if record.HasField("run")} == {first.wandb_id}
@@ -265,8 +282,11 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
     deadline = time.monotonic() + 20
     while not tracker._wandb._folder and time.monotonic() < deadline:  # known when W&B has taken the run
         time.sleep(0.05)
-    services = [pid for pid in descendants(tracker._wandb._process.pid)
-                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    services = [
+        pid
+        for pid in descendants(tracker._wandb._process.pid)
+        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert services
     for pid in services:
         os.kill(pid, signal.SIGKILL)

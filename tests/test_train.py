@@ -37,8 +37,9 @@ def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, bui
     trainer = build(small)
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
-    plain = get_peft_model(plain, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear",
-                                             task_type="CAUSAL_LM"))
+    plain = get_peft_model(
+        plain, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     ours = dict(trainer.model.named_parameters())
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -106,8 +107,12 @@ def test_lines_that_are_read_late_are_the_same(narrow, build):
         trainer = build(narrow)
         trainer.reads_late = late
         trainer.run()
-        lines.append([{key: value for key, value in line.items() if "second" not in key and key not in VARYING}
-                      for line in history(trainer.folder.path)])
+        lines.append(
+            [
+                {key: value for key, value in line.items() if "second" not in key and key not in VARYING}
+                for line in history(trainer.folder.path)
+            ]
+        )
     assert lines[0] == lines[1]
     assert [line["train/step"] for line in lines[1] if "train/loss" in line] == [2, 4, 6, 8, 9]
 
@@ -120,14 +125,17 @@ def document_losses(trainer) -> dict[bytes, float]:
         for step in range(trainer.plan.steps):
             for micro in range(trainer.plan.micro_batches(step)):
                 batch = trainer.plan.batch(step, micro)
-                for ids, positions, loss, targets in zip(batch.input_ids, batch.position_ids,
-                                                         trainer.loss.tokens(batch), batch.targets, strict=True):
+                for ids, positions, loss, targets in zip(
+                    batch.input_ids, batch.position_ids, trainer.loss.tokens(batch), batch.targets, strict=True
+                ):
                     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
                     for start, end in itertools.pairwise(starts):
                         supervised = (targets[start:end] != -100).nonzero().flatten()
                         if len(supervised):  # padding has none
                             last = start + int(supervised[-1]) + 2  # up to and with the last target's token
-                            found.setdefault(ids[start:last].numpy().tobytes(), []).append(loss[start:end].sum().item())
+                            found.setdefault(ids[start:last].numpy().tobytes(), []).append(
+                                loss[start:end].sum().item()
+                            )
     assert all(max(values) - min(values) < 1e-5 for values in found.values())
     return {key: values[0] for key, values in found.items()}
 
@@ -190,8 +198,13 @@ def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
 def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeypatch):
     """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
     small.train.max_steps, gradients = 1, {}
-    monkeypatch.setattr(train.Optimizer, "step", lambda self, *_: gradients.setdefault(
-        small.model.dtype, torch.cat([parameter.grad.flatten() for parameter in self.names])))
+    monkeypatch.setattr(
+        train.Optimizer,
+        "step",
+        lambda self, *_: gradients.setdefault(
+            small.model.dtype, torch.cat([parameter.grad.flatten() for parameter in self.names])
+        ),
+    )
     for dtype in (DType.float32, DType.float16):
         small.model.dtype, small.run.name = dtype, dtype.value
         trainer = build(small)
@@ -203,7 +216,9 @@ def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeyp
 
 def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, monkeypatch):
     small.run.dir = "run"
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in a shell's background starts with it ignored
     with monkeypatch.context() as patch:
         patch.setattr(train.models, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
@@ -228,13 +243,18 @@ def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(sm
 
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
     small.train.eval_every, small.checkpoint.keep, small.run.dir = 2, 1, "run"
-    small.techniques.lora.enabled, small.optimizer.lr = False, 1e-9  # the weights stay, so each evaluation can be checked
+    small.techniques.lora.enabled, small.optimizer.lr = (
+        False,
+        1e-9,
+    )  # the weights stay, so each evaluation can be checked
     train.run(small)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     total, count = 0.0, 0
     for line in chats.read_text().splitlines()[:10]:
-        row = tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        row = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
         ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
         loss = plain(input_ids=ids[None], labels=ids.where(mask, torch.tensor(-100))[None]).loss
         total, count = total + loss.item() * int(mask.sum()), count + int(mask.sum())
@@ -259,10 +279,14 @@ def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, 
 
 def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
+        )
 
     monkeypatch.setattr(Loss, "sum", full)
-    with pytest.raises(HardwareError, match=r"1 row at once: .*allocate 2\.00 GiB\nWhat would help most.*\n.* GiB less"):
+    with pytest.raises(
+        HardwareError, match=r"1 row at once: .*allocate 2\.00 GiB\nWhat would help most.*\n.* GiB less"
+    ):
         train.run(small)
 
 
@@ -293,8 +317,9 @@ def test_the_adapter_loads_in_plain_peft_and_gives_the_trained_logits(small, bui
 
     trainer = build(small)
     trainer.run()
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32),
-                                      trainer.folder.path / "adapter").eval()
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32), trainer.folder.path / "adapter"
+    ).eval()
     trainer.model.eval()
     ids = torch.arange(5, 40)[None]
     with torch.no_grad():

@@ -29,8 +29,12 @@ from fxtune.trials import Answer, Cache, Outcome
 from fxtune.world import Facts
 
 QUICK = "+recipe=quickstart"
-TINY = ["model.init=random", "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
-        "num_attention_heads: 2, num_key_value_heads: 1}", "data.sequence_length=256"]
+TINY = [
+    "model.init=random",
+    "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1}",
+    "data.sequence_length=256",
+]
 RECIPE = Path("recipes/quickstart_tuned.yaml")
 
 STAND_IN = """
@@ -164,7 +168,7 @@ def test_two_real_trials_a_recipe_that_trains_and_a_cache(cwd, monkeypatch, caps
     assert [row["deltas"] for row in found["rows"]] == [{}, {"train.micro_batch_size": 1}]
     assert len(measured) == 2
     for row in measured:
-        answer, = row["answers"]
+        (answer,) = row["answers"]
         assert answer["outcome"] == "measured"
         assert answer["tokens_per_second"] > 0
         assert answer["peak"] > 0
@@ -179,10 +183,14 @@ def test_two_real_trials_a_recipe_that_trains_and_a_cache(cwd, monkeypatch, caps
     code, again = tuned_as(*words)
     assert code == 0
     assert [[{**answer, "cached": False} for answer in row["answers"]] for row in again["rows"]] == [
-        row["answers"] for row in found["rows"]]
+        row["answers"] for row in found["rows"]
+    ]
     assert Path(f"{RECIPE}.old").exists()
 
-    assert main(["+recipe=quickstart_tuned", "train.max_steps=1", "data.questions.path=null", "tracking.display=none"]) == 0
+    assert (
+        main(["+recipe=quickstart_tuned", "train.max_steps=1", "data.questions.path=null", "tracking.display=none"])
+        == 0
+    )
     assert json.loads(Path("runs/quickstart_tuned/result.json").read_text())["train/step"] == 1
 
 
@@ -190,8 +198,14 @@ def test_two_real_trials_a_recipe_that_trains_and_a_cache(cwd, monkeypatch, caps
 
 
 def test_it_goes_on_from_the_best_of_each_axis_and_writes_what_differs(cwd, bench, ground, capsys):
-    bench.set({"techniques.attention.backend=eager": 1.3, "techniques.compile.enabled=true": 0.5,
-               "train.micro_batch_size=2": 1.2, "train.micro_batch_size=1": 0.7})
+    bench.set(
+        {
+            "techniques.attention.backend=eager": 1.3,
+            "techniques.compile.enabled=true": 0.5,
+            "train.micro_batch_size=2": 1.2,
+            "train.micro_batch_size=1": 0.7,
+        }
+    )
     code, found = tuned_as("--axes", "attention,compile,micro_batch")
     assert code == 0
     assert found["winner"] == {"techniques.attention.backend": "eager", "train.micro_batch_size": 2}
@@ -200,16 +214,29 @@ def test_it_goes_on_from_the_best_of_each_axis_and_writes_what_differs(cwd, benc
     assert "1,560 tokens/s, +56.0% against the recipe as it is (1,000)" in out
     text = RECIPE.read_text()
     assert {**yaml.safe_load(text), "model": None, "data": None} == {
-        "defaults": ["quickstart", "_self_"], "model": None, "data": None,
-        "train": {"micro_batch_size": 2}, "techniques": {"attention": {"backend": "eager"}}}
-    for part in ("fxtune tune +recipe=quickstart", "python -m fxtune +recipe=quickstart_tuned", ground.facts.device_name,
-                 "1,560 tokens/s", "peak 1.50 GiB", f"torch {metadata.version('torch')}", "# @package _global_"):
+        "defaults": ["quickstart", "_self_"],
+        "model": None,
+        "data": None,
+        "train": {"micro_batch_size": 2},
+        "techniques": {"attention": {"backend": "eager"}},
+    }
+    for part in (
+        "fxtune tune +recipe=quickstart",
+        "python -m fxtune +recipe=quickstart_tuned",
+        ground.facts.device_name,
+        "1,560 tokens/s",
+        "peak 1.50 GiB",
+        f"torch {metadata.version('torch')}",
+        "# @package _global_",
+    ):
         assert part in text
     # the best was measured 1 + REPEATS times, and the compiler was tried on top of the better attention
     eager = "techniques.attention.backend=eager"
     assert sum({eager, "train.micro_batch_size=2"} <= {*call} for call in bench.calls) >= 1 + search.REPEATS
     assert any({eager, "techniques.compile.enabled=true"} <= {*call} for call in bench.calls)
-    assert verdict(found, techniques__attention__backend="flash4").startswith("refused: attention.backend: flash4 needs a GPU")
+    assert verdict(found, techniques__attention__backend="flash4").startswith(
+        "refused: attention.backend: flash4 needs a GPU"
+    )
 
 
 def test_what_cannot_pay_is_not_tried(cwd, bench, capsys):
@@ -220,7 +247,11 @@ def test_what_cannot_pay_is_not_tried(cwd, bench, capsys):
     selective = {"techniques.checkpointing.enabled": True, "techniques.checkpointing.policy": "selective"}
     # selective computes a little twice and was slower: what computes more twice is not tried; nor one row, two being slower
     assert [row["deltas"] for row in found["rows"] if row["answers"]] == [
-        {}, selective, {"train.micro_batch_size": 8}, {"train.micro_batch_size": 2}]
+        {},
+        selective,
+        {"train.micro_batch_size": 8},
+        {"train.micro_batch_size": 2},
+    ]
     assert "the loop waits for its data 0.0% of the time" in capsys.readouterr().out
 
 
@@ -248,28 +279,38 @@ def test_repeated_measurements_that_differ_make_a_tie(cwd, monkeypatch):
 
 
 def test_trials_that_fail_are_answers(cwd, bench, capsys):
-    bench.set({"techniques.compile.enabled=true": "crash", "techniques.attention.backend=eager": "refuse",
-               "train.micro_batch_size=1": "memory", "train.micro_batch_size=2": 2.0})
+    bench.set(
+        {
+            "techniques.compile.enabled=true": "crash",
+            "techniques.attention.backend=eager": "refuse",
+            "train.micro_batch_size=1": "memory",
+            "train.micro_batch_size=2": 2.0,
+        }
+    )
     code, found = tuned_as("--axes", "compile,attention,micro_batch")
     assert code == 0
     assert found["winner"] == {"train.micro_batch_size": 2}
     assert "an illegal instruction was met" in verdict(found, techniques__compile__enabled=True)
     assert verdict(found, techniques__compile__enabled=True).startswith("crashed: exit code 1")
     assert verdict(found, techniques__attention__backend="eager") == (
-        "refused: This cannot run here as asked: techniques.x: not today")
+        "refused: This cannot run here as asked: techniques.x: not today"
+    )
     assert verdict(found, train__micro_batch_size=1).startswith("out of memory: CUDA out of memory")
     assert "illegal instruction" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("code", "text", "outcome", "reason"), [
-    (4, "fxtune: CUDA out of memory.\nWhat helps: less", Outcome.memory, "CUDA out of memory. What helps: less"),
-    (1, "Traceback\n  x\ntorch.OutOfMemoryError: no", Outcome.memory, "torch.OutOfMemoryError: no"),
-    (-9, "", Outcome.memory, "killed, most often for the host's memory"),
-    (2, "note\nfxtune: wrong key", Outcome.refused, "wrong key"),
-    (4, "fxtune: no GPU", Outcome.refused, "no GPU"),
-    (5, "fxtune: not finite", Outcome.crashed, "exit code 5: not finite"),
-    (-11, "", Outcome.crashed, "ended by signal SIGSEGV: it said nothing"),
-])
+@pytest.mark.parametrize(
+    ("code", "text", "outcome", "reason"),
+    [
+        (4, "fxtune: CUDA out of memory.\nWhat helps: less", Outcome.memory, "CUDA out of memory. What helps: less"),
+        (1, "Traceback\n  x\ntorch.OutOfMemoryError: no", Outcome.memory, "torch.OutOfMemoryError: no"),
+        (-9, "", Outcome.memory, "killed, most often for the host's memory"),
+        (2, "note\nfxtune: wrong key", Outcome.refused, "wrong key"),
+        (4, "fxtune: no GPU", Outcome.refused, "no GPU"),
+        (5, "fxtune: not finite", Outcome.crashed, "exit code 5: not finite"),
+        (-11, "", Outcome.crashed, "ended by signal SIGSEGV: it said nothing"),
+    ],
+)
 def test_what_became_of_a_process(code, text, outcome, reason):
     answer = trials.failed(code, text, 1.0)
     assert (answer.outcome, answer.reason) == (outcome, reason)
@@ -286,14 +327,18 @@ def test_another_loss_never_wins(cwd, bench, capsys):
 RECIPES = [3.0] * 20
 
 
-@pytest.mark.parametrize(("losses", "wins"), [
-    ([*RECIPES[:-1], 3.012], True),  # 4e-3 off at last, as training amplifies rounding
-    ([*RECIPES[:-1], 3.018], False),  # 6e-3, more than five times what is allowed
-    ([3.006, 2.994, *RECIPES[2:]], False),  # the first step is of the same weights: 2e-3 off, whatever the mean
-    ([3.0, *[3.004] * 19], False),  # all the others 1.3e-3 off, and so the mean
-    ([*RECIPES, 3.0], False),
-    ([*RECIPES[:-1], float("nan")], False),
-], ids=["one step", "one step far", "the first step", "the mean", "more steps", "nan"])
+@pytest.mark.parametrize(
+    ("losses", "wins"),
+    [
+        ([*RECIPES[:-1], 3.012], True),  # 4e-3 off at last, as training amplifies rounding
+        ([*RECIPES[:-1], 3.018], False),  # 6e-3, more than five times what is allowed
+        ([3.006, 2.994, *RECIPES[2:]], False),  # the first step is of the same weights: 2e-3 off, whatever the mean
+        ([3.0, *[3.004] * 19], False),  # all the others 1.3e-3 off, and so the mean
+        ([*RECIPES, 3.0], False),
+        ([*RECIPES[:-1], float("nan")], False),
+    ],
+    ids=["one step", "one step far", "the first step", "the mean", "more steps", "nan"],
+)
 def test_losses_are_held_against_the_recipes(cwd, bench, losses, wins):
     bench.set({"all": RECIPES, "techniques.attention.backend=eager": losses})
     code, found = tuned_as("--axes", "attention")
@@ -331,7 +376,8 @@ def test_a_hang_is_ended_with_all_that_it_started(cwd, bench, monkeypatch):
     assert code == 0
     assert found["winner"] == {}
     assert verdict(found, techniques__attention__backend="eager") == (
-        "over its time limit: no figures after 5 s: it said nothing")
+        "over its time limit: no figures after 5 s: it said nothing"
+    )
     pids = bench.pids()
     wait_for(lambda: not any(map(alive, pids)))
 
@@ -349,16 +395,24 @@ def test_when_the_minutes_are_over_it_says_what_was_not_tried(cwd, bench, capsys
     assert found["winner"] == {"train.micro_batch_size": 2}
 
 
-@pytest.mark.parametrize(("rules", "seconds", "tried"), [
-    ({}, 70.0, 2),  # the second is something to compare with: a third needs its 70 s and those of two repetitions
-    ({"techniques.attention.backend=eager": "loss"}, 100.0, 3),  # the second may not win, and is not repeated
-    ({"techniques.attention.backend=eager": 3.0}, 100.0, 3),  # which of these two is faster is known
-], ids=["two speeds", "another loss", "far apart"])
-def test_no_time_is_kept_back_for_repetitions_while_there_is_nothing_to_compare(cwd, bench, monkeypatch, rules, seconds, tried):
+@pytest.mark.parametrize(
+    ("rules", "seconds", "tried"),
+    [
+        ({}, 70.0, 2),  # the second is something to compare with: a third needs its 70 s and those of two repetitions
+        ({"techniques.attention.backend=eager": "loss"}, 100.0, 3),  # the second may not win, and is not repeated
+        ({"techniques.attention.backend=eager": 3.0}, 100.0, 3),  # which of these two is faster is known
+    ],
+    ids=["two speeds", "another loss", "far apart"],
+)
+def test_no_time_is_kept_back_for_repetitions_while_there_is_nothing_to_compare(
+    cwd, bench, monkeypatch, rules, seconds, tried
+):
     measure = trials.measure
     monkeypatch.setattr(trials, "measure", lambda *given: replace(measure(*given), seconds=seconds))
     bench.set(rules)
-    code, found = tuned_as("--axes", "attention,micro_batch", "--minutes", "3")  # by the clock hardly any of it goes by
+    code, found = tuned_as(
+        "--axes", "attention,micro_batch", "--minutes", "3"
+    )  # by the clock hardly any of it goes by
     assert code == 0
     assert len([row for row in found["rows"] if row["answers"]]) == tried
     assert found["not_tried"]
@@ -398,8 +452,10 @@ def test_a_search_that_was_broken_off_goes_on(cwd, bench, monkeypatch, capsys):
     code, found = tuned_as("--axes", "attention,micro_batch")
     assert code == 0
     assert found["winner"] == {"train.micro_batch_size": 2}
-    assert not any("techniques.attention.backend=eager" in call for call in bench.calls[before:before + 1])
-    assert sum(call[:len(TINY) + 1] == call[:-4] for call in bench.calls[:before + 1]) == 1  # the recipe as it is, once
+    assert not any("techniques.attention.backend=eager" in call for call in bench.calls[before : before + 1])
+    assert (
+        sum(call[: len(TINY) + 1] == call[:-4] for call in bench.calls[: before + 1]) == 1
+    )  # the recipe as it is, once
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -415,15 +471,20 @@ trials.command = lambda words, steps, file: [sys.executable, {str(bench.folder /
 with trials.ended_in_order():
     trials.measure([], 1, 60)
 """)
-    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.DEVNULL,
-                               env={**os.environ, "PYTHONPATH": str(Path(tune.__file__).parents[2])})
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(tune.__file__).parents[2])},
+    )
     try:
         trial, child = bench.pids()
         assert alive(trial)
         process.send_signal(how)
         process.wait(20)
         wait_for(lambda: not alive(trial))
-        if how is not signal.SIGKILL:  # then what a trial starts has to watch for its end itself, as loaders and compilers do
+        if (
+            how is not signal.SIGKILL
+        ):  # then what a trial starts has to watch for its end itself, as loaders and compilers do
             wait_for(lambda: not alive(child))
     finally:
         process.kill()
@@ -440,8 +501,16 @@ def test_a_dry_run_lists_and_runs_nothing(cwd, bench, capsys):
     out = capsys.readouterr().out
     assert bench.calls == []
     assert list(cwd.iterdir()) == []
-    for part in ("the recipe as it is", "attention.backend=eager", "checkpointing.policy=selective", "micro_batch_size=2", "GiB",
-                 "attention.backend=flash4", "refused: attention.backend:", "Nothing was run"):
+    for part in (
+        "the recipe as it is",
+        "attention.backend=eager",
+        "checkpointing.policy=selective",
+        "micro_batch_size=2",
+        "GiB",
+        "attention.backend=flash4",
+        "refused: attention.backend:",
+        "Nothing was run",
+    ):
         assert part in out
 
 
@@ -449,12 +518,33 @@ def h200(words: list[str], gib: float = 139.0, free: float | None = None) -> tup
     """A recipe and an H200 to tune it on, neither of which is here."""
     made = config.load(words)
     packages = {"torch": "2.11.0", "liger-kernel": "0.8.5", "flash-attn-4": "4.0.0b36"}
-    model = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                 num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, hidden_act="silu")
-    facts = Facts(device="cuda", device_name="NVIDIA H200", capability=(9, 0), memory=int(gib * 2**30),
-                  free_memory=int((free or gib) * 2**30), host_memory=128 * 2**30, cores=16, packages=packages, model=model,
-                  dtype="bfloat16", packing=True, sequence_length=made.data.sequence_length, rows=(made.data.sequence_length,),
-                  micro_batch_size=made.train.micro_batch_size)
+    model = dict(
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        hidden_act="silu",
+    )
+    facts = Facts(
+        device="cuda",
+        device_name="NVIDIA H200",
+        capability=(9, 0),
+        memory=int(gib * 2**30),
+        free_memory=int((free or gib) * 2**30),
+        host_memory=128 * 2**30,
+        cores=16,
+        packages=packages,
+        model=model,
+        dtype="bfloat16",
+        packing=True,
+        sequence_length=made.data.sequence_length,
+        rows=(made.data.sequence_length,),
+        micro_batch_size=made.train.micro_batch_size,
+    )
     return made, Ground(facts, "bfloat16", "data")
 
 
@@ -484,9 +574,18 @@ def test_on_a_card_all_axes_have_values_and_none_is_asked_of_the_card(monkeypatc
     for name in ("is_available", "current_device", "get_device_properties", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("the card belongs to the trials"))
     titles = [row.title for row in planned(*h200([*LLAMA, "techniques=[lora,fast]"]))]
-    for part in ("attention.backend=sdpa", "compile.enabled=false", "compile.mode=max_autotune", "liger.enabled=false",
-                 "checkpointing.policy=selective", "checkpointing.policy=full", "micro_batch_size=8", "micro_batch_size=2",
-                 "num_workers=0", "num_workers=8"):
+    for part in (
+        "attention.backend=sdpa",
+        "compile.enabled=false",
+        "compile.mode=max_autotune",
+        "liger.enabled=false",
+        "checkpointing.policy=selective",
+        "checkpointing.policy=full",
+        "micro_batch_size=8",
+        "micro_batch_size=2",
+        "num_workers=0",
+        "num_workers=8",
+    ):
         assert any(part in title for title in titles), (part, titles)
     assert len({json.dumps(row.outlook.identity, sort_keys=True, default=str) for row in planned(*h200(LLAMA))}) > 10
 
@@ -512,7 +611,9 @@ def test_whose_matmul_is_an_axis_where_there_are_two(matmul):
 def test_what_the_forecast_rules_out_is_left_out_and_says_so():
     rows = planned(*h200([*LLAMA, "techniques=[lora,fast]"], gib=24.0))
     told = {row.title: row.verdict for row in rows}
-    assert re.search(r"left out: needs some \d+\.\d GiB by the forecast, and 24.0 are free", told["micro_batch_size=32"])
+    assert re.search(
+        r"left out: needs some \d+\.\d GiB by the forecast, and 24.0 are free", told["micro_batch_size=32"]
+    )
     everything = [*LLAMA, "techniques=[lora,fast]", "techniques.checkpointing.policy=none"]
     small, large = (planned(*h200(everything, gib=gib)) for gib in (48.0, 139.0))
     assert sum("left out" in row.verdict for row in small) > sum("left out" in row.verdict for row in large)
@@ -530,10 +631,20 @@ def test_what_keeps_more_memory_is_tried_with_fewer_rows():
 
 def test_auto_and_what_it_becomes_are_one_point(cwd, ground):
     made = config.load([QUICK, *TINY])
-    same = axes.applied(made, {"techniques.attention.backend": "sdpa", "loader.num_workers": 0,
-                               "techniques.checkpointing.enabled": True, "techniques.checkpointing.policy": "none"})
+    same = axes.applied(
+        made,
+        {
+            "techniques.attention.backend": "sdpa",
+            "loader.num_workers": 0,
+            "techniques.checkpointing.enabled": True,
+            "techniques.checkpointing.policy": "none",
+        },
+    )
     assert axes.outlook(made, ground).identity == axes.outlook(same, ground).identity
-    assert axes.outlook(axes.applied(made, {"train.micro_batch_size": 2}), ground).identity != axes.outlook(made, ground).identity
+    assert (
+        axes.outlook(axes.applied(made, {"train.micro_batch_size": 2}), ground).identity
+        != axes.outlook(made, ground).identity
+    )
 
 
 def test_micro_batches_divide_the_global_batch_and_grow_at_least_twofold():
@@ -563,23 +674,32 @@ def test_the_cache_knows_the_card_the_model_the_rows_and_the_packages(cwd, groun
         return json.dumps(found._key(Row({}, point)), default=str)
 
     assert key() == key(free_memory=1)
-    for other in (dict(device_name="H200"), dict(memory=8 << 30), dict(model={"hidden_size": 8}), dict(sequence_length=9),
-                  dict(packages={"torch": "9"}), dict(dtype="float16")):
+    for other in (
+        dict(device_name="H200"),
+        dict(memory=8 << 30),
+        dict(model={"hidden_size": 8}),
+        dict(sequence_length=9),
+        dict(packages={"torch": "9"}),
+        dict(dtype="float16"),
+    ):
         assert key(**other) != key()
 
 
 # --- options
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["--axes", "micro_bach"], "there is no axis `micro_bach`; did you mean `micro_batch`?"),
-    (["--axes", ","], "There are: attention, compile"),
-    (["--minutes", "soon"], "--minutes soon: give a number above 0"),
-    (["--steps", "2.5"], "--steps 2.5: give a whole number above 0"),
-    (["--output", "fast.txt"], "a recipe is a file NAME.yaml"),
-    (["-m", "train.micro_batch_size=1,2"], "leave -m out"),
-    (["--minuts", "3"], "--minuts"),
-])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--axes", "micro_bach"], "there is no axis `micro_bach`; did you mean `micro_batch`?"),
+        (["--axes", ","], "There are: attention, compile"),
+        (["--minutes", "soon"], "--minutes soon: give a number above 0"),
+        (["--steps", "2.5"], "--steps 2.5: give a whole number above 0"),
+        (["--output", "fast.txt"], "a recipe is a file NAME.yaml"),
+        (["-m", "train.micro_batch_size=1,2"], "leave -m out"),
+        (["--minuts", "3"], "--minuts"),
+    ],
+)
 def test_options_that_make_no_sense(cwd, bench, capsys, words, told):
     assert main(["tune", QUICK, *TINY, *words]) == 2
     assert told in capsys.readouterr().err
@@ -608,22 +728,35 @@ def test_again_measures_what_the_cache_knows(cwd, bench):
 # --- the recipe
 
 
-@pytest.mark.parametrize("words", [
-    [QUICK], [QUICK, "+optimizer=muon", "optimizer.lr=1e-3"], [QUICK, "techniques=[lora,low_memory]"],
-    [QUICK, "data.sources.0.path=other.jsonl", "data.sources.0.weight=2"],
-    [QUICK, "data.sources=[{path: 'a b.jsonl'}, {path: c}]"],
-    [QUICK, "model.architecture.hidden_size=64", "model.architecture={num_hidden_layers: 3}"],
-    [QUICK, "techniques.lora={r: 16, alpha: 32}", "run.name=other"], [QUICK, "techniques.liger.rms_norm='off'"],
-    ["+recipe=[llama_lora,quickstart]", "tracking=wandb_offline"], ["+recipe=elsewhere/mine.yaml", "techniques=lora"],
-    ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [QUICK],
+        [QUICK, "+optimizer=muon", "optimizer.lr=1e-3"],
+        [QUICK, "techniques=[lora,low_memory]"],
+        [QUICK, "data.sources.0.path=other.jsonl", "data.sources.0.weight=2"],
+        [QUICK, "data.sources=[{path: 'a b.jsonl'}, {path: c}]"],
+        [QUICK, "model.architecture.hidden_size=64", "model.architecture={num_hidden_layers: 3}"],
+        [QUICK, "techniques.lora={r: 16, alpha: 32}", "run.name=other"],
+        [QUICK, "techniques.liger.rms_norm='off'"],
+        ["+recipe=[llama_lora,quickstart]", "tracking=wandb_offline"],
+        ["+recipe=elsewhere/mine.yaml", "techniques=lora"],
+        ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],
+    ],
+)
 def test_the_recipe_comes_to_what_was_measured(cwd, words):
     Path("elsewhere").mkdir()
-    Path("elsewhere/mine.yaml").write_text("# mine\n# @package _global_\ndefaults: [quickstart]\ntechniques:\n  lora: {r: 4}\n"
-                                           "  checkpointing: {enabled: true}\n")
+    Path("elsewhere/mine.yaml").write_text(
+        "# mine\n# @package _global_\ndefaults: [quickstart]\ntechniques:\n  lora: {r: 4}\n"
+        "  checkpointing: {enabled: true}\n"
+    )
     made = config.load(words)
-    deltas = {"train.micro_batch_size": 2, "techniques.liger.enabled": True, "techniques.liger.fused_linear_cross_entropy": "on",
-              "techniques.checkpointing.save": ["attention"]}
+    deltas = {
+        "train.micro_batch_size": 2,
+        "techniques.liger.enabled": True,
+        "techniques.liger.fused_linear_cross_entropy": "on",
+        "techniques.checkpointing.save": ["attention"],
+    }
     tuned.write(Path("recipes/fast.yaml"), ["fast", "", "header"], words, made, deltas)
     found = config.load(["+recipe=fast"])
     wanted = axes.applied(made, deltas)

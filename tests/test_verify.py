@@ -16,8 +16,12 @@ from fxtune.errors import CheckError
 from fxtune.techniques.checkpointing import Checkpointing
 
 QUICK = "+recipe=quickstart"
-TINY = ["model.init=random", "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
-        "num_attention_heads: 2, num_key_value_heads: 1}", "data.sequence_length=256"]
+TINY = [
+    "model.init=random",
+    "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1}",
+    "data.sequence_length=256",
+]
 """The quickstart at a size at which a step takes milliseconds."""
 
 
@@ -53,7 +57,8 @@ def test_the_quickstart_is_as_asked_for_and_nothing_is_left_behind(cwd, capsys):
     assert code == 0
     assert found["acted"]
     assert {"attention", "precision", "lora", "data", "parameters", "loss", "optimizer"} <= {
-        one["technique"] for one in found["evidence"]}
+        one["technique"] for one in found["evidence"]
+    }
     assert all(one["acted"] for one in found["evidence"])
     assert found["decided"]
     assert list(cwd.iterdir()) == []
@@ -91,8 +96,11 @@ def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(mon
     def assemble(tables, pieces):
         batch = true(tables, pieces)
         real = batch.position_ids > 0
-        targets = batch.input_ids.roll(-1, 1).where(real.roll(-1, 1), torch.tensor(-100)) if wrong == "all" else (
-            torch.full_like(batch.targets, -100))
+        targets = (
+            batch.input_ids.roll(-1, 1).where(real.roll(-1, 1), torch.tensor(-100))
+            if wrong == "all"
+            else (torch.full_like(batch.targets, -100))
+        )
         return replace(batch, targets=targets)
 
     monkeypatch.setattr(plans, "assemble", assemble)
@@ -182,12 +190,17 @@ def compared(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in found["loss"]}
 
 
-@pytest.mark.parametrize("words", [
-    pytest.param(["techniques.checkpointing.enabled=true", "train.micro_batch_size=2"], id="packed lora"),
-    pytest.param(["data.packing=false", "techniques.lora.enabled=false", "data.buckets=[128,256]"], id="padded full"),
-    pytest.param(["model.dtype=bfloat16"], id="bfloat16 base"),
-    pytest.param(["techniques.precision.autocast=bfloat16", "techniques.lora.enabled=false"], id="autocast"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["techniques.checkpointing.enabled=true", "train.micro_batch_size=2"], id="packed lora"),
+        pytest.param(
+            ["data.packing=false", "techniques.lora.enabled=false", "data.buckets=[128,256]"], id="padded full"
+        ),
+        pytest.param(["model.dtype=bfloat16"], id="bfloat16 base"),
+        pytest.param(["techniques.precision.autocast=bfloat16", "techniques.lora.enabled=false"], id="autocast"),
+    ],
+)
 def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(cwd, capsys, words):
     code, found = verified(cwd, "--loss", *words)
     rows = compared(found)
@@ -195,7 +208,10 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(cwd,
     exact = not any("bfloat16" in word for word in words)
     assert next(iter(rows)) == "plain transformers, float32"
     assert {name.split(", ")[1].removesuffix(" as configured") for name in rows if name.startswith("fxtune")} == {
-        "1 x 4", "2 x 2", "4 x 1"}
+        "1 x 4",
+        "2 x 2",
+        "4 x 1",
+    }
     ours = [one for name, one in rows.items() if name.startswith("fxtune")]
     assert all(one["loss"] > 0 for one in ours)
     if exact:
@@ -209,7 +225,9 @@ def test_each_takes_one_technique_away_at_a_time(cwd, capsys):
     code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true")
     assert code == 0
     assert {name for name in compared(found) if "without" in name} == {
-        "fxtune, without attention, 1 x 4 as configured", "fxtune, without checkpointing, 1 x 4 as configured"}
+        "fxtune, without attention, 1 x 4 as configured",
+        "fxtune, without checkpointing, 1 x 4 as configured",
+    }
     assert "Not taken away: precision and lora." in " ".join(capsys.readouterr().out.split())
 
 
@@ -265,8 +283,17 @@ def test_a_loss_that_depends_on_the_split_is_outside(cwd, monkeypatch):
 
 
 def test_nothing_to_compare_with_is_said(cwd, capsys):
-    code = main(["verify", QUICK, *TINY, "--loss", "techniques.rope.enabled=true", "techniques.rope.type=dynamic",
-                 "techniques.rope.factor=2.0"])
+    code = main(
+        [
+            "verify",
+            QUICK,
+            *TINY,
+            "--loss",
+            "techniques.rope.enabled=true",
+            "techniques.rope.type=dynamic",
+            "techniques.rope.factor=2.0",
+        ]
+    )
     assert code == 2
     assert "techniques.rope.type=dynamic" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", build, str(out)], cwd=CHECKOUT, check=True, capture_output=True, timeout=120)
-    built, = out.glob("fxtune-*.whl")
+    (built,) = out.glob("fxtune-*.whl")
     return built
 
 
@@ -27,7 +27,18 @@ def wheel(tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder with nothing but the installed package: the rest comes from this environment."""
     target = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
     subprocess.run(pip, check=True, capture_output=True, timeout=120)
     return target
 
@@ -35,13 +46,23 @@ def installed(wheel, tmp_path_factory) -> Path:
 def run(installed: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess:
     """The installed package's own main, in a folder that is no checkout."""
     script = f"import sys; sys.path.insert(0, {str(installed)!r}); from fxtune.__main__ import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", script, *argv], cwd=cwd, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": ""})
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
 
 
 def test_the_wheel_holds_what_the_checkout_holds(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, inside in (("recipes", "fxtune/recipes"), ("configs", "fxtune/configs"), ("fxtune/assets", "fxtune/assets")):
+    for folder, inside in (
+        ("recipes", "fxtune/recipes"),
+        ("configs", "fxtune/configs"),
+        ("fxtune/assets", "fxtune/assets"),
+    ):
         files = [path for path in (CHECKOUT / folder).rglob("*") if path.is_file()]
         assert files
         missing = {f"{inside}/{path.relative_to(CHECKOUT / folder)}" for path in files} - names
@@ -63,7 +84,13 @@ def test_an_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_pat
 
 
 def test_a_checkout_finds_its_recipes_from_any_folder(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "fxtune", "recipes"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", "recipes"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )
     assert done.returncode == 0
     assert f"shipped with fxtune, in {CHECKOUT}/recipes/" in done.stdout

@@ -32,9 +32,16 @@ SHOWN = 25
 """Kernels of a profile, before the rest is added up."""
 
 
-def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, profile: bool = False,
-        steps: Optional[str] = None, warm_up: Optional[str] = None, price: Optional[str] = None,
-        json: Optional[str] = None) -> None:
+def run(
+    config: Config,
+    overrides: Sequence[str] = (),
+    ablate: bool = False,
+    profile: bool = False,
+    steps: Optional[str] = None,
+    warm_up: Optional[str] = None,
+    price: Optional[str] = None,
+    json: Optional[str] = None,
+) -> None:
     """Measure and print. The options are texts, as the command line has them.
 
     `overrides`: the recipe and keys as they were typed, for the processes that `ablate` starts; `price`: of this machine an
@@ -47,7 +54,9 @@ def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, pro
     if file is not None:
         _write(file)  # what cannot be written is told now, not after minutes
     if ablate and profile:
-        raise ConfigError("--profile: times the recipe as it stands, and --ablate runs others beside it. Give one of them.")
+        raise ConfigError(
+            "--profile: times the recipe as it stands, and --ablate runs others beside it. Give one of them."
+        )
     if ablate:
         _ablate(list(overrides), count, before, hour, file)
         return
@@ -64,8 +73,10 @@ def run(config: Config, overrides: Sequence[str] = (), ablate: bool = False, pro
 def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
     """Where the time of a step goes. `kernels`: as Measured has them."""
     whole = sum(seconds for _, seconds, _ in kernels)
-    rows = [(short(name), f"{seconds * 1e3:,.2f}", f"{seconds / whole:.1%}", f"{calls:g}") for name, seconds, calls in
-            kernels[:SHOWN]]
+    rows = [
+        (short(name), f"{seconds * 1e3:,.2f}", f"{seconds / whole:.1%}", f"{calls:g}")
+        for name, seconds, calls in kernels[:SHOWN]
+    ]
     if rest := kernels[SHOWN:]:
         spent = sum(seconds for _, seconds, _ in rest)
         rows.append((f"{len(rest)} others", f"{spent * 1e3:,.2f}", f"{spent / whole:.1%}", ""))
@@ -76,11 +87,16 @@ def priced(found: dict[str, Any], hour: Optional[float]) -> dict[str, Any]:
     """The figures, and what a million real tokens cost where the machine costs `hour` an hour."""
     if hour is None or "error" in found:
         return found
-    return {**found, "price_per_hour": hour, "price_per_million_tokens": hour / 3600 / found["tokens_per_second"] * 1e6}
+    return {
+        **found,
+        "price_per_hour": hour,
+        "price_per_million_tokens": hour / 3600 / found["tokens_per_second"] * 1e6,
+    }
 
 
 def figures_table(found: Mapping[str, Any]) -> Any:
     """What `measure` found, for people."""
+
     def known(value: Optional[float], form: str) -> str:
         return NOT_KNOWN if value is None else form.format(value)
 
@@ -91,23 +107,48 @@ def figures_table(found: Mapping[str, Any]) -> Any:
         ("tokens a second", f"{real:,.0f} of real documents"),
         ("", f"{found['supervised_tokens_per_second']:,.0f} supervised"),
         ("", f"{padding:,.0f} slots of padding beside them ({padding / (real + padding):.1%} of the rows)"),
-        ("step", f"{found['step_seconds'] * 1e3:,.1f} ms, p5 to p95: {found['step_seconds_p5'] * 1e3:,.1f} to "
-                 f"{found['step_seconds_p95'] * 1e3:,.1f} ms"),
+        (
+            "step",
+            f"{found['step_seconds'] * 1e3:,.1f} ms, p5 to p95: {found['step_seconds_p5'] * 1e3:,.1f} to "
+            f"{found['step_seconds_p95'] * 1e3:,.1f} ms",
+        ),
         ("MFU", known(found["mfu"], "{:.1%} of the card's dense peak")),
         ("peak memory", f"{found['memory_gib']:.2f} GiB ({found['step_memory_gib']:.2f} in the measured steps){held}"),
         ("waiting for data", f"{found['data_wait']:.1%} of the time"),
-        ("energy", f"{joules:.3g} J a token, {found['watts']:,.0f} W ({found['energy']})" if joules else found["energy"]),
-        ("start-up", f"first step done after {found['first_step_seconds']:.1f} s, second after "
-                     f"{found['second_step_seconds']:.1f} s"),
+        (
+            "energy",
+            f"{joules:.3g} J a token, {found['watts']:,.0f} W ({found['energy']})" if joules else found["energy"],
+        ),
+        (
+            "start-up",
+            f"first step done after {found['first_step_seconds']:.1f} s, second after "
+            f"{found['second_step_seconds']:.1f} s",
+        ),
         ("compiling", "off" if found["compile_seconds"] is None else f"{found['compile_seconds']:.1f} s"),
-        ("loss", known(found["loss"], "{:.4f}") + (f"; {found['skipped_steps']} steps were not finite and changed nothing"
-                                                   if found["skipped_steps"] else "")),
+        (
+            "loss",
+            known(found["loss"], "{:.4f}")
+            + (
+                f"; {found['skipped_steps']} steps were not finite and changed nothing"
+                if found["skipped_steps"]
+                else ""
+            ),
+        ),
     ]
     if "price_per_hour" in found:
-        rows.insert(8, ("money", f"{found['price_per_million_tokens']:.4f} a million tokens, at {found['price_per_hour']:g} "
-                                 "an hour"))
-    return table(f"{found['device']}: {found['steps']} steps after {found['warm_up']} to warm up, micro-batches of up to "
-                 f"{found['rows']} tokens", ["", ""], rows)
+        rows.insert(
+            8,
+            (
+                "money",
+                f"{found['price_per_million_tokens']:.4f} a million tokens, at {found['price_per_hour']:g} an hour",
+            ),
+        )
+    return table(
+        f"{found['device']}: {found['steps']} steps after {found['warm_up']} to warm up, micro-batches of up to "
+        f"{found['rows']} tokens",
+        ["", ""],
+        rows,
+    )
 
 
 def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float], file: Optional[Path]) -> None:
@@ -153,7 +194,9 @@ def ablation_table(base: Mapping[str, Any], without: Mapping[str, Mapping[str, A
     """Speed and memory of each row against the recipe as it stands, and the loss over the same batches."""
     rows = [_row("as it stands", base, base)]
     rows += [_row(f"without {name}", found, base) for name, found in without.items()]
-    return table("One technique off at a time", ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"], rows)
+    return table(
+        "One technique off at a time", ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"], rows
+    )
 
 
 def _row(name: str, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
@@ -161,8 +204,18 @@ def _row(name: str, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[s
         return [name, found["error"], "", "", "", "", ""]
     speed, memory = (found[key] / base[key] for key in ("tokens_per_second", "memory_gib"))
     known = found["loss"] is not None and base["loss"] is not None
-    return [name, f"{found['tokens_per_second']:,.0f}", f"{speed:.2f}x", f"{found['memory_gib']:.1f}", f"{memory:.2f}x",
-            *([f"{found['loss']:.4f}", f"{round(found['loss'] - base['loss'], 4) + 0.0:+.4f}"] if known else ["not finite", ""])]
+    return [
+        name,
+        f"{found['tokens_per_second']:,.0f}",
+        f"{speed:.2f}x",
+        f"{found['memory_gib']:.1f}",
+        f"{memory:.2f}x",
+        *(
+            [f"{found['loss']:.4f}", f"{round(found['loss'] - base['loss'], 4) + 0.0:+.4f}"]
+            if known
+            else ["not finite", ""]
+        ),
+    ]
 
 
 def _whole(option: str, text: Optional[str], default: int, least: int) -> int:
@@ -192,4 +245,6 @@ def _write(file: Path, found: Optional[Mapping[str, Any]] = None) -> None:
         if found is None and not there:
             file.unlink()
     except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error
+        raise StorageError(
+            f"--json {file} cannot be written: {error}. Give a file in a folder that is there."
+        ) from error

@@ -40,7 +40,7 @@ PATIENCE = 45.0
 """Seconds that a probe has on a machine without a GPU."""
 PATIENCE_GPU = 180.0
 """With one: FlashAttention-4 compiles its kernels on first use."""
-BATCH_TOKENS = 2 ** 18
+BATCH_TOKENS = 2**18
 """Without a recipe: tokens of the micro-batches that loader processes are to hold."""
 DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Where a GPU shows, also when nvidia-smi is not installed."""
@@ -63,16 +63,33 @@ PACKAGES = (
     Package("triton", ("triton",), "pip install triton", "torch.compile and Liger on a GPU"),
     Package("liger-kernel", ("liger-kernel",), FLASH, "techniques.liger"),
     Package("flash-attn-4", ("flash-attn-4",), FLASH, "attention on Hopper and Blackwell"),
-    Package("quack-kernels", ("quack-kernels",), "pip install 'quack-kernels[cu13]==0.6.5'", "techniques.lora.matmul on Hopper"),
-    Package("flash-attn-3", ("flash-attn-3", "flash_attn_3"), "pip install git+https://github.com/Dao-AILab/flash-attention"
-            "#subdirectory=hopper --no-build-isolation", "built from source; flash-attn-4 takes its place"),
-    Package("flash-attn", ("flash-attn",), "pip install flash-attn --no-build-isolation",
-            "built from source, an hour; torch has it built in"),
+    Package(
+        "quack-kernels",
+        ("quack-kernels",),
+        "pip install 'quack-kernels[cu13]==0.6.5'",
+        "techniques.lora.matmul on Hopper",
+    ),
+    Package(
+        "flash-attn-3",
+        ("flash-attn-3", "flash_attn_3"),
+        "pip install git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper --no-build-isolation",
+        "built from source; flash-attn-4 takes its place",
+    ),
+    Package(
+        "flash-attn",
+        ("flash-attn",),
+        "pip install flash-attn --no-build-isolation",
+        "built from source, an hour; torch has it built in",
+    ),
     Package("kernels", ("kernels",), "pip install kernels", "attention kernels of the Hugging Face hub"),
     Package("bitsandbytes", ("bitsandbytes",), QUANT, "a base in 4 or 8 bits, 8-bit AdamW"),
     Package("torchao", ("torchao",), QUANT, "the alternative to bitsandbytes"),
-    Package("apex", ("apex",), "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
-            "NVIDIA's fused optimizers, built from source"),
+    Package(
+        "apex",
+        ("apex",),
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
+        "NVIDIA's fused optimizers, built from source",
+    ),
 )
 COMPILERS = "apt install g++ python3-dev"
 
@@ -84,10 +101,16 @@ def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
     """
     findings: list[Finding] = []
     for title, found in _sections(config):
-        seen = [replace(one, what=redact(one.what), seen=redact(one.seen)) for one in found]  # a run's name is anybody's text
+        seen = [
+            replace(one, what=redact(one.what), seen=redact(one.seen)) for one in found
+        ]  # a run's name is anybody's text
         say(_page(title, seen))
         findings += seen
-    for state, title in ((State.broken, "To mend"), (State.warning, "To look at"), (State.missing, "To have what is not here")):
+    for state, title in (
+        (State.broken, "To mend"),
+        (State.warning, "To look at"),
+        (State.missing, "To have what is not here"),
+    ):
         lines = [f"  {one.what}: {one.remedy}" for one in findings if one.state is state and one.remedy]
         if lines:
             say("\n".join([f"{title}:", *lines]))
@@ -104,8 +127,13 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
     with ThreadPoolExecutor(max_workers=min(4, max(2, cores()))) as pool, ThreadPoolExecutor(max_workers=2) as network:
         answers = {name: pool.submit(probe, name, gpu, PATIENCE_GPU if gpu else PATIENCE) for name in probes.PROBES}
         servers = [network.submit(check) for check in (machine.hub, machine.wandb)]
-        here = [*cards, *_torch(answers["torch"].result(), bool(cards)), *machine.host(),
-                *machine.disks(*_folders(config)), *_loaders(config)]
+        here = [
+            *cards,
+            *_torch(answers["torch"].result(), bool(cards)),
+            *machine.host(),
+            *machine.disks(*_folders(config)),
+            *_loaders(config),
+        ]
         yield "Machine", here
         yield "Network", [server.result() for server in servers]
         tried = [_tried(package, answers[package.probe].result()) for package in PACKAGES]
@@ -122,9 +150,15 @@ def probe(name: str, gpu: bool, patience: float) -> dict[str, Any]:
     root = str(Path(probes.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), root]))
     process = subprocess.Popen(
-        [sys.executable, "-P", str(probes.PROGRAM), name, *(["gpu"] if gpu else [])], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-        env={**os.environ, "PYTHONPATH": paths})
+        [sys.executable, "-P", str(probes.PROGRAM), name, *(["gpu"] if gpu else [])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     try:
         out, err = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
@@ -149,13 +183,23 @@ def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
     cuda = facts.get("cuda")
     built = _version(("torch",)) + (f", built for {f'CUDA {cuda}' if cuda else 'the CPU'}" if facts else "")
     if answer["state"] != "works":
-        yield Finding("torch", f"{built}: {answer['seen'] or 'not installed'}", State.broken,
-                      "pip install --force-reinstall torch")
+        yield Finding(
+            "torch",
+            f"{built}: {answer['seen'] or 'not installed'}",
+            State.broken,
+            "pip install --force-reinstall torch",
+        )
         return
     if card and facts["device"] == "cpu":
-        why = facts["why_no_gpu"] or ("it is built for the CPU" if not cuda else "it sees no GPU (CUDA_VISIBLE_DEVICES?)")
-        yield Finding("torch", f"{built}, does not use the GPU: {why}", State.broken,
-                      "pip install --force-reinstall torch  (a build for a CUDA that the driver serves: https://pytorch.org)")
+        why = facts["why_no_gpu"] or (
+            "it is built for the CPU" if not cuda else "it sees no GPU (CUDA_VISIBLE_DEVICES?)"
+        )
+        yield Finding(
+            "torch",
+            f"{built}, does not use the GPU: {why}",
+            State.broken,
+            "pip install --force-reinstall torch  (a build for a CUDA that the driver serves: https://pytorch.org)",
+        )
         return
     yield Finding("torch", f"{built}: {answer['seen']}", State.works)
     if facts["device"] == "cpu":
@@ -163,8 +207,11 @@ def _torch(answer: dict[str, Any], card: bool) -> Iterator[Finding]:
         return
     capability = tuple(facts["capability"])
     able = {"bfloat16": capability >= (8, 0), "TF32": capability >= (8, 0), "fp8": capability >= (8, 9)}
-    yield Finding("precision", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in able.items())
-                  + f" (compute capability {'.'.join(map(str, capability))})")
+    yield Finding(
+        "precision",
+        ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in able.items())
+        + f" (compute capability {'.'.join(map(str, capability))})",
+    )
 
 
 def _tried(package: Package, answer: dict[str, Any]) -> Finding:
@@ -172,8 +219,12 @@ def _tried(package: Package, answer: dict[str, Any]) -> Finding:
     state, seen = answer["state"], answer["seen"]
     if state == "missing":
         if version:  # PyPI's apex
-            return Finding(package.probe, f"{version} is another project of that name ({package.need})", State.missing,
-                           f"pip uninstall {package.probe}; {package.install}")
+            return Finding(
+                package.probe,
+                f"{version} is another project of that name ({package.need})",
+                State.missing,
+                f"pip uninstall {package.probe}; {package.install}",
+            )
         return Finding(package.probe, f"not installed ({package.need})", State.missing, package.install)
     named = f"{version}: {seen}" if version else seen
     if state == "broken":
@@ -186,8 +237,12 @@ def _tried(package: Package, answer: dict[str, Any]) -> Finding:
 def _compiler(answer: dict[str, Any]) -> Finding:
     if answer["state"] == "works":
         return Finding("torch.compile", answer["seen"], State.works)
-    return Finding("torch.compile", answer["seen"] or "torch is not installed", State.warning,
-                   f"{COMPILERS}  (a C++ compiler and Python's headers), or leave techniques.compile.enabled=false")
+    return Finding(
+        "torch.compile",
+        answer["seen"] or "torch is not installed",
+        State.warning,
+        f"{COMPILERS}  (a C++ compiler and Python's headers), or leave techniques.compile.enabled=false",
+    )
 
 
 def _folders(config: Optional[Config]) -> tuple[Optional[str], Optional[str]]:
@@ -206,9 +261,12 @@ def _loaders(config: Optional[Config]) -> Iterator[Finding]:
         ahead, tokens = config.loader.prefetch_factor, config.train.micro_batch_size * config.data.sequence_length
     needed = workers * ahead * tokens * TOKEN_BYTES
     enough = free > needed
-    yield Finding("shared memory", f"/dev/shm: {free / GIB:.2f} GiB free, {workers} loader processes need {needed / GIB:.2f} GiB",
-                  State.told if enough else State.warning,
-                  "" if enough else "loader.num_workers=0; in a container: docker run --shm-size=8g")
+    yield Finding(
+        "shared memory",
+        f"/dev/shm: {free / GIB:.2f} GiB free, {workers} loader processes need {needed / GIB:.2f} GiB",
+        State.told if enough else State.warning,
+        "" if enough else "loader.num_workers=0; in a container: docker run --shm-size=8g",
+    )
 
 
 def _recipe(config: Config) -> Finding:
@@ -223,10 +281,14 @@ def _recipe(config: Config) -> Finding:
     proof = "(`fxtune verify` builds it and proves that it acts)"
     need, free = setting.techniques.need(setting.facts).device, setting.facts.free_memory
     if need > free:
-        return Finding(config.run.name, f"{verdict}, but may run out of memory: a step needs some {need / GIB:.1f} GiB, and "
-                                        f"{free / GIB:.1f} are free{decided}\n{proof}", State.warning,
-                       "a smaller train.micro_batch_size, techniques.checkpointing.enabled=true, a shorter data.sequence_length, "
-                       "or free memory")
+        return Finding(
+            config.run.name,
+            f"{verdict}, but may run out of memory: a step needs some {need / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} are free{decided}\n{proof}",
+            State.warning,
+            "a smaller train.micro_batch_size, techniques.checkpointing.enabled=true, a shorter data.sequence_length, "
+            "or free memory",
+        )
     return Finding(config.run.name, f"{verdict}{decided}\n{proof}", State.works)
 
 
@@ -235,8 +297,13 @@ def _page(title: str, findings: list[Finding]) -> Any:
 
 
 def _mark(state: State) -> Text:
-    signs = {State.works: ("✓", "ok", "green"), State.told: ("·", "-", "dim"), State.warning: ("!", "!", "yellow"),
-             State.missing: ("○", "no", "dim"), State.broken: ("✗", "BROKEN", "bold red")}
+    signs = {
+        State.works: ("✓", "ok", "green"),
+        State.told: ("·", "-", "dim"),
+        State.warning: ("!", "!", "yellow"),
+        State.missing: ("○", "no", "dim"),
+        State.broken: ("✗", "BROKEN", "bold red"),
+    }
     sign, word, style = signs[state]
     return Text(sign if unicode() else word, style)
 
@@ -245,7 +312,9 @@ def _write(file: Path, findings: list[Finding]) -> None:
     try:
         file.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
     except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error
+        raise StorageError(
+            f"--json {file} cannot be written: {error}. Give a file in a folder that is there."
+        ) from error
 
 
 def _version(names: tuple[str, ...]) -> str:

@@ -39,7 +39,9 @@ def run(config: Config) -> dict[str, Any]:
     data, model = config.data, config.model
     check(data)
     if not (data.eval_sources or data.eval_fraction or data.questions.path):
-        raise ConfigError("There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path.")
+        raise ConfigError(
+            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
+        )
     setting = Setting(replace(config, techniques=_to_evaluate(config)))
     tokenizer = models.load_tokenizer(model)
     plan = _held_out(config, tokenizer)
@@ -60,8 +62,9 @@ def run(config: Config) -> dict[str, Any]:
             loader.close()
 
     console = screen.console()
-    halving = Halving(setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True),
-                      explain=does_not_fit)
+    halving = Halving(
+        setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True), explain=does_not_fit
+    )
     figures: dict[str, Any] = {}
     if plan is not None:
         mean = halving.within("evaluation", config.train.micro_batch_size, held_out_loss)
@@ -71,9 +74,11 @@ def run(config: Config) -> dict[str, Any]:
         figures["questions/exact_match"] = exact_match(answers, questions)
     _show(config, setting.decided, figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
-        raise NumbersError(f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite numbers, and what it "
-                           f"computes of them in {setting.facts.dtype} is not. Use another copy of it or an earlier checkpoint, "
-                           "or model.dtype=float32.")
+        raise NumbersError(
+            f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite numbers, and what it "
+            f"computes of them in {setting.facts.dtype} is not. Use another copy of it or an earlier checkpoint, "
+            "or model.dtype=float32."
+        )
     return figures
 
 
@@ -93,13 +98,23 @@ def _held_out(config: Config, tokenizer: Any) -> Plan | None:
     sources = data.eval_sources or (data.sources if data.eval_fraction else [])
     if not sources:
         return None
-    return plan_evaluation([tokenize(source, data, tokenizer) for source in sources], data,
-                           micro_batch_size=config.train.micro_batch_size, pad_id=tokenizer.pad_token_id or 0,
-                           held_out=not data.eval_sources)
+    return plan_evaluation(
+        [tokenize(source, data, tokenizer) for source in sources],
+        data,
+        micro_batch_size=config.train.micro_batch_size,
+        pad_id=tokenizer.pad_token_id or 0,
+        held_out=not data.eval_sources,
+    )
 
 
-def _show(config: Config, notes: list[str], figures: dict[str, Any], plan: Plan | None, questions: list[Question],
-          answers: list[str]) -> None:
+def _show(
+    config: Config,
+    notes: list[str],
+    figures: dict[str, Any],
+    plan: Plan | None,
+    questions: list[Question],
+    answers: list[str],
+) -> None:
     rows = [[name, f"{value:.4f}"] for name, value in figures.items()]
     if plan is not None:
         rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
@@ -107,8 +122,10 @@ def _show(config: Config, notes: list[str], figures: dict[str, Any], plan: Plan 
         rows.append(["questions", str(len(questions))])
     console = screen.console()
     if questions and config.data.questions.show:
-        shown = list(zip(questions, answers, strict=True))[:config.data.questions.show]
-        console.print(screen.answers_table([(question.text, question.answer, None, given) for question, given in shown]))
+        shown = list(zip(questions, answers, strict=True))[: config.data.questions.show]
+        console.print(
+            screen.answers_table([(question.text, question.answer, None, given) for question, given in shown])
+        )
     for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
     console.print(screen.table(f"Evaluation of {_name(config)}", ["figure", "value"], rows))

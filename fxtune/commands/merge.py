@@ -39,9 +39,13 @@ def run(config: Config) -> Path:
     trained = [path for path in folders if (path / "adapter").is_dir()]
     if not trained:
         if whole := [path / "model" for path in folders if (path / "model").is_dir()]:
-            raise ConfigError(f"{whole[-1]} is a whole model already: it was trained without adapters, and there is nothing to "
-                              "merge.")
-        raise ConfigError(f"No adapter lies in {root}: train the recipe first, or name one: fxtune merge ADAPTER FOLDER.")
+            raise ConfigError(
+                f"{whole[-1]} is a whole model already: it was trained without adapters, and there is nothing to "
+                "merge."
+            )
+        raise ConfigError(
+            f"No adapter lies in {root}: train the recipe first, or name one: fxtune merge ADAPTER FOLDER."
+        )
     newest = max(trained, key=lambda path: (path / "adapter").stat().st_mtime)
     return merge(newest / "adapter", newest / "merged", trust_remote_code=config.model.trust_remote_code)
 
@@ -59,20 +63,30 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     fetch_adapter(origin, str(adapter), key="adapter")
     description = _describe(origin, str(adapter))
     if not description.base_model_name_or_path:
-        raise ConfigError(f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge it "
-                          "into.")
-    model = ModelConfig(path=description.base_model_name_or_path, revision=description.revision,
-                        trust_remote_code=trust_remote_code)
+        raise ConfigError(
+            f"{adapter} names no base model (it was trained on random weights), so there is nothing to merge it into."
+        )
+    model = ModelConfig(
+        path=description.base_model_name_or_path, revision=description.revision, trust_remote_code=trust_remote_code
+    )
     try:
         hf_config = models.load_config(model)
     except (UserError, OSError) as error:
         kind = type(error) if isinstance(error, UserError) else ConfigError
-        raise kind(f"adapter {adapter}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: {_cut(error)} "
-                   "If the base has moved, write where it is into that file.") from error
+        raise kind(
+            f"adapter {adapter}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: {_cut(error)} "
+            "If the base has moved, write where it is into that file."
+        ) from error
     model.dtype = _stored_in(hf_config, model)
-    hf_config._attn_implementation = "eager"  # nothing is computed, and kernels that the config names may not be installed
-    tokens = ModelConfig(path=model.path, revision=model.revision, trust_remote_code=trust_remote_code,
-                         tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None)
+    hf_config._attn_implementation = (
+        "eager"  # nothing is computed, and kernels that the config names may not be installed
+    )
+    tokens = ModelConfig(
+        path=model.path,
+        revision=model.revision,
+        trust_remote_code=trust_remote_code,
+        tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None,
+    )
     tokenizer = models.load_tokenizer(tokens)
     base = models.build(model, models.scaled_as(hf_config, origin), World(torch.device("cpu")), seed=0)
     _require_room(base, out, place)
@@ -80,8 +94,10 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     merged = _fold(base, description, origin, str(adapter)).to(getattr(torch, model.dtype.value))
     if not weights.finite(merged):
         one = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
-        raise StorageError(f"adapter {adapter}: added to its base it makes NaN or infinite {model.dtype.value} numbers, first in "
-                           f"{one}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it.")
+        raise StorageError(
+            f"adapter {adapter}: added to its base it makes NaN or infinite {model.dtype.value} numbers, first in "
+            f"{one}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
+        )
     merged.name_or_path, merged.base_revision = name, revision
     _require_place(out)  # once more: models.save() replaces what is there, and another merge may have been faster
     return models.save(merged, tokenizer, out, card={"adapter": origin.name})
@@ -98,15 +114,21 @@ def _require_place(out: Path) -> Path:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise StorageError(f"{path} cannot be a folder for the merged model: {first_line(error)}. Name another.") from error
+            raise StorageError(
+                f"{path} cannot be a folder for the merged model: {first_line(error)}. Name another."
+            ) from error
         if path == out:
             raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
         if not stat.S_ISDIR(mode):
-            raise StorageError(f"{path} stands where the merged model is put together, and is no folder. Remove it, or "
-                               f"name another folder than {out}.")
+            raise StorageError(
+                f"{path} stands where the merged model is put together, and is no folder. Remove it, or "
+                f"name another folder than {out}."
+            )
     place = next(above for above in out.absolute().parents if above.exists())
     if not os.access(place, os.W_OK | os.X_OK):
-        raise StorageError(f"{out} cannot be made: {place} may not be written to. Mend its permissions, or name another folder.")
+        raise StorageError(
+            f"{out} cannot be made: {place} may not be written to. Mend its permissions, or name another folder."
+        )
     return place
 
 
@@ -114,16 +136,20 @@ def _require_room(base: Any, out: Path, place: Path) -> None:
     """Refuse a disk that cannot take what is as large as the base, before the merging."""
     needed, disk = sum(weight.numel() * weight.itemsize for weight in base.parameters()), shutil.disk_usage(place)
     if disk.free < needed and disk.total:  # some network disks do not say
-        raise StorageError(f"The disk of {out} has no room for the merged model: it takes {needed / 2**20:,.1f} MiB, and "
-                           f"{disk.free / 2**20:,.1f} MiB are free. Free space there, or name a folder on another disk.")
+        raise StorageError(
+            f"The disk of {out} has no room for the merged model: it takes {needed / 2**20:,.1f} MiB, and "
+            f"{disk.free / 2**20:,.1f} MiB are free. Free space there, or name a folder on another disk."
+        )
 
 
 def _stored_in(hf_config: Any, model: ModelConfig) -> DType:
     """The dtype of the base's weights, as its config.json says: the merged model has the same."""
     stored = str(hf_config.dtype or torch.float32).removeprefix("torch.")
     if stored not in (kinds := [kind.value for kind in DType if kind is not DType.auto]):
-        raise ConfigError(f"The base {model.path} is stored in {stored[:40]} (dtype in its config.json); fxtune merges into "
-                          f"{', '.join(kinds)}. Save it in one of these.")
+        raise ConfigError(
+            f"The base {model.path} is stored in {stored[:40]} (dtype in its config.json); fxtune merges into "
+            f"{', '.join(kinds)}. Save it in one of these."
+        )
     return DType(stored)
 
 
@@ -136,15 +162,18 @@ def _describe(origin: Origin, name: str) -> Any:
     if kind is None or not issubclass(kind, LoraConfig):
         raise ConfigError(f"{origin.name} is a {theirs['peft_type']} adapter; fxtune merges LoRA, rsLoRA and DoRA.")
     if theirs.get("alora_invocation_tokens"):
-        raise ConfigError(f"{origin.name} is an aLoRA adapter ({CONFIG}: alora_invocation_tokens): it acts on a part of a text "
-                          "alone, so no one model does what it does. Use it with peft.")
+        raise ConfigError(
+            f"{origin.name} is an aLoRA adapter ({CONFIG}: alora_invocation_tokens): it acts on a part of a text "
+            "alone, so no one model does what it does. Use it with peft."
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return LoraConfig.from_pretrained(str(origin.folder))
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{origin.folder / CONFIG} cannot be read: {first_line(error)}. Use a complete copy of the "
-                           "adapter.") from error
+        raise StorageError(
+            f"{origin.folder / CONFIG} cannot be read: {first_line(error)}. Use a complete copy of the adapter."
+        ) from error
 
 
 def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
@@ -157,9 +186,19 @@ def _fold(base: Any, description: Any, origin: Origin, name: str) -> Any:
         warnings.simplefilter("ignore")
         try:
             adapted: Any = peft.get_peft_model(base, description)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError) as error:
-            raise ConfigError(f"adapter {name}: what its adapter_config.json describes does not fit its base: "
-                              f"{_cut(error)}. Use another copy of the adapter.") from error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+            NotImplementedError,
+        ) as error:
+            raise ConfigError(
+                f"adapter {name}: what its adapter_config.json describes does not fit its base: "
+                f"{_cut(error)}. Use another copy of the adapter."
+            ) from error
     load_weights(adapted, origin, name, key="adapter")
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     _untie(adapted, layers)
@@ -202,7 +241,10 @@ def _add(layer: Any, name: str) -> None:
 
 def _try_patterns(base: Any, description: Any, name: str) -> None:
     """Match an adapter's regular expressions with the names that peft will match them with: some would never come to an end."""
-    found = {option: getattr(description, option, None) for option in ("target_modules", "exclude_modules", "layers_pattern")}
+    found = {
+        option: getattr(description, option, None)
+        for option in ("target_modules", "exclude_modules", "layers_pattern")
+    }
     patterns = {option: [value] if isinstance(value, str) else [] for option, value in found.items()}
     for option in ("rank_pattern", "alpha_pattern"):
         patterns[option] = [rf"(?:.*\.)?({key})$" for key in getattr(description, option, None) or {}]
@@ -213,8 +255,10 @@ def _try_patterns(base: Any, description: Any, name: str) -> None:
                     for module, _ in base.named_modules():
                         re.fullmatch(pattern, module)
         except (re.error, Exceeded) as error:
-            raise ConfigError(f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of "
-                              "the adapter.") from error
+            raise ConfigError(
+                f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of "
+                "the adapter."
+            ) from error
 
 
 def _cut(error: Exception) -> str:

@@ -8,7 +8,9 @@ from fxtune import library
 from fxtune.console import say
 from fxtune.errors import ConfigError, StorageError
 
-_USAGE = "fxtune recipes                      list the recipes\nfxtune recipes copy NAME mine.yaml  copy one, to edit it"
+_USAGE = (
+    "fxtune recipes                      list the recipes\nfxtune recipes copy NAME mine.yaml  copy one, to edit it"
+)
 
 
 def run(*arguments: str) -> None:
@@ -35,7 +37,9 @@ def listing() -> str:
         lines = [f"  {recipe.name:{width}}  {recipe.title}" for recipe in found.values() if recipe.shipped is shipped]
         if lines:
             blocks.append("\n".join([title, *lines]))
-    return "\n\n".join([*blocks, "Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml"])
+    return "\n\n".join(
+        [*blocks, "Run one: fxtune +recipe=NAME. Make it yours: fxtune recipes copy NAME recipes/mine.yaml"]
+    )
 
 
 def copy(name: str, target: Path) -> Path:

@@ -50,9 +50,17 @@ LONGEST_REASON = 200
 GIB = 1 << 30
 
 
-def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, minutes: Optional[str] = None,
-        steps: Optional[str] = None, output: Optional[str] = None, json: Optional[str] = None, dry_run: bool = False,
-        again: bool = False) -> None:
+def run(
+    config: Config,
+    overrides: Sequence[str],
+    axes: Optional[str] = None,
+    minutes: Optional[str] = None,
+    steps: Optional[str] = None,
+    output: Optional[str] = None,
+    json: Optional[str] = None,
+    dry_run: bool = False,
+    again: bool = False,
+) -> None:
     """Search, print the table, write the recipe. The options are texts, as the command line has them.
 
     `overrides`: the recipe and keys as they were typed; `again`: measure also what the cache knows; `json`: a file for all of
@@ -63,7 +71,9 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
     budget, count = _number("--minutes", minutes, MINUTES) * 60, int(_number("--steps", steps, STEPS, whole=True))
     words = list(overrides)
     if any(choice.sweeps for choice in tuned.choices(words)):
-        raise ConfigError("tune tries values of its own, so each key has one here: leave -m out, and name the axes with --axes")
+        raise ConfigError(
+            "tune tries values of its own, so each key has one here: leave -m out, and name the axes with --axes"
+        )
     path = tuned.place_for(words, config.run.name, output)
     ground = survey(words, config, with_data=not dry_run)
     file = Path(json) if json is not None and not dry_run else None
@@ -76,8 +86,10 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
     search = Search(config, words, ground, names, budget, count, Cache(cache_home() / "tune", again), tell)
     if dry_run:
         say(planned_table(search.planned()))
-        say(f"Nothing was run. Each axis goes on from the best before it, so the values above are those of the first round. "
-            f"The recipe would be {path}.")
+        say(
+            f"Nothing was run. Each axis goes on from the best before it, so the values above are those of the first round. "
+            f"The recipe would be {path}."
+        )
         return
     try:
         with trials.ended_in_order():
@@ -88,13 +100,17 @@ def run(config: Config, overrides: Sequence[str], axes: Optional[str] = None, mi
         raise
     say(results_table(search))
     if search.best is None:
-        raise HardwareError(f"No setting of these axes ({', '.join(names)}) runs here; the table says why. The recipe as it is: "
-                            f"{search.rows[0].verdict}")
+        raise HardwareError(
+            f"No setting of these axes ({', '.join(names)}) runs here; the table says why. The recipe as it is: "
+            f"{search.rows[0].verdict}"
+        )
     winner, why = search.winner()
     say(why)
     if search.untried:
-        say(f"The {budget / 60:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with more --minutes "
-            "goes on from here.")
+        say(
+            f"The {budget / 60:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with more --minutes "
+            "goes on from here."
+        )
     tuned.write(path, header(search, winner, path), words, config, winner.deltas)
     say(f"The recipe is {path}: {_command(path)}")
     if file is not None:
@@ -130,8 +146,11 @@ def _look(config: Config, with_data: bool) -> Ground:
 
 
 def planned_table(rows: Iterator[tuple[str, Row]]) -> Any:
-    return table("What would be tried, from the recipe as it is", ["axis", "setting", "forecast", ""],
-                 [[name, row.title, _gib(row.outlook.need), row.verdict or "a trial"] for name, row in rows])
+    return table(
+        "What would be tried, from the recipe as it is",
+        ["axis", "setting", "forecast", ""],
+        [[name, row.title, _gib(row.outlook.need), row.verdict or "a trial"] for name, row in rows],
+    )
 
 
 def results_table(search: Search) -> Any:
@@ -141,35 +160,60 @@ def results_table(search: Search) -> Any:
     for row in sorted(search.rows, key=lambda row: -row.speed):
         speed, peak = row.speed, max((answer.peak for answer in row.answers), default=0.0)
         times = f" ({min(row.speeds):,.0f} to {max(row.speeds):,.0f})" if len(row.speeds) > 1 else ""
-        lines.append([row.title, f"{statistics.median(row.speeds):,.0f}{times}" if row.speeds else "",
-                      f"{speed / first:.2f}x" if speed and first else "", f"{peak:.2f}" if peak else "",
-                      _gib(row.outlook.need).removesuffix(" GiB"), "" if row.loss_off is None else f"{row.loss_off:.0e}",
-                      textwrap.shorten(row.verdict, LONGEST_REASON, placeholder=" ...")])
-    return table(f"{len(search.rows)} settings, {search.steps} steps each; loss within {TOLERANCE[search.ground.precision]:g}",
-                 ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""], lines)
+        lines.append(
+            [
+                row.title,
+                f"{statistics.median(row.speeds):,.0f}{times}" if row.speeds else "",
+                f"{speed / first:.2f}x" if speed and first else "",
+                f"{peak:.2f}" if peak else "",
+                _gib(row.outlook.need).removesuffix(" GiB"),
+                "" if row.loss_off is None else f"{row.loss_off:.0e}",
+                textwrap.shorten(row.verdict, LONGEST_REASON, placeholder=" ..."),
+            ]
+        )
+    return table(
+        f"{len(search.rows)} settings, {search.steps} steps each; loss within {TOLERANCE[search.ground.precision]:g}",
+        ["setting", "tokens/s", "speed", "peak GiB", "forecast", "loss off by", ""],
+        lines,
+    )
 
 
 def header(search: Search, winner: Row, path: Path) -> list[str]:
     """The comment above the recipe: what it is, how it is run, where and what was measured."""
     facts, base = search.ground.facts, search.rows[0]
-    packages = [f"{name} {facts.packages[name]}" for name in ("torch", "transformers", "peft", "liger-kernel", "flash-attn-4",
-                                                             "bitsandbytes", "torchao") if name in facts.packages]
+    packages = [
+        f"{name} {facts.packages[name]}"
+        for name in ("torch", "transformers", "peft", "liger-kernel", "flash-attn-4", "bitsandbytes", "torchao")
+        if name in facts.packages
+    ]
     speeds = winner.speeds
     peak = max(answer.peak for answer in winner.answers)
-    gain = ("" if winner is base else f"; {winner.speed / base.speed - 1:+.1%} against the recipe as it was" if base.speed else
-            "; the recipe as it was gives no figure")
+    gain = (
+        ""
+        if winner is base
+        else f"; {winner.speed / base.speed - 1:+.1%} against the recipe as it was"
+        if base.speed
+        else "; the recipe as it was gives no figure"
+    )
     options = [] if search.names == list(AXES) else ["--axes", ",".join(search.names)]
-    times = f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps" if len(speeds) > 1 else (
-        f"one run of {search.steps} steps")
+    times = (
+        f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps"
+        if len(speeds) > 1
+        else (f"one run of {search.steps} steps")
+    )
     count = sum(bool(row.speeds) for row in search.rows)
-    return [f"{search.config.run.name}, the fastest of {count} measured setting{'s' if count != 1 else ''}"
-            f"{'' if winner.deltas else ': as it was'}", "",
-            f"  {_command(path)}", "",
-            f"{tuned.MARK.removeprefix('# ')}{shlex.join([*redact_arguments(search.overrides), *options])} ({date.today()})",
-            f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
-            f"Packages: fxtune {__version__}, {', '.join(packages)}.",
-            f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
-            f"The losses of the same batches are those of the recipe within {TOLERANCE[search.ground.precision]:g}."]
+    return [
+        f"{search.config.run.name}, the fastest of {count} measured setting{'s' if count != 1 else ''}"
+        f"{'' if winner.deltas else ': as it was'}",
+        "",
+        f"  {_command(path)}",
+        "",
+        f"{tuned.MARK.removeprefix('# ')}{shlex.join([*redact_arguments(search.overrides), *options])} ({date.today()})",
+        f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
+        f"Packages: fxtune {__version__}, {', '.join(packages)}.",
+        f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
+        f"The losses of the same batches are those of the recipe within {TOLERANCE[search.ground.precision]:g}.",
+    ]
 
 
 def _command(path: Path) -> str:
@@ -203,11 +247,28 @@ def _number(option: str, text: Optional[str], default: float, whole: bool = Fals
 
 def _write(file: Path, search: Search, winner: Optional[Row] = None, why: str = "") -> None:
     """All rows so far; `winner` is null until the search is over."""
-    rows = [{"deltas": row.deltas, "forecast_gib": row.outlook.need / GIB, "verdict": row.verdict, "loss_off": row.loss_off,
-             "tokens_per_second": row.speed, "answers": [asdict(answer) for answer in row.answers]} for row in search.rows]
-    whole = {"winner": None if winner is None else winner.deltas, "why": why, "not_tried": search.untried, "rows": rows,
-             "device": search.ground.facts.device_name, "packages": search.ground.facts.packages}
+    rows = [
+        {
+            "deltas": row.deltas,
+            "forecast_gib": row.outlook.need / GIB,
+            "verdict": row.verdict,
+            "loss_off": row.loss_off,
+            "tokens_per_second": row.speed,
+            "answers": [asdict(answer) for answer in row.answers],
+        }
+        for row in search.rows
+    ]
+    whole = {
+        "winner": None if winner is None else winner.deltas,
+        "why": why,
+        "not_tried": search.untried,
+        "rows": rows,
+        "device": search.ground.facts.device_name,
+        "packages": search.ground.facts.packages,
+    }
     try:
         file.write_text(jsons.dumps(whole, indent=1, default=str) + "\n")
     except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error
+        raise StorageError(
+            f"--json {file} cannot be written: {error}. Give a file in a folder that is there."
+        ) from error

@@ -48,7 +48,7 @@ SAMPLE = 4096
 WHOLE = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
 MANY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-GIB = 2 ** 30
+GIB = 2**30
 
 
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[str] = None) -> None:
@@ -92,19 +92,30 @@ def observe_data(data: Prepared) -> Iterator[Evidence]:
     tokens, room = sum(batch.tokens for batch in batches), sum(batch.input_ids.numel() for batch in batches)
     supervised = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
     # The first token of a document is nobody's target: where all others are, everything is supervised.
-    most = tokens - sum(len(row) for step in range(steps) for micro in range(plan.micro_batches(step))
-                        for row in plan.contents(step, micro))
+    most = tokens - sum(
+        len(row)
+        for step in range(steps)
+        for micro in range(plan.micro_batches(step))
+        for row in plan.contents(step, micro)
+    )
     whole = all(one.format in WHOLE for one in data.tables)
     counted = sum(plan.supervised(step) for step in range(steps))
     asked = "some tokens supervised" if whole else "some tokens supervised, and not all of them"
-    yield Evidence("data", f"{asked}, as many as the plan divides by",
-                   f"{supervised:,} of {tokens:,} tokens ({supervised / max(tokens, 1):.1%}) in the first {steps} steps, "
-                   f"{counted:,} in the plan",
-                   0 < supervised == counted and (whole or supervised < most))
+    yield Evidence(
+        "data",
+        f"{asked}, as many as the plan divides by",
+        f"{supervised:,} of {tokens:,} tokens ({supervised / max(tokens, 1):.1%}) in the first {steps} steps, "
+        f"{counted:,} in the plan",
+        0 < supervised == counted and (whole or supervised < most),
+    )
     lengths = sorted({batch.input_ids.shape[1] for batch in batches})
-    yield Evidence("data", "packed rows" if plan.stream.settings.packing else "one document a row",
-                   f"{1 - tokens / room:.1%} padding in rows of {', '.join(f'{n:,}' for n in lengths[:4])}"
-                   f"{' ...' if len(lengths) > 4 else ''} tokens", True)
+    yield Evidence(
+        "data",
+        "packed rows" if plan.stream.settings.packing else "one document a row",
+        f"{1 - tokens / room:.1%} padding in rows of {', '.join(f'{n:,}' for n in lengths[:4])}"
+        f"{' ...' if len(lengths) > 4 else ''} tokens",
+        True,
+    )
 
 
 def observe_step(setting: Setting, loss: Loss, plan: Plan) -> Iterator[Evidence]:
@@ -126,20 +137,33 @@ def observe_step(setting: Setting, loss: Loss, plan: Plan) -> Iterator[Evidence]
     norm = optimizer.clip(setting.config.train.max_grad_norm)
     finite = torch.isfinite(norm) & torch.isfinite(found)
     size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    yield Evidence("loss", "loss and gradient of the first batch are finite",
-                   f"{found.item():.4f} nats a supervised token (guessing among all {size:,} tokens: {math.log(size):.2f}), "
-                   f"gradient of norm {norm.item():.3g}", bool(finite))
+    yield Evidence(
+        "loss",
+        "loss and gradient of the first batch are finite",
+        f"{found.item():.4f} nats a supervised token (guessing among all {size:,} tokens: {math.log(size):.2f}), "
+        f"gradient of norm {norm.item():.3g}",
+        bool(finite),
+    )
     del gradients
     optimizer.step(setting.config.optimizer.lr, finite)
-    moved = _owners({name: not torch.equal(_sample(parameter), before[name]) for parameter, name in optimizer.names.items()})
+    moved = _owners(
+        {name: not torch.equal(_sample(parameter), before[name]) for parameter, name in optimizer.names.items()}
+    )
     noun = "adapted modules" if len(moved) < len(before) else "tensors"
-    yield Evidence("optimizer", f"{setting.config.optimizer.name.value} moves what is trained",
-                   f"{sum(moved.values())} of {len(moved)} {noun} moved in one step at lr {setting.config.optimizer.lr:g}",
-                   any(moved.values()))
+    yield Evidence(
+        "optimizer",
+        f"{setting.config.optimizer.name.value} moves what is trained",
+        f"{sum(moved.values())} of {len(moved)} {noun} moved in one step at lr {setting.config.optimizer.lr:g}",
+        any(moved.values()),
+    )
     if device.type == "cuda":
         peak, room = torch.cuda.max_memory_allocated(device), setting.facts.memory
-        yield Evidence("memory", f"a step of {batch.input_ids.shape[0]} x {batch.input_ids.shape[1]:,} tokens fits",
-                       f"{peak / GIB:.2f} GiB at its peak, of {room / GIB:.0f} GiB", peak <= room)
+        yield Evidence(
+            "memory",
+            f"a step of {batch.input_ids.shape[0]} x {batch.input_ids.shape[1]:,} tokens fits",
+            f"{peak / GIB:.2f} GiB at its peak, of {room / GIB:.0f} GiB",
+            peak <= room,
+        )
 
 
 def _trained(setting: Setting, model: nn.Module, gradients: dict[str, torch.Tensor | None]) -> Evidence:
@@ -149,19 +173,28 @@ def _trained(setting: Setting, model: nn.Module, gradients: dict[str, torch.Tens
     Experts that no token of the batch went to have none, and are not asked for one.
     """
     adapters = setting.techniques.lora.enabled
-    strays = [name for name, parameter in model.named_parameters()
-              if parameter.requires_grad != (not adapters or "lora_" in name or "modules_to_save" in name)]
+    strays = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad != (not adapters or "lora_" in name or "modules_to_save" in name)
+    ]
     numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
     count, total = sum(numbers[name] for name in gradients), sum(numbers.values())
     reached = _owners({name: gradient is not None and bool(gradient.any()) for name, gradient in gradients.items()})
     without = [owner for owner, there in reached.items() if not there]
     experts = any(setting.facts.text.get(key) for key in MANY_EXPERTS)
-    seen = (f"{count:,} of {total:,} parameters ({count / total:.2%}), {len(strays)} not as asked; a gradient in "
-            f"{len(reached) - len(without)} of {len(reached)} {'adapted modules' if adapters else 'tensors'}")
-    return Evidence("parameters", "the adapters are trained and nothing else" if adapters else "all parameters are trained",
-                    seen + "".join(f"; not as asked: {name}" for name in strays[:1])
-                    + "".join(f"; none in {name}" for name in without[:1]),
-                    bool(gradients) and not strays and len(without) < len(reached) and (experts or not without))
+    seen = (
+        f"{count:,} of {total:,} parameters ({count / total:.2%}), {len(strays)} not as asked; a gradient in "
+        f"{len(reached) - len(without)} of {len(reached)} {'adapted modules' if adapters else 'tensors'}"
+    )
+    return Evidence(
+        "parameters",
+        "the adapters are trained and nothing else" if adapters else "all parameters are trained",
+        seen
+        + "".join(f"; not as asked: {name}" for name in strays[:1])
+        + "".join(f"; none in {name}" for name in without[:1]),
+        bool(gradients) and not strays and len(without) < len(reached) and (experts or not without),
+    )
 
 
 def _owners(tensors: dict[str, bool]) -> dict[str, bool]:
@@ -183,27 +216,40 @@ def _isolation(setting: Setting, loss: Loss, batch: Batch) -> Evidence | None:
     row = torch.arange(len(flat), device=flat.device) // batch.input_ids.shape[1]
     counts = torch.bincount(document[batch.supervised_at], minlength=int(document.max()) + 1).tolist()
     rows = row[flat == 0].tolist()
-    pairs = [first for first, here in enumerate(rows)
-             if counts[first] and any(counts[after] and rows[after] == here for after in range(first + 1, len(rows)))]
+    pairs = [
+        first
+        for first, here in enumerate(rows)
+        if counts[first] and any(counts[after] and rows[after] == here for after in range(first + 1, len(rows)))
+    ]
     if not setting.facts.packing or not pairs:
         return None
     inside = document == pairs[0]
     size = loss.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     changed = torch.where(inside.view_as(batch.input_ids), (batch.input_ids + 1) % size, batch.input_ids)
     with observed(loss.model), torch.no_grad(), setting.techniques.precision.context(setting.world.device):
-        own, others = ([loss.sum(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
-                       for part in (_only(batch, inside), _only(batch, ~inside)))
+        own, others = (
+            [loss.sum(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
+            for part in (_only(batch, inside), _only(batch, ~inside))
+        )
     moved, leaked = (abs(after - before) for before, after in (own, others))
-    return Evidence("data", "documents of a real row do not see each other",
-                    f"other tokens in one of {len(counts)} documents moved its own loss by {moved:.2g} nats, that of the others "
-                    f"by {leaked:.2g}", moved > 0 and leaked <= 1e-3 * moved)
+    return Evidence(
+        "data",
+        "documents of a real row do not see each other",
+        f"other tokens in one of {len(counts)} documents moved its own loss by {moved:.2g} nats, that of the others "
+        f"by {leaked:.2g}",
+        moved > 0 and leaked <= 1e-3 * moved,
+    )
 
 
 def _only(batch: Batch, inside: torch.Tensor) -> Batch:
     """The batch with no target but those at the flattened positions `inside`."""
     kept = inside[batch.supervised_at]
-    return replace(batch, targets=batch.targets.masked_fill(~inside.view_as(batch.targets), IGNORED),
-                   supervised_at=batch.supervised_at[kept], labels=batch.labels[kept])
+    return replace(
+        batch,
+        targets=batch.targets.masked_fill(~inside.view_as(batch.targets), IGNORED),
+        supervised_at=batch.supervised_at[kept],
+        labels=batch.labels[kept],
+    )
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
@@ -213,8 +259,16 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 def comparison_table(compared: list[comparison.Compared]) -> Any:
     columns = ["variant", "loss", "loss off by", "gradient off by", "worst parameter", "within"]
     rows: list[list[object]] = [
-        [one.name, f"{one.loss:.6f}", f"{one.loss_off:.1e}", f"{one.gradient_off:.1e}",
-         f"{one.worst_off:.1e} {_short(one.worst)}", tick(one.within)] for one in compared]
+        [
+            one.name,
+            f"{one.loss:.6f}",
+            f"{one.loss_off:.1e}",
+            f"{one.gradient_off:.1e}",
+            f"{one.worst_off:.1e} {_short(one.worst)}",
+            tick(one.within),
+        ]
+        for one in compared
+    ]
     rows[0][2:5] = ["the reference", "", ""]
     return table("The same global batch, side by side", columns, rows)
 
@@ -224,10 +278,19 @@ def _short(name: str) -> str:
     return re.sub(r"^(base_model\.)?(model\.)*|\.default|\.weight$", "", name)
 
 
-def _write(file: Path, setting: Setting, seen: list[Evidence], compared: list[comparison.Compared], acted: bool) -> None:
-    whole = {"acted": acted, "decided": setting.decided, "techniques": setting.techniques.asked(),
-             "evidence": [dataclasses.asdict(one) for one in seen], "loss": [dataclasses.asdict(one) for one in compared]}
+def _write(
+    file: Path, setting: Setting, seen: list[Evidence], compared: list[comparison.Compared], acted: bool
+) -> None:
+    whole = {
+        "acted": acted,
+        "decided": setting.decided,
+        "techniques": setting.techniques.asked(),
+        "evidence": [dataclasses.asdict(one) for one in seen],
+        "loss": [dataclasses.asdict(one) for one in compared],
+    }
     try:
         file.write_text(json.dumps(whole, indent=1, default=str) + "\n")
     except OSError as error:
-        raise StorageError(f"--json {file} cannot be written: {error}. Give a file in a folder that is there.") from error
+        raise StorageError(
+            f"--json {file} cannot be written: {error}. Give a file in a folder that is there."
+        ) from error

@@ -58,14 +58,19 @@ class Batch:
         step = max(-(-positions // SIZES), FEWEST)
         missing = min(-(-max(len(self.labels), 1) // step) * step, positions) - len(self.labels)
         spare = (self.targets.flatten() == IGNORED).nonzero().flatten()[:missing]
-        return replace(self, supervised_at=torch.cat([self.supervised_at, spare]),
-                       labels=torch.cat([self.labels, torch.full_like(spare, IGNORED)]))
+        return replace(
+            self,
+            supervised_at=torch.cat([self.supervised_at, spare]),
+            labels=torch.cat([self.labels, torch.full_like(spare, IGNORED)]),
+        )
 
     def _tensors(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()})
+        return replace(
+            self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
+        )
 
     def pin_memory(self) -> Batch:
         return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
@@ -106,8 +111,8 @@ def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
         at = 0
         for piece in range(pieces.offsets[row], pieces.offsets[row + 1]):
             table, start, length = tables[pieces.source[piece]], pieces.start[piece], pieces.length[piece]
-            ids[row, at:at + length] = table.ids[start:start + length]
-            supervised[row, at + 1:at + length] = table.supervised[start + 1:start + length]
+            ids[row, at : at + length] = table.ids[start : start + length]
+            supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             begins[row, at] = at
             at += length
         if pieces.packed and at < pieces.width:
@@ -117,7 +122,14 @@ def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
     positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
     starts = np.flatnonzero(positions == 0)
     cu_seqlens = np.full((pieces.slots if pieces.packed else rows) + 1, ids.size, np.int32)
-    cu_seqlens[:len(starts)] = starts
+    cu_seqlens[: len(starts)] = starts
     wanted = np.flatnonzero(targets != IGNORED)
-    return Batch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), torch.from_numpy(cu_seqlens),
-                 torch.from_numpy(wanted), torch.from_numpy(targets.ravel()[wanted]), tokens=int(pieces.length.sum()))
+    return Batch(
+        torch.from_numpy(ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(positions),
+        torch.from_numpy(cu_seqlens),
+        torch.from_numpy(wanted),
+        torch.from_numpy(targets.ravel()[wanted]),
+        tokens=int(pieces.length.sum()),
+    )

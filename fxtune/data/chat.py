@@ -105,8 +105,10 @@ class Encoder:
                     except BadRow as reason:
                         results.append(str(reason))
         except Exceeded as limit:
-            raise DataError(f"the chat template asks for {limit}, which no conversation needs, and is stopped. Mend it, or name "
-                            "another in data.chat_template") from None
+            raise DataError(
+                f"the chat template asks for {limit}, which no conversation needs, and is stopped. Mend it, or name "
+                "another in data.chat_template"
+            ) from None
         drafts = [result for result in results if isinstance(result, _Draft)]
         documents = iter(self._tokenize(drafts) if drafts else [])
         return [next(documents) if isinstance(result, _Draft) else result for result in results]
@@ -165,7 +167,9 @@ class Encoder:
                 documents.append("the tokenizer makes no token of this text")
                 continue
             document = Document(ids, _overlaps(offsets, draft.spans))
-            documents.append(self._completed(document, draft.spans[0] == (0, len(draft.text))) if draft.whole else document)
+            documents.append(
+                self._completed(document, draft.spans[0] == (0, len(draft.text))) if draft.whole else document
+            )
         return documents
 
     def _completed(self, document: Document, everything: bool) -> Document:
@@ -178,7 +182,9 @@ class Encoder:
         return Document(ids, supervised)
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[str, list[Span]]:
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> tuple[str, list[Span]]:
     """The text of a conversation and its supervised character spans. For a look at one conversation: it measures the
     template anew at each call, an `Encoder` does so once.
 
@@ -217,7 +223,9 @@ def _chat_template(tokenizer: Any, source: str | None, with_tools: bool) -> Chat
             # Some models carry several templates by name; tools choose "tool_use", as in apply_chat_template.
             source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
         except ValueError as error:
-            raise DataError(f"the tokenizer's chat templates cannot be used: {error}; set data.chat_template=FILE") from None
+            raise DataError(
+                f"the tokenizer's chat templates cannot be used: {error}; set data.chat_template=FILE"
+            ) from None
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return ChatTemplate(source, dict(tokenizer.special_tokens_map), sorted(special | {tokenizer.eos_token or ""}))
 
@@ -241,7 +249,9 @@ def _tokens(row: Mapping[str, Any], vocabulary: int) -> Document:
         labels = _integers(row["labels"], "labels", len(ids))
         for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
             if label not in (IGNORED, token):
-                raise BadRow(f"labels[{index}] is {short(label)}; it must be {IGNORED} or input_ids[{index}], which is {token}")
+                raise BadRow(
+                    f"labels[{index}] is {short(label)}; it must be {IGNORED} or input_ids[{index}], which is {token}"
+                )
         supervised = [label != IGNORED for label in labels]
     elif row.get("assistant_masks") is not None:
         masks = _integers(row["assistant_masks"], "assistant_masks", len(ids))

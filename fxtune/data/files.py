@@ -90,9 +90,13 @@ def find(written: str) -> list[Path] | None:
             raise DataError(f"{written}: the glob matches no file (looked from {Path.cwd()}).{_nearest_path(path)}")
         return found
     if os.path.islink(path):
-        raise DataError(f"{written} is a link that leads nowhere, to {os.readlink(path)}. Correct it, or name the file.")
+        raise DataError(
+            f"{written} is a link that leads nowhere, to {os.readlink(path)}. Correct it, or name the file."
+        )
     if _looks_local(written, path):
-        raise DataError(f"{written}: there is no such file or folder (looked for {path.absolute()}).{_nearest_path(path)}")
+        raise DataError(
+            f"{written}: there is no such file or folder (looked for {path.absolute()}).{_nearest_path(path)}"
+        )
     return None
 
 
@@ -106,17 +110,25 @@ def sort_out(written: str, found: list[Path], limit: int | None) -> list[DataFil
             kinds.setdefault(kind, []).append(path)
     if not kinds:
         endings = ", ".join(sorted({path.suffix or path.name for path in found}))
-        raise DataError(f"{written}: no file that fxtune reads (found {endings}). It reads {' '.join(KINDS)}; unpack or convert "
-                        "others, and add an ending that is missing.")
+        raise DataError(
+            f"{written}: no file that fxtune reads (found {endings}). It reads {' '.join(KINDS)}; unpack or convert "
+            "others, and add an ending that is missing."
+        )
     if len(kinds) > 1:  # a dataset's card and licence are not its rows
-        own = {kind: [path for path in paths if path.name.lower().split(".")[0] not in _COMPANIONS]
-               for kind, paths in kinds.items()}
+        own = {
+            kind: [path for path in paths if path.name.lower().split(".")[0] not in _COMPANIONS]
+            for kind, paths in kinds.items()
+        }
         kinds = {kind: paths for kind, paths in own.items() if paths} or kinds
     if len(kinds) > 1:
-        mixed = "; ".join(f"{kind}: {paths[0].name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-                          for kind, paths in kinds.items())
-        raise DataError(f"{written} holds files of several kinds ({mixed}). Make each kind a source of its own, with a glob "
-                        f"such as {Path(written.split('*')[0]) / '**' / '*.jsonl'}.")
+        mixed = "; ".join(
+            f"{kind}: {paths[0].name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            for kind, paths in kinds.items()
+        )
+        raise DataError(
+            f"{written} holds files of several kinds ({mixed}). Make each kind a source of its own, with a glob "
+            f"such as {Path(written.split('*')[0]) / '**' / '*.jsonl'}."
+        )
     ((kind, paths),) = kinds.items()
     files: list[DataFile] = []
     left = limit
@@ -155,7 +167,9 @@ def _builtin(name: str) -> Path:
 
 def expanded(written: str) -> Path:
     """The path that `written` means, with the home folder for `~`."""
-    return Path(os.path.expanduser(written))  # unlike Path.expanduser, it leaves ~somebody who has no home here as it is
+    return Path(
+        os.path.expanduser(written)
+    )  # unlike Path.expanduser, it leaves ~somebody who has no home here as it is
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -220,8 +234,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _looks_local(written: str, path: Path) -> bool:
     """Whether somebody who writes this means a file or folder, so that the hub must not be asked for it."""
     name = path.name.lower()
-    return (_HUB_ID.fullmatch(written) is None or name.endswith(tuple(KINDS))
-            or name.endswith((".gz", ".zst", ".zip", ".arrow")) or (len(path.parts) > 1 and os.path.isdir(path.parts[0])))
+    return (
+        _HUB_ID.fullmatch(written) is None
+        or name.endswith(tuple(KINDS))
+        or name.endswith((".gz", ".zst", ".zip", ".arrow"))
+        or (len(path.parts) > 1 and os.path.isdir(path.parts[0]))
+    )
 
 
 def _nearest_path(path: Path) -> str:

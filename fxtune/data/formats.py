@@ -54,13 +54,17 @@ def detect(rows: list[dict[str, Any]], where: str) -> RowFormat:
         return found.most_common(1)[0][0]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     known = "; ".join(f"{name.value}: {', '.join(needed)}" for name, needed in COLUMNS.items())
-    raise DataError(f"{where}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
-                    f"{_hint(rows, columns)}Known formats and the columns they need: {known}.")
+    raise DataError(
+        f"{where}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
+        f"{_hint(rows, columns)}Known formats and the columns they need: {known}."
+    )
 
 
 def recognise(row: dict[str, Any]) -> RowFormat | None:
     """The format of one row, None where it has none."""
-    return next((name for name, needed in COLUMNS.items() if all(key in row for key in needed) and _fits(name, row)), None)
+    return next(
+        (name for name, needed in COLUMNS.items() if all(key in row for key in needed) and _fits(name, row)), None
+    )
 
 
 def _fits(name: RowFormat, row: dict[str, Any]) -> bool:
@@ -77,8 +81,11 @@ def _fits(name: RowFormat, row: dict[str, Any]) -> bool:
 
 
 def _turns(value: Any, *keys: str) -> bool:
-    return (isinstance(value, list) and bool(value)
-            and all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value))
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
+    )
 
 
 def _hint(rows: list[dict[str, Any]], columns: list[str]) -> str:

@@ -65,8 +65,11 @@ class Literal:
         # A special token of one character is that character: an exclamation mark that somebody pads with.
         self._written = _any_of(added)
         opening = self._written.search(prompt)
-        self._special = {content: number for content, (number, special) in added.items()
-                         if len(content) > 1 and (special or (opening and content == opening.group()))}
+        self._special = {
+            content: number
+            for content, (number, special) in added.items()
+            if len(content) > 1 and (special or (opening and content == opening.group()))
+        }
         self._alias = {content: f"{_OPENING}{index}{_CLOSING}" for index, content in enumerate(sorted(self._special))}
         self._suspects = _any_of(self._special)
 
@@ -102,15 +105,19 @@ class Literal:
         mark, _ = unused_characters(text)
         drawn = draw(lambda value: _mapped(value, lambda string: self._broken(string, mark)))
         if drawn.replace(mark, "") != text:
-            raise BadRow("a special token in a message changes what the chat template writes around it; remove it there")
+            raise BadRow(
+                "a special token in a message changes what the chat template writes around it; remove it there"
+            )
         if _ALIAS.search(text):
-            raise BadRow("holds private-use characters (U+10FAD0) as this program uses them for special tokens; remove them")
+            raise BadRow(
+                "holds private-use characters (U+10FAD0) as this program uses them for special tokens; remove them"
+            )
         parts, ends, added = [], [], [0]
         at = length = 0  # of `drawn`, and of what `parts` hold
         for match in re.finditer(f"{mark}|{self._written.pattern}", drawn):
             found = match.group()
             replaced = "" if found == mark else self._alias.get(found, found)
-            parts += [drawn[at:match.start()], replaced]
+            parts += [drawn[at : match.start()], replaced]
             length += match.start() - at
             length += len(replaced)
             if found in self._alias:
@@ -131,7 +138,9 @@ class Literal:
 
     def _separable(self, content: str) -> bool:
         """Whether the copy knows a special token by its alias and makes none of its letters."""
-        named, spelled = (set(self._copy.encode(text, add_special_tokens=False).ids) for text in (self._alias[content], content))
+        named, spelled = (
+            set(self._copy.encode(text, add_special_tokens=False).ids) for text in (self._alias[content], content)
+        )
         unknown = {self._tokenizer.unk_token_id}
         return self._special[content] in named and not (spelled - unknown).intersection(self._special.values())
 

@@ -66,7 +66,9 @@ class LoaderConfig:
         if self.prefetch_factor < 1:
             raise ConfigError(f"loader.prefetch_factor={self.prefetch_factor}: give at least 1.")
         if self.pin_memory and not cuda:
-            raise ConfigError("loader.pin_memory=true needs a GPU to copy to, and this run is on the CPU. Set it to null.")
+            raise ConfigError(
+                "loader.pin_memory=true needs a GPU to copy to, and this run is on the CPU. Set it to null."
+            )
         workers = self.num_workers if self.num_workers is not None else min(2, cores() - 1) if cuda else 0
         return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
 
@@ -140,13 +142,22 @@ class Loader:
 
     def _started(self, workers: int) -> DataLoader[Batch]:
         parallel: dict[str, Any] = dict(
-            num_workers=workers, multiprocessing_context=_context(), worker_init_fn=_start_worker,
-            persistent_workers=self.config.persistent_workers, prefetch_factor=self.config.prefetch_factor)
+            num_workers=workers,
+            multiprocessing_context=_context(),
+            worker_init_fn=_start_worker,
+            persistent_workers=self.config.persistent_workers,
+            prefetch_factor=self.config.prefetch_factor,
+        )
         # A generator of its own: DataLoader draws a seed for its workers when it starts, and from torch's global one that
         # would shift the dropout of the first step after a resume.
         return DataLoader(
-            _Assembler(self.plan.tables, fill=self.device.type == "cuda"), batch_size=None, sampler=self._order,
-            pin_memory=bool(self.config.pin_memory), generator=torch.Generator(), **(parallel if workers else {}))
+            _Assembler(self.plan.tables, fill=self.device.type == "cuda"),
+            batch_size=None,
+            sampler=self._order,
+            pin_memory=bool(self.config.pin_memory),
+            generator=torch.Generator(),
+            **(parallel if workers else {}),
+        )
 
     def _timed(self, step: Step, feed: Iterator[Batch]) -> Iterator[Batch]:
         for _ in range(self.plan.micro_batches(step.index)):
@@ -182,16 +193,26 @@ class Loader:
         said = str(problem).strip()
         assert self._loader is not None
         # What a worker raised and lived to tell begins with "Caught"; an OSError of our own is a pipe to one that is no more.
-        told = said.startswith("Caught ") if not isinstance(problem, RuntimeError) else not said.startswith(
-            ("DataLoader worker", "Pin memory thread"))
+        told = (
+            said.startswith("Caught ")
+            if not isinstance(problem, RuntimeError)
+            else not said.startswith(("DataLoader worker", "Pin memory thread"))
+        )
         if told or not self._loader.num_workers:
             raise problem
         self._deaths += 1
         mend = self._deaths < MOST_DEATHS
-        print(f"A process that builds batches died before step {step} ({said.splitlines()[0] if said else 'its pipe broke'}). "
-              + ("It is started again, and the run goes on. " if mend else "From here on this process builds them itself. ")
-              + "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, --shm-size): "
-              "loader.num_workers=0 needs neither.", flush=True)
+        print(
+            f"A process that builds batches died before step {step} ({said.splitlines()[0] if said else 'its pipe broke'}). "
+            + (
+                "It is started again, and the run goes on. "
+                if mend
+                else "From here on this process builds them itself. "
+            )
+            + "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, --shm-size): "
+            "loader.num_workers=0 needs neither.",
+            flush=True,
+        )
         self._loader = self._started((self.config.num_workers or 0) if mend else 0)
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:

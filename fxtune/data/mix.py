@@ -52,7 +52,7 @@ def balanced(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndar
             from_above[rich + poor] = True
             so_far += gains[rich]
             rich += 1
-    from_above[rich + poor:] = rich < len(gains)  # what is left is all of one kind, and brings the sum back to 0
+    from_above[rich + poor :] = rich < len(gains)  # what is left is all of one kind, and brings the sum back to 0
     result = np.empty(len(order), np.int64)
     result[from_above], result[~from_above] = above, below
     return result

@@ -111,17 +111,26 @@ class Plan:
         segments, offsets = self._micro(step, micro)
         of = self.stream.segments
         columns = [column[segments].tolist() for column in (self.stream.source, of.document, of.start, of.length)]
-        pieces = [Piece(source, document, start - int(self.tables[source].offsets[document]), length)
-                  for source, document, start, length in zip(*columns, strict=True)]
+        pieces = [
+            Piece(source, document, start - int(self.tables[source].offsets[document]), length)
+            for source, document, start, length in zip(*columns, strict=True)
+        ]
         return [pieces[a:b] for a, b in pairwise(offsets.tolist())]
 
     def pieces(self, step: int, micro: int) -> Pieces:
         """The recipe of a micro-batch: `assemble(plan.tables, pieces)` makes it, in any process."""
         segments, offsets = self._micro(step, micro)
         length = self.stream.segments.length[segments]
-        return Pieces(self.stream.source[segments], self.stream.segments.start[segments], length, offsets,
-                      int(self._padded(length.max())), self.stream.settings.packing, self.sizes.pad_id,
-                      slots=max(self._slots, _power_of_two(len(segments) + len(offsets) - 1)))
+        return Pieces(
+            self.stream.source[segments],
+            self.stream.segments.start[segments],
+            length,
+            offsets,
+            int(self._padded(length.max())),
+            self.stream.settings.packing,
+            self.sizes.pad_id,
+            slots=max(self._slots, _power_of_two(len(segments) + len(offsets) - 1)),
+        )
 
     def batch(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`. IndexError outside the run."""
@@ -137,14 +146,32 @@ class Plan:
         for at, (table, counts) in enumerate(zip(self.tables, self.stream.cuts, strict=True)):
             mine = source == at
             seen = int(supervised[mine].sum())
-            sources.append(dict(name=table.name, segments=int(mine.sum()), tokens=int(length[mine].sum()),
-                                supervised_tokens=seen, share=seen / targets,
-                                repeats=seen / max(self.stream.supply[at], 1), **vars(counts)))
+            sources.append(
+                dict(
+                    name=table.name,
+                    segments=int(mine.sum()),
+                    tokens=int(length[mine].sum()),
+                    supervised_tokens=seen,
+                    share=seen / targets,
+                    repeats=seen / max(self.stream.supply[at], 1),
+                    **vars(counts),
+                )
+            )
         totals = {name: sum(getattr(counts, name) for counts in self.stream.cuts) for name in Cut.__dataclass_fields__}
-        return dict(rows=len(epoch), segments=len(length), tokens=tokens, supervised_tokens=targets,
-                    supervised_share=targets / tokens, padding_share=1 - tokens / self._room(epoch),
-                    steps_per_epoch=len(epoch) / self.sizes.global_batch_size, steps=self.steps,
-                    epochs=self.epoch(self.steps), **totals, sources=sources, mix=self._mixed(epoch))
+        return dict(
+            rows=len(epoch),
+            segments=len(length),
+            tokens=tokens,
+            supervised_tokens=targets,
+            supervised_share=targets / tokens,
+            padding_share=1 - tokens / self._room(epoch),
+            steps_per_epoch=len(epoch) / self.sizes.global_batch_size,
+            steps=self.steps,
+            epochs=self.epoch(self.steps),
+            **totals,
+            sources=sources,
+            mix=self._mixed(epoch),
+        )
 
     def _mixed(self, epoch: Epoch) -> Optional[dict[str, Any]]:
         """What data.mix came to in an epoch; None: there is none.
@@ -157,14 +184,20 @@ class Plan:
             return None
         steps = np.arange(0, len(epoch), self.sizes.global_batch_size)
         long, tokens = (np.add.reduceat(part, steps) for part in self.stream.tokens(epoch))
-        of_whole = (long / tokens)[:max(len(epoch) // self.sizes.global_batch_size, 1)]
+        of_whole = (long / tokens)[: max(len(epoch) // self.sizes.global_batch_size, 1)]
         kinds = {}
         for kind, members in (("long", self.stream.long), ("short", ~self.stream.long)):
             seen = int(of.length[epoch.segments[members[epoch.segments]]].sum())
             supply = int(of.length[members].sum())
             kinds[kind] = dict(segments=int(members.sum()), tokens=supply, repeats=seen / supply)
-        return dict(asked=mix.long_share, threshold=mix.threshold, share=float(long.sum() / tokens.sum()),
-                    lowest=float(of_whole.min()), highest=float(of_whole.max()), **kinds)
+        return dict(
+            asked=mix.long_share,
+            threshold=mix.threshold,
+            share=float(long.sum() / tokens.sum()),
+            lowest=float(of_whole.min()),
+            highest=float(of_whole.max()),
+            **kinds,
+        )
 
     def notes(self) -> list[str]:
         """One sentence for each thing that was done to the documents, by source. Empty: nothing was."""
@@ -172,22 +205,31 @@ class Plan:
         for table, counts in zip(self.tables, self.stream.cuts, strict=True):
             over = f"longer than {self.stream.settings.sequence_length:,} tokens"
             if counts.split:
-                said.append(f"{table.name}: {counts.split:,} documents {over} were split into "
-                            f"{counts.pieces:,} pieces.")
+                said.append(
+                    f"{table.name}: {counts.split:,} documents {over} were split into {counts.pieces:,} pieces."
+                )
             if counts.truncated:
-                said.append(f"{table.name}: {counts.truncated:,} documents {over} were truncated, "
-                            f"{counts.lost_tokens:,} tokens left out.")
+                said.append(
+                    f"{table.name}: {counts.truncated:,} documents {over} were truncated, "
+                    f"{counts.lost_tokens:,} tokens left out."
+                )
             if counts.dropped:
-                said.append(f"{table.name}: {counts.dropped:,} documents {over} were dropped, "
-                            f"{counts.lost_tokens:,} tokens left out.")
+                said.append(
+                    f"{table.name}: {counts.dropped:,} documents {over} were dropped, "
+                    f"{counts.lost_tokens:,} tokens left out."
+                )
             if counts.without_targets:
-                said.append(f"{table.name}: {counts.without_targets:,} documents or pieces had nothing to learn "
-                            "(no supervised token after the first) and were left out.")
+                said.append(
+                    f"{table.name}: {counts.without_targets:,} documents or pieces had nothing to learn "
+                    "(no supervised token after the first) and were left out."
+                )
         if mixed := self._mixed(self.stream.epoch(0)):
-            said.append(f"{mixed['share']:.1%} of the tokens are in documents of more than {mixed['threshold']:,} "
-                        f"({mixed['lowest']:.0%} to {mixed['highest']:.0%} in a step, {mixed['asked']:.1%} asked for): in an "
-                        f"epoch each of these {mixed['long']['segments']:,} comes {mixed['long']['repeats']:.2f} times, each of "
-                        f"the {mixed['short']['segments']:,} shorter ones {mixed['short']['repeats']:.2f} times.")
+            said.append(
+                f"{mixed['share']:.1%} of the tokens are in documents of more than {mixed['threshold']:,} "
+                f"({mixed['lowest']:.0%} to {mixed['highest']:.0%} in a step, {mixed['asked']:.1%} asked for): in an "
+                f"epoch each of these {mixed['long']['segments']:,} comes {mixed['long']['repeats']:.2f} times, each of "
+                f"the {mixed['short']['segments']:,} shorter ones {mixed['short']['repeats']:.2f} times."
+            )
         return said
 
     def _rows_in_all(self) -> int:
@@ -224,8 +266,8 @@ class Plan:
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
-        mine = offsets[micro * self.sizes.micro_batch_size:(micro + 1) * self.sizes.micro_batch_size + 1]
-        return segments[mine[0]:mine[-1]], mine - mine[0]
+        mine = offsets[micro * self.sizes.micro_batch_size : (micro + 1) * self.sizes.micro_batch_size + 1]
+        return segments[mine[0] : mine[-1]], mine - mine[0]
 
     def _padded(self, longest: np.ndarray) -> np.ndarray:
         """The row length for a micro-batch whose longest document has `longest` tokens; elementwise."""

@@ -31,12 +31,16 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             elif start == "{":
                 yield from _object_with_list(scan, name)
             else:
-                raise DataError(f"{name} begins with {start!r}. A .json file holds an array of rows; "
-                                "for one row a line name it .jsonl.")
+                raise DataError(
+                    f"{name} begins with {start!r}. A .json file holds an array of rows; "
+                    "for one row a line name it .jsonl."
+                )
             scan.require_end()
         except json.JSONDecodeError as problem:
-            raise DataError(f"{name}:{scan.line}: not JSON ({problem.msg}). The file cannot be read past it; "
-                            "only .jsonl, one row a line, can be read around a bad row.") from problem
+            raise DataError(
+                f"{name}:{scan.line}: not JSON ({problem.msg}). The file cannot be read past it; "
+                "only .jsonl, one row a line, can be read around a bad row."
+            ) from problem
 
 
 def _object_with_list(scan: _Scanner, name: str) -> Iterator[Row]:
@@ -47,7 +51,9 @@ def _object_with_list(scan: _Scanner, name: str) -> Iterator[Row]:
         scan.take(":")
         if scan.peek() == "[" and scan.opens_objects():
             if found is not None:
-                raise DataError(f"{name} holds two lists of rows, {found!r} and {key!r}. Keep one of them in the file.")
+                raise DataError(
+                    f"{name} holds two lists of rows, {found!r} and {key!r}. Keep one of them in the file."
+                )
             found = key
             yield from _elements(scan, name)
         else:
@@ -56,8 +62,10 @@ def _object_with_list(scan: _Scanner, name: str) -> Iterator[Row]:
             scan.take(",")
     scan.take("}")
     if found is None:
-        raise DataError(f"{name} is an object without a list of rows in it. Make it an array of rows, "
-                        "or .jsonl with one row a line.")
+        raise DataError(
+            f"{name} is an object without a list of rows in it. Make it an array of rows, "
+            "or .jsonl with one row a line."
+        )
 
 
 def _elements(scan: _Scanner, name: str) -> Iterator[Row]:
@@ -134,7 +142,9 @@ class _Scanner:
     def too_long(self) -> bool:
         """Whether what the window holds has no end within twice a row's length: a quote that is never closed, most often."""
         if len(self.buffer) - self.at > 2 * ROW_BYTES:
-            raise json.JSONDecodeError(f"a value of more than {2 * ROW_BYTES >> 20} MiB, or without an end", self.buffer, self.at)
+            raise json.JSONDecodeError(
+                f"a value of more than {2 * ROW_BYTES >> 20} MiB, or without an end", self.buffer, self.at
+            )
         return False
 
     def more(self) -> bool:
@@ -158,7 +168,9 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
         delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
         names = next(csv.reader([header], delimiter=delimiter), [])
         if twice := {column for column in names if names.count(column) > 1}:
-            raise DataError(f"{name}:1: the header names a column twice: {', '.join(sorted(twice))}. Give each its own name.")
+            raise DataError(
+                f"{name}:1: the header names a column twice: {', '.join(sorted(twice))}. Give each its own name."
+            )
         reader = csv.reader(_bounded(file, name), delimiter=delimiter, strict=True)
         while True:
             where = f"{name}:{reader.line_num + 2}"
@@ -168,8 +180,10 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
                 return
             except csv.Error as problem:
                 if "limit" in str(problem):
-                    raise DataError(f"{where}: a cell of more than {ROW_BYTES >> 20} MiB. Is a quote closed there? The file "
-                                    "cannot be read past it.") from problem
+                    raise DataError(
+                        f"{where}: a cell of more than {ROW_BYTES >> 20} MiB. Is a quote closed there? The file "
+                        "cannot be read past it."
+                    ) from problem
                 yield bad(where, f"not CSV ({problem})", None)
                 continue
             if not cells:
@@ -178,7 +192,9 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
                 yield bad(where, f"{len(cells)} cells under a header of {len(names)} columns", cells)
                 continue
             size = sum(map(len, cells))
-            yield checked(where, dict(zip(names, cells, strict=True)), size, suspicious=not all(map(str.isascii, cells)))
+            yield checked(
+                where, dict(zip(names, cells, strict=True)), size, suspicious=not all(map(str.isascii, cells))
+            )
 
 
 def _bounded(file: IO[str], name: str) -> Iterator[str]:
@@ -204,7 +220,9 @@ def parquet_rows(path: Path, name: str) -> Iterator[Row]:
                     yield row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
         after = f"after row {number}" if number else "as Parquet"
-        raise DataError(f"{name} cannot be read {after}: {str(problem).splitlines()[0]}. Is the file whole?") from problem
+        raise DataError(
+            f"{name} cannot be read {after}: {str(problem).splitlines()[0]}. Is the file whole?"
+        ) from problem
 
 
 def _datasets_decoder(schema: Any) -> tuple[Callable[[Any], Iterable[dict[str, Any]]], list[str] | None]:

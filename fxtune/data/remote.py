@@ -35,11 +35,19 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     except ConnectionError as problem:
         raise DataError(_unreachable(path, reason or str(problem))) from problem
     except exceptions.DatasetNotFoundError as problem:
-        raise DataError(f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN.") from problem
-    except (ValueError, OSError, exceptions.DatasetsError) as problem:  # unknown subset or split, broken files, full disk
+        raise DataError(
+            f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN."
+        ) from problem
+    except (
+        ValueError,
+        OSError,
+        exceptions.DatasetsError,
+    ) as problem:  # unknown subset or split, broken files, full disk
         if reason is not None and "cache" in str(problem).lower():
             raise DataError(_unreachable(path, f"{reason}; {str(problem).splitlines()[0]}")) from problem
-        raise DataError(f"{path}: {str(problem).rstrip('.')}. Check data.sources' subset, split and revision.") from problem
+        raise DataError(
+            f"{path}: {str(problem).rstrip('.')}. Check data.sources' subset, split and revision."
+        ) from problem
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
     if reason is not None and revision not in (None, "main") and not _is_of(found, str(revision)):
@@ -70,7 +78,9 @@ def load_saved(folder: Path) -> Any:
             raise ValueError(f"state.json names {strange[0]!r}, which is not a file of this folder")
         return datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise DataError(f"{folder} looks like a folder of Dataset.save_to_disk but cannot be loaded ({problem}).") from problem
+        raise DataError(
+            f"{folder} looks like a folder of Dataset.save_to_disk but cannot be loaded ({problem})."
+        ) from problem
 
 
 def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
@@ -102,16 +112,22 @@ def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
         commit, reason = hub.ask(path, revision, "dataset")
         return commit or revision, reason
     except errors.RevisionNotFoundError as problem:
-        raise DataError(f"{path} has no revision {revision!r}. See https://huggingface.co/datasets/{path}/commits") from problem
+        raise DataError(
+            f"{path} has no revision {revision!r}. See https://huggingface.co/datasets/{path}/commits"
+        ) from problem
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as problem:
-        raise DataError(f"{path}: there is no file or folder of that name in {Path.cwd()}, and no such dataset on the hub. "
-                        "Check the spelling; a private dataset needs `hf auth login` or HF_TOKEN.") from problem
+        raise DataError(
+            f"{path}: there is no file or folder of that name in {Path.cwd()}, and no such dataset on the hub. "
+            "Check the spelling; a private dataset needs `hf auth login` or HF_TOKEN."
+        ) from problem
 
 
 def _unreachable(path: str, reason: str) -> str:
-    return (f"{path}: there is no file or folder of that name in {Path.cwd()}, the hub cannot be asked for it ({reason}), and "
-            "no earlier run left a copy. Check the path, the network and HF_HUB_OFFLINE; or fetch it elsewhere "
-            f"(`hf download --repo-type dataset {path} --local-dir FOLDER`) and give the folder.")
+    return (
+        f"{path}: there is no file or folder of that name in {Path.cwd()}, the hub cannot be asked for it ({reason}), and "
+        "no earlier run left a copy. Check the path, the network and HF_HUB_OFFLINE; or fetch it elsewhere "
+        f"(`hf download --repo-type dataset {path} --local-dir FOLDER`) and give the folder."
+    )
 
 
 def _is_of(dataset: Any, commit: str) -> bool:

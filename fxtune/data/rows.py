@@ -132,7 +132,9 @@ def reading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise DataError(f"{name} cannot be read: {problem.strerror or problem}. Is it still there, and whole?") from problem
+        raise DataError(
+            f"{name} cannot be read: {problem.strerror or problem}. Is it still there, and whole?"
+        ) from problem
 
 
 class _Lines(Protocol[_Text]):
@@ -160,7 +162,9 @@ def line_rows(file: _Lines[bytes], name: str, first_line: int = 1, size: int | N
         try:
             line, length = next(several, (b"", 0))
         except (OSError, EOFError, zlib.error) as problem:
-            raise DataError(f"{name}:{number}: the file cannot be read past here ({problem}). Is it whole?") from problem
+            raise DataError(
+                f"{name}:{number}: the file cannot be read past here ({problem}). Is it whole?"
+            ) from problem
         if not length:
             if size is not None:
                 raise DataError(f"{name} became shorter while it was read. Start again once nothing writes to it.")
@@ -183,7 +187,9 @@ def line_file_rows(path: Path, name: str) -> Iterator[Row]:
 
 def _line(line: bytes, where: str) -> Row:
     try:
-        text = line.decode().rstrip("\r\n")  # with its end, what is missing there would be missing in column 1 of a next line
+        text = line.decode().rstrip(
+            "\r\n"
+        )  # with its end, what is missing there would be missing in column 1 of a next line
     except UnicodeDecodeError as problem:
         return bad(where, f"not UTF-8 (byte {problem.start + 1} of the line)", line.decode(errors="backslashreplace"))
     try:
@@ -210,8 +216,12 @@ def too_deep(text: str, value: Any) -> bool:
         return False
     level = [value]
     for _ in range(DEPTH):
-        level = [item for outer in level if isinstance(outer, (list, dict))
-                 for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
         if not level:
             return False
     return any(isinstance(item, (list, dict)) for item in level)
@@ -238,4 +248,6 @@ def bad(where: str, error: str, raw: Any) -> Row:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a truth value"}.get(type(value), "null")
+    return {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a truth value"}.get(
+        type(value), "null"
+    )

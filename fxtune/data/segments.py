@@ -77,8 +77,9 @@ class Cut:
     """Tokens that were truncated or dropped with a long document."""
 
 
-def cut(table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction: float,
-        side: Side) -> tuple[Segments, Cut]:
+def cut(
+    table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction: float, side: Side
+) -> tuple[Segments, Cut]:
     """The segments of one side of a table, at most `sequence_length` tokens each, every one with a target.
 
     `eval_fraction`: the share of documents that is held out. Raises DataError with `on_long=error` if there is a long
@@ -90,9 +91,11 @@ def cut(table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction:
     long = length > sequence_length
     if on_long is OnLong.error and long.any():
         first = int(np.argmax(long))
-        raise DataError(f"{table.name}: document {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
-                        f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} documents "
-                        "are longer than that. Raise data.sequence_length, or set data.on_long to split, truncate or drop.")
+        raise DataError(
+            f"{table.name}: document {chosen[first]} (counted from 0) has {length[first]:,} tokens, "
+            f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} documents "
+            "are longer than that. Raise data.sequence_length, or set data.on_long to split, truncate or drop."
+        )
     lost = int((length[long] - (sequence_length if on_long is OnLong.truncate else 0)).sum())
     pieces = -(-length // sequence_length)
     if on_long is not OnLong.split:
@@ -105,12 +108,21 @@ def cut(table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction:
     every = Segments(document, start, np.minimum(offsets[document + 1] - start, sequence_length), np.zeros(0))
     targets = _targets(table.supervised, every)
     kept = np.flatnonzero(targets)
-    counts = {OnLong.split: dict(split=int(long.sum()), pieces=int(pieces[long].sum())),
-              OnLong.truncate: dict(truncated=int(long.sum()), lost_tokens=lost),
-              OnLong.drop: dict(dropped=int(long.sum()), lost_tokens=lost), OnLong.error: {}}[on_long]
-    return (Segments(every.document[kept], every.start[kept], every.length[kept], targets[kept]),
-            Cut(documents=len(chosen), other_side=len(offsets) - 1 - len(chosen),
-                without_targets=len(targets) - len(kept), **counts))
+    counts = {
+        OnLong.split: dict(split=int(long.sum()), pieces=int(pieces[long].sum())),
+        OnLong.truncate: dict(truncated=int(long.sum()), lost_tokens=lost),
+        OnLong.drop: dict(dropped=int(long.sum()), lost_tokens=lost),
+        OnLong.error: {},
+    }[on_long]
+    return (
+        Segments(every.document[kept], every.start[kept], every.length[kept], targets[kept]),
+        Cut(
+            documents=len(chosen),
+            other_side=len(offsets) - 1 - len(chosen),
+            without_targets=len(targets) - len(kept),
+            **counts,
+        ),
+    )
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
@@ -145,7 +157,7 @@ def _targets(supervised: np.ndarray, segments: Segments) -> np.ndarray:
     while begin < len(segments):
         end = max(int(np.searchsorted(ends, segments.start[begin] + _BLOCK, side="right")), begin + 1)
         base = segments.start[begin]
-        tokens = np.append(np.asarray(supervised[base:ends[end - 1]]).view(np.uint8), np.uint8(0))
+        tokens = np.append(np.asarray(supervised[base : ends[end - 1]]).view(np.uint8), np.uint8(0))
         bounds = np.stack([segments.start[begin:end] + 1, ends[begin:end]], axis=1).ravel() - base
         counts[begin:end] = np.add.reduceat(tokens, bounds, dtype=np.int64)[::2]
         begin = end

@@ -29,8 +29,24 @@ from fxtune.data.formats import RowFormat, detect
 from fxtune.data.rows import LineShard, Row, RowShard, Shard
 from fxtune.errors import ConfigError, DataError
 
-__all__ = ["DataConfig", "LineShard", "MixConfig", "OnBadRow", "OnLong", "QuestionsConfig", "Row", "RowFormat", "RowShard",
-           "Shard", "Source", "SourceConfig", "TextUnit", "detect", "obstacle", "open_source"]
+__all__ = [
+    "DataConfig",
+    "LineShard",
+    "MixConfig",
+    "OnBadRow",
+    "OnLong",
+    "QuestionsConfig",
+    "Row",
+    "RowFormat",
+    "RowShard",
+    "Shard",
+    "Source",
+    "SourceConfig",
+    "TextUnit",
+    "detect",
+    "obstacle",
+    "open_source",
+]
 
 SHARD_BYTES = 1 << 20
 """Bytes of a JSONL file that one worker takes at a time: about a second's work, so that of 40 MB no worker of 16 gets much more
@@ -189,8 +205,10 @@ class Source:
         seen = list(dict.fromkeys(key for row in usable for key in row.value or ()))
         for theirs in self.config.columns if usable else ():
             if theirs not in seen:
-                raise DataError(f"{self.name}: `columns` renames {theirs!r}, which none of the first {looked_at} rows has"
-                                f"{files.nearest(theirs, seen)}. Their columns: {', '.join(seen)}.")
+                raise DataError(
+                    f"{self.name}: `columns` renames {theirs!r}, which none of the first {looked_at} rows has"
+                    f"{files.nearest(theirs, seen)}. Their columns: {', '.join(seen)}."
+                )
         return [row.value for row in rows.renamed(usable, self.config.columns) if row.value is not None]
 
     def format(self) -> RowFormat:
@@ -224,8 +242,12 @@ class Source:
         if self.kind == "text":
             read = readers.text_rows(file.path, file.name, TextUnit(self.config.text_unit).value)
         else:
-            read = {"jsonl": rows.line_file_rows, "json": readers.json_rows, "csv": readers.csv_rows,
-                    "parquet": readers.parquet_rows}[self.kind](file.path, file.name)
+            read = {
+                "jsonl": rows.line_file_rows,
+                "json": readers.json_rows,
+                "csv": readers.csv_rows,
+                "parquet": readers.parquet_rows,
+            }[self.kind](file.path, file.name)
         return rows.renamed(read, self.config.columns)
 
 
@@ -237,15 +259,19 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
         DataError: nothing there, an empty file, kinds mixed, or a hub that cannot be reached. The message says what to change.
     """
     if config.weight is not None and not config.weight > 0:
-        raise ConfigError(f"data source {config.path}: weight={config.weight} must be above 0. To leave a source out, remove it.")
+        raise ConfigError(
+            f"data source {config.path}: weight={config.weight} must be above 0. To leave a source out, remove it."
+        )
     if config.limit is not None and config.limit < 1:
         raise ConfigError(f"data source {config.path}: limit={config.limit} must be at least 1; null uses every row.")
     path = files.expanded(config.path)
     if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         if config.split not in splits:
-            raise DataError(f"{config.path} has no split {config.split!r}. Set the source's split to one that it has: "
-                            f"{', '.join(splits) or 'none'}.")
+            raise DataError(
+                f"{config.path} has no split {config.split!r}. Set the source's split to one that it has: "
+                f"{', '.join(splits) or 'none'}."
+            )
         path /= config.split
     if os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
         return _of_dataset(config, remote.load_saved(path))

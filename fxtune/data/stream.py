@@ -73,14 +73,20 @@ class Stream:
     def __init__(self, tables: Sequence[TokenTable], settings: StreamSettings) -> None:
         self.tables = tuple(tables)
         self.settings = settings
-        cuts = [cut(table, settings.sequence_length, settings.on_long, settings.eval_fraction, settings.side)
-                for table in self.tables]
+        cuts = [
+            cut(table, settings.sequence_length, settings.on_long, settings.eval_fraction, settings.side)
+            for table in self.tables
+        ]
         self.cuts: list[Cut] = [counts for _, counts in cuts]
         self._check_supply([segments for segments, _ in cuts])
         self.source = np.repeat(np.arange(len(cuts)), [len(segments) for segments, _ in cuts])
         """int64 [segments]: index of the table."""
-        self.segments = Segments(*(np.concatenate([getattr(segments, name) for segments, _ in cuts])
-                                   for name in ("document", "start", "length", "supervised")))
+        self.segments = Segments(
+            *(
+                np.concatenate([getattr(segments, name) for segments, _ in cuts])
+                for name in ("document", "start", "length", "supervised")
+            )
+        )
         """The segments of all tables, one table after the other."""
         self.supply = [int(segments.supervised.sum()) for segments, _ in cuts]
         """Supervised tokens of each table."""
@@ -135,8 +141,8 @@ class Stream:
         while first < last:
             number, row = self.locate(first)
             epoch = self.epoch(number)
-            offsets = epoch.offsets[row:row + last - first + 1]
-            segments.append(epoch.segments[offsets[0]:offsets[-1]])
+            offsets = epoch.offsets[row : row + last - first + 1]
+            segments.append(epoch.segments[offsets[0] : offsets[-1]])
             sizes.append(np.diff(offsets))
             first += len(offsets) - 1
         return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
@@ -144,7 +150,9 @@ class Stream:
     def tokens(self, epoch: Epoch) -> tuple[np.ndarray, np.ndarray]:
         """Each row's tokens in long segments, and in all: int64 [rows]."""
         length = self.segments.length[epoch.segments]
-        sums = [np.concatenate([[0], np.cumsum(part)]) for part in (np.where(self.long[epoch.segments], length, 0), length)]
+        sums = [
+            np.concatenate([[0], np.cumsum(part)]) for part in (np.where(self.long[epoch.segments], length, 0), length)
+        ]
         long, every = (np.diff(part[epoch.offsets]) for part in sums)
         return long, every
 
@@ -153,8 +161,9 @@ class Stream:
         chosen = np.concatenate(self._stretches(number)) if self._drawn else np.arange(len(self.segments))
         length = self.segments.length[chosen]
         if not self.settings.packing:
-            order = (np.argsort(-length, kind="stable") if seed is None else
-                     permutation(len(chosen), seed, _ORDER, number))
+            order = (
+                np.argsort(-length, kind="stable") if seed is None else permutation(len(chosen), seed, _ORDER, number)
+            )
             if self.settings.mix:
                 order = balanced(np.where(self.long[chosen], length, 0), length, order)
             return Epoch(chosen[order], np.arange(len(chosen) + 1))
@@ -178,13 +187,25 @@ class Stream:
         if mix:
             share = Fraction(mix.long_share)
             total = int(self.segments.length.sum())
-            return [self._stretch(np.flatnonzero(self.long == kind), self.segments.length, part * total, epoch, _KINDS, int(kind))
-                    for kind, part in ((True, share), (False, 1 - share))]
+            return [
+                self._stretch(
+                    np.flatnonzero(self.long == kind), self.segments.length, part * total, epoch, _KINDS, int(kind)
+                )
+                for kind, part in ((True, share), (False, 1 - share))
+            ]
         assert weights is not None
         every = sum(map(Fraction, weights))
-        return [self._stretch(np.flatnonzero(self.source == at), self.segments.supervised,
-                              Fraction(weight) / every * sum(self.supply), epoch, _PASSES, at)
-                for at, weight in enumerate(weights)]
+        return [
+            self._stretch(
+                np.flatnonzero(self.source == at),
+                self.segments.supervised,
+                Fraction(weight) / every * sum(self.supply),
+                epoch,
+                _PASSES,
+                at,
+            )
+            for at, weight in enumerate(weights)
+        ]
 
     def _stretch(self, members: np.ndarray, sizes: np.ndarray, quota: Fraction, epoch: int, *key: int) -> np.ndarray:
         """What `members` (segments) give to an epoch, as much as makes up `quota`, measured by `sizes` (of all segments).
@@ -207,14 +228,18 @@ class Stream:
         """Both kinds must be there: no share can be drawn from nothing."""
         longest = int(self.segments.length.max())
         if not self.long.any():
-            raise DataError(f"data.mix.threshold={mix.threshold:,}: no document is longer (the longest has {longest:,} tokens "
-                            f"after the cut to data.sequence_length={self.settings.sequence_length:,}), so none can make up "
-                            f"data.mix.long_share={mix.long_share}. Lower the threshold, add long documents, or set "
-                            "data.mix.long_share=null.")
+            raise DataError(
+                f"data.mix.threshold={mix.threshold:,}: no document is longer (the longest has {longest:,} tokens "
+                f"after the cut to data.sequence_length={self.settings.sequence_length:,}), so none can make up "
+                f"data.mix.long_share={mix.long_share}. Lower the threshold, add long documents, or set "
+                "data.mix.long_share=null."
+            )
         if self.long.all():
-            raise DataError(f"data.mix.threshold={mix.threshold:,}: every document is longer, so there is nothing short to mix "
-                            f"in beside data.mix.long_share={mix.long_share}. Raise the threshold, add short documents, or set "
-                            "data.mix.long_share=null.")
+            raise DataError(
+                f"data.mix.threshold={mix.threshold:,}: every document is longer, so there is nothing short to mix "
+                f"in beside data.mix.long_share={mix.long_share}. Raise the threshold, add short documents, or set "
+                "data.mix.long_share=null."
+            )
 
     def _check_supply(self, segments: list[Segments]) -> None:
         """Each table must have something to learn from; of tables that share a hold-out, one is enough."""
@@ -222,17 +247,24 @@ class Stream:
         if not empty or (self.settings.side is Side.held_out and len(empty) < len(segments)):
             return
         if self.settings.side is Side.held_out and not any(counts.documents for counts in self.cuts):
-            raise DataError(f"data.eval_fraction={self.settings.eval_fraction} holds out none of "
-                            f"{sum(counts.other_side for counts in self.cuts):,} documents, so there is nothing to evaluate on. "
-                            "Raise it, or name held-out data in data.eval_sources.")
+            raise DataError(
+                f"data.eval_fraction={self.settings.eval_fraction} holds out none of "
+                f"{sum(counts.other_side for counts in self.cuts):,} documents, so there is nothing to evaluate on. "
+                "Raise it, or name held-out data in data.eval_sources."
+            )
         reasons = []
         for at in empty:
             counts = self.cuts[at]
-            reasons.append(f"{self.tables[at].name}: nothing to learn from. {counts.documents:,} documents "
-                           f"({counts.other_side:,} more on the other side of data.eval_fraction="
-                           f"{self.settings.eval_fraction}), {counts.dropped:,} dropped as longer than "
-                           f"data.sequence_length={self.settings.sequence_length:,}, {counts.without_targets:,} "
-                           "documents or pieces without a supervised token.")
-        advice = ("Raise data.eval_fraction or use data.eval_sources." if self.settings.side is Side.held_out else
-                  "Remove the source, or give it rows with answers: only what the model shall say is supervised.")
+            reasons.append(
+                f"{self.tables[at].name}: nothing to learn from. {counts.documents:,} documents "
+                f"({counts.other_side:,} more on the other side of data.eval_fraction="
+                f"{self.settings.eval_fraction}), {counts.dropped:,} dropped as longer than "
+                f"data.sequence_length={self.settings.sequence_length:,}, {counts.without_targets:,} "
+                "documents or pieces without a supervised token."
+            )
+        advice = (
+            "Raise data.eval_fraction or use data.eval_sources."
+            if self.settings.side is Side.held_out
+            else "Remove the source, or give it rows with answers: only what the model shall say is supervised."
+        )
         raise DataError("\n".join([*reasons, advice]))

@@ -130,11 +130,18 @@ def lock_of(folder: Path) -> Path:
 def require_own(folder: Path) -> None:
     """Refuse a table in whose place, or in the place of one of whose files, something else lies. Raises StorageError."""
     files = [META, BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
-    wanted = {folder: FOLDER, staging_of(folder): FOLDER, lock_of(folder): FILE, **{folder / name: FILE for name in files}}
+    wanted = {
+        folder: FOLDER,
+        staging_of(folder): FOLDER,
+        lock_of(folder): FILE,
+        **{folder / name: FILE for name in files},
+    }
     for path, kind in wanted.items():
         if (found := kind_of(path)) not in (None, kind):
-            raise StorageError(f"{path} is {found}, and the token cache has {kind} there. Remove it, or set data.cache_dir to "
-                               "another folder.")
+            raise StorageError(
+                f"{path} is {found}, and the token cache has {kind} there. Remove it, or set data.cache_dir to "
+                "another folder."
+            )
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
@@ -209,9 +216,15 @@ class TableWriter:
         self._bad.flush()
         os.fsync(self._bad.fileno())
         names = [BAD_ROWS, *(f"{key}.npy" for key in ARRAYS)]
-        meta |= dict(documents=self.documents, tokens=self.tokens, supervised=self.supervised, bad_rows=self.bad_rows,
-                     literal=self.literal, files=list(self.files),
-                     sizes={name: (self.folder / name).stat().st_size for name in names})
+        meta |= dict(
+            documents=self.documents,
+            tokens=self.tokens,
+            supervised=self.supervised,
+            bad_rows=self.bad_rows,
+            literal=self.literal,
+            files=list(self.files),
+            sizes={name: (self.folder / name).stat().st_size for name in names},
+        )
         with open(self.folder / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             file.flush()
@@ -220,7 +233,9 @@ class TableWriter:
     def __enter__(self) -> TableWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bad.close()
         for array in self._arrays.values():
             array.file.close()

@@ -84,7 +84,12 @@ class ChatTemplate:
         self.frame = frame or Frame()
 
     def draw(
-        self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = False, marks: bool = False
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
     ) -> tuple[str, list[Span]]:
         """Render. Returns the text and, with `marks`, the spans of its generation marks.
 
@@ -107,13 +112,17 @@ class ChatTemplate:
                     **self.variables,
                 )
         except Exceeded as limit:
-            raise DataError(f"the chat template asks for {limit} to write a conversation of {len(messages)} messages, and is "
-                            "stopped. Mend it, or name another in data.chat_template") from None
+            raise DataError(
+                f"the chat template asks for {limit} to write a conversation of {len(messages)} messages, and is "
+                "stopped. Mend it, or name another in data.chat_template"
+            ) from None
         except MemoryError:
             raise  # to the fence around all rows
         except TemplateSyntaxError as error:
-            raise DataError(f"the chat template does not compile: line {error.lineno}: {error.message}. Mend it, or name another "
-                            "in data.chat_template") from None
+            raise DataError(
+                f"the chat template does not compile: line {error.lineno}: {error.message}. Mend it, or name another "
+                "in data.chat_template"
+            ) from None
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:
@@ -177,7 +186,9 @@ class ChatTemplate:
                 return len(lead)
         return None
 
-    def _together(self, text: str, messages: Messages, turns: list[int], tools: list[dict[str, Any]] | None) -> list[Span] | None:
+    def _together(
+        self, text: str, messages: Messages, turns: list[int], tools: list[dict[str, Any]] | None
+    ) -> list[Span] | None:
         """All turns by one more render, or None where that proves nothing."""
         if any("reasoning_content" in messages[index] for index in turns):
             return None
@@ -257,13 +268,17 @@ class ChatTemplate:
             return None
         return len(constant) if text.startswith(constant) else None
 
-    def _anybodys(self, text: str, before: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None) -> bool:
+    def _anybodys(
+        self, text: str, before: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None
+    ) -> bool:
         """Whether the text before a turn would be the same if a user spoke: then nobody wrote that the assistant does.
         (Llama-3.1 puts its tools and the first message, whoever's it is, into one turn of the user's.)"""
         opening, closing = unused_characters(text)
         content = f"{opening}0{closing}"
         try:
-            drawn, _ = self.draw([*messages[:index], {"role": "user", "content": content}, *messages[index + 1 :]], tools)
+            drawn, _ = self.draw(
+                [*messages[:index], {"role": "user", "content": content}, *messages[index + 1 :]], tools
+            )
         except BadRow:
             return False
         return drawn.partition(content)[0] == before
@@ -286,7 +301,9 @@ class ChatTemplate:
                 return self._measure(text, answer, prompted, unprompted, continued, marks)
         return None
 
-    def _measure(self, text: str, answer: str, prompted: str, unprompted: str, continued: str, marks: list[Span]) -> Frame:
+    def _measure(
+        self, text: str, answer: str, prompted: str, unprompted: str, continued: str, marks: list[Span]
+    ) -> Frame:
         before, _, after = text.partition(answer)
         prompt = prompted[len(unprompted) :] if prompted.startswith(unprompted) else ""
         leads = {""} if prompt else set()
@@ -303,7 +320,9 @@ class ChatTemplate:
         content_start, content_end = len(before), len(before) + len(answer)
         if len(marks) == 1 and marks[0][0] <= content_start and content_end <= marks[0][1] <= len(text):
             overrun = marks[0][1] - content_end
-        return Frame(prompt, tuple(sorted(leads, key=len, reverse=True)), tuple(sorted(endings, key=len, reverse=True)), overrun)
+        return Frame(
+            prompt, tuple(sorted(leads, key=len, reverse=True)), tuple(sorted(endings, key=len, reverse=True)), overrun
+        )
 
     def _first_ending(self, tail: str) -> str:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""

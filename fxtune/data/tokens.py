@@ -28,7 +28,17 @@ from fxtune.data.chat import Encoder, read_template
 from fxtune.data.formats import RowFormat
 from fxtune.data.rows import Row, Shard
 from fxtune.data.sources import DataConfig, OnBadRow, Source, SourceConfig, open_source
-from fxtune.data.table import BadRow, Encoded, TableWriter, TokenTable, lock_of, read_meta, require_own, staging_of, tidy
+from fxtune.data.table import (
+    BadRow,
+    Encoded,
+    TableWriter,
+    TokenTable,
+    lock_of,
+    read_meta,
+    require_own,
+    staging_of,
+    tidy,
+)
 from fxtune.data.workers import WorkerDied, in_order
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
 from fxtune.host import cache_home, cores
@@ -43,8 +53,9 @@ BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
 
-def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine: Path | None = None,
-             progress: bool = True) -> TokenTable:
+def tokenize(
+    source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine: Path | None = None, progress: bool = True
+) -> TokenTable:
     """Tokenise a source, or take it from the cache.
 
     Args:
@@ -77,8 +88,10 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
         if not cached and data.cache_days is not None:
             _tidy(folder.parent, data.cache_days)
     except OSError as problem:
-        raise StorageError(f"Tokens of {opened.name} cannot be kept in {folder.parent}: {problem.strerror or problem}. Make room "
-                           "there, or set data.cache_dir to a folder that can be written.") from problem
+        raise StorageError(
+            f"Tokens of {opened.name} cannot be kept in {folder.parent}: {problem.strerror or problem}. Make room "
+            "there, or set data.cache_dir to a folder that can be written."
+        ) from problem
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
@@ -89,8 +102,11 @@ def tokenize(source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine:
 def _tidy(root: Path, days: int) -> None:
     removed, freed = tidy(root, days)
     if removed:
-        print(f"Removed from {root}: the tokens of {removed:,} sources that no run used for {days} days, {freed / 1e6:,.1f} MB "
-              "(data.cache_days).", flush=True)
+        print(
+            f"Removed from {root}: the tokens of {removed:,} sources that no run used for {days} days, {freed / 1e6:,.1f} MB "
+            "(data.cache_days).",
+            flush=True,
+        )
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -105,8 +121,17 @@ def _fingerprint(source: Source, data: DataConfig, format: RowFormat, tokenizer:
         backend.pop(state, None)
     template = read_template(data.chat_template) if data.chat_template else tokenizer.chat_template
     config = source.config
-    settings = [ENCODING_VERSION, source.content_key(), format.value, sorted(config.columns.items()), config.limit,
-                config.text_unit.value, backend, template, tokenizer.special_tokens_map]
+    settings = [
+        ENCODING_VERSION,
+        source.content_key(),
+        format.value,
+        sorted(config.columns.items()),
+        config.limit,
+        config.text_unit.value,
+        backend,
+        template,
+        tokenizer.special_tokens_map,
+    ]
     return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
@@ -134,17 +159,25 @@ def _build(folder: Path, fingerprint: str, source: Source, encoder: Encoder, dat
 def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data: DataConfig) -> None:
     first = writer.first_bad
     if not writer.documents and first is not None:
-        raise DataError(f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.value}; the first, "
-                        f"{first.where}: {first.error}. Set the source's format, or rename its columns.")
+        raise DataError(
+            f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.value}; the first, "
+            f"{first.where}: {first.error}. Set the source's format, or rename its columns."
+        )
     if not writer.documents:
         raise DataError(f"{source.name} has no rows.")
     if not writer.supervised:
-        reason = {RowFormat.tokens: "its labels are all -100, or its assistant_masks all 0",
-                  RowFormat.text: "no text has a token"}.get(
-                      encoder.format, "the chat template marks no token of an assistant's turn, or the chats have no such turn; "
-                      f"the template is {data.chat_template or 'the one that comes with the tokenizer'}")
-        raise DataError(f"{source.name}: not one of {writer.tokens:,} tokens in {writer.documents:,} documents of format "
-                        f"{encoder.format.value} is supervised: {reason}. A model would learn nothing from it.")
+        reason = {
+            RowFormat.tokens: "its labels are all -100, or its assistant_masks all 0",
+            RowFormat.text: "no text has a token",
+        }.get(
+            encoder.format,
+            "the chat template marks no token of an assistant's turn, or the chats have no such turn; "
+            f"the template is {data.chat_template or 'the one that comes with the tokenizer'}",
+        )
+        raise DataError(
+            f"{source.name}: not one of {writer.tokens:,} tokens in {writer.documents:,} documents of format "
+            f"{encoder.format.value} is supervised: {reason}. A model would learn nothing from it."
+        )
 
 
 # --- Encoding, here or in workers -------------------------------------------------------------------------------------
@@ -158,8 +191,10 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
             for shard in source.shards():
                 yield encode_shard(shard, encoder), shard.size
         except MemoryError as problem:
-            raise HardwareError(f"There is not enough memory to tokenise {source.name}. A row takes 300 times its size: make "
-                                "several of the longest.") from problem
+            raise HardwareError(
+                f"There is not enough memory to tokenise {source.name}. A row takes 300 times its size: make "
+                "several of the longest."
+            ) from problem
         return
     sizes: deque[int] = deque()
 
@@ -172,8 +207,10 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
         for part in in_order(_encoding, pickle.dumps(encoder), shards(), workers):
             yield part, sizes.popleft()
     except (WorkerDied, MemoryError) as problem:
-        raise HardwareError(f"A process that tokenised {source.name} was killed, most likely for want of memory. Use fewer: "
-                            f"data.workers={max(1, workers // 2)} (now {workers}).") from problem
+        raise HardwareError(
+            f"A process that tokenised {source.name} was killed, most likely for want of memory. Use fewer: "
+            f"data.workers={max(1, workers // 2)} (now {workers})."
+        ) from problem
 
 
 def _encoding(encoder: bytes) -> Callable[[Shard], Encoded]:
@@ -204,15 +241,25 @@ def encode_shard(shard: Shard, encoder: Encoder) -> Encoded:
             else:
                 documents.append(result)
         ids = [np.asarray(document.ids, np.int32) for document in documents]
-        parts.append(Encoded(
-            ids=_joined(ids, np.int32), supervised=_joined([np.asarray(one.supervised, np.bool_) for one in documents], np.bool_),
-            lengths=np.array([len(one) for one in ids], np.int64), digests=np.array([_digest(one) for one in ids], np.uint64),
-            bad=bad, literal=sum(one.literal for one in documents)))
+        parts.append(
+            Encoded(
+                ids=_joined(ids, np.int32),
+                supervised=_joined([np.asarray(one.supervised, np.bool_) for one in documents], np.bool_),
+                lengths=np.array([len(one) for one in ids], np.int64),
+                digests=np.array([_digest(one) for one in ids], np.uint64),
+                bad=bad,
+                literal=sum(one.literal for one in documents),
+            )
+        )
         assert len(parts[-1].ids) == len(parts[-1].supervised), "a document needs one mask entry a token"
     return Encoded(
-        ids=_joined([part.ids for part in parts], np.int32), supervised=_joined([part.supervised for part in parts], np.bool_),
-        lengths=_joined([part.lengths for part in parts], np.int64), digests=_joined([part.digests for part in parts], np.uint64),
-        bad=[bad for part in parts for bad in part.bad], literal=sum(part.literal for part in parts))
+        ids=_joined([part.ids for part in parts], np.int32),
+        supervised=_joined([part.supervised for part in parts], np.bool_),
+        lengths=_joined([part.lengths for part in parts], np.int64),
+        digests=_joined([part.digests for part in parts], np.uint64),
+        bad=[bad for part in parts for bad in part.bad],
+        literal=sum(part.literal for part in parts),
+    )
 
 
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
@@ -261,13 +308,17 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
                 if line not in there:
                     file.write(line + "\n")
     except OSError as problem:
-        raise StorageError(f"Rows that cannot be used cannot be written to {quarantine}: {problem.strerror or problem}. Free "
-                           "space there, or set run.dir to another disk.") from problem
+        raise StorageError(
+            f"Rows that cannot be used cannot be written to {quarantine}: {problem.strerror or problem}. Free "
+            "space there, or set run.dir to another disk."
+        ) from problem
 
 
 def _bad_row_error(name: str, where: str, reason: str) -> DataError:
-    return DataError(f"{where}: {reason}. Mend or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
-                     "quarantine.jsonl in the run folder and goes on.")
+    return DataError(
+        f"{where}: {reason}. Mend or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
+        "quarantine.jsonl in the run folder and goes on."
+    )
 
 
 @contextmanager
@@ -279,8 +330,10 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=1)
     except Timeout:
-        print(f"Another process is tokenising {name}; waiting for it. (With a data.cache_dir of its own a run waits for nobody.)",
-              flush=True)
+        print(
+            f"Another process is tokenising {name}; waiting for it. (With a data.cache_dir of its own a run waits for nobody.)",
+            flush=True,
+        )
         lock.acquire()
     try:
         yield
@@ -297,8 +350,13 @@ def _bar(source: Source, progress: bool) -> Iterator[Any]:
     console = Console()
     if progress and not console.is_terminal and source.size >= IN_PROCESS_BYTES:
         print(f"Tokenising {source.describe()}", flush=True)  # a log must not be silent for minutes
-    columns = (TextColumn("tokenising {task.description}"), BarColumn(), DownloadColumn(),
-               TextColumn("{task.fields[tokens]:,} tokens"), TimeRemainingColumn())
+    columns = (
+        TextColumn("tokenising {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task(source.name, total=max(1, source.size), tokens=0)
         tokens = 0
@@ -316,10 +374,16 @@ def _say(table: TokenTable, encoder: Encoder, cached: bool, seconds: float, quar
     rows = "1 bad row" if table.bad_rows == 1 else f"{table.bad_rows:,} bad rows"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
     how = "from the cache" if cached else f"tokenised in {seconds:,.1f} s"
-    print(f"{table.name}: {table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
-          f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})", flush=True)
+    print(
+        f"{table.name}: {table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
+        f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})",
+        flush=True,
+    )
     if table.literal:
         documents = "1 document has" if table.literal == 1 else f"{table.literal:,} documents have"
-        print(f"{table.name}: {documents} special tokens in a message, tokenised as the letters that they are.", flush=True)
+        print(
+            f"{table.name}: {documents} special tokens in a message, tokenised as the letters that they are.",
+            flush=True,
+        )
     for remark in encoder.remarks():
         print(f"{table.name}: {remark}", flush=True)

@@ -31,8 +31,9 @@ class WorkerDied(Exception):
     """A process was killed, or left, before its result was there."""
 
 
-def in_order(prepare: Callable[[Any], Callable[[Task], Result]], given: Any, tasks: Iterable[Task],
-             processes: int) -> Iterator[Result]:
+def in_order(
+    prepare: Callable[[Any], Callable[[Task], Result]], given: Any, tasks: Iterable[Task], processes: int
+) -> Iterator[Result]:
     """`prepare(given)(task)` for each of `tasks`, by so many processes, which are started anew (spawn) and end with the iterator.
 
     `prepare`, at the top of a module, is called once a process. What it or a task raises is raised here, for the first task that

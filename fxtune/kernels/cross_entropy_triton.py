@@ -26,8 +26,15 @@ LOADS = 2
 """Of 16 bytes that a thread has under way at once."""
 
 
-def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float,
-                     gradient: bool, ignored: int) -> None:
+def softmax_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    losses: torch.Tensor,
+    scale: float,
+    cap: float,
+    gradient: bool,
+    ignored: int,
+) -> None:
     """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written.
 
     A row with the label `ignored` has no loss and no gradient: zeros are written, and its logits are not read.
@@ -39,9 +46,22 @@ def softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.T
     each = 16 // logits.element_size()
     needed = triton.next_power_of_2(triton.cdiv(vocabulary, each))
     lanes = min(WARPS * 32 * LOADS, needed)
-    _softmax_gradient[(rows,)](logits, logits.stride(0), labels, losses, vocabulary, float(scale), float(cap), CAP=bool(cap),
-                               SCALED=scale != 1.0, GRADIENT=gradient, IGNORED=ignored, LANES=lanes, EACH=each,
-                               num_warps=min(WARPS, max(lanes // 32, 1)))
+    _softmax_gradient[(rows,)](
+        logits,
+        logits.stride(0),
+        labels,
+        losses,
+        vocabulary,
+        float(scale),
+        float(cap),
+        CAP=bool(cap),
+        SCALED=scale != 1.0,
+        GRADIENT=gradient,
+        IGNORED=ignored,
+        LANES=lanes,
+        EACH=each,
+        num_warps=min(WARPS, max(lanes // 32, 1)),
+    )
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -91,8 +111,21 @@ def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexp
 
 
 @triton.jit
-def _softmax_gradient(logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr,
-                      GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
+def _softmax_gradient(
+    logits_ptr,
+    stride,
+    labels_ptr,
+    losses_ptr,
+    vocabulary,
+    scale,
+    cap,
+    CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    IGNORED: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
@@ -131,7 +164,9 @@ def _softmax_gradient(logits_ptr, stride, labels_ptr, losses_ptr, vocabulary, sc
             tl.debug_barrier()  # every thread has read its target before one writes over it
             if whole < vocabulary:
                 x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0)
-                tl.store(logits_ptr + rest, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=rest < vocabulary)
+                tl.store(
+                    logits_ptr + rest, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=rest < vocabulary
+                )
             for start in range(0, whole, BLOCK):
                 at = logits_ptr + (whole - BLOCK - start) + columns
                 x = tl.load(at, eviction_policy="evict_first")

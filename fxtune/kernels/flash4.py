@@ -41,11 +41,22 @@ LEAST_BOUND = 1024
 
 
 @torch.library.custom_op(
-    "fxtune::flash4", mutates_args=(), device_types="cuda",
+    "fxtune::flash4",
+    mutates_args=(),
+    device_types="cuda",
     schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, SymInt max_seqlen, float scale, SymInt window, float softcap)"
-           " -> (Tensor, Tensor)")
-def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int, scale: float, window: int,
-           softcap: float) -> tuple[Tensor, Tensor]:
+    " -> (Tensor, Tensor)",
+)
+def flash4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Causal attention.
 
     Args:
@@ -64,25 +75,67 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_se
     """
     out, lse = _results(q, k, v, cu_seqlens)
     bound = _bound(max_seqlen, cu_seqlens)
-    package()._flash_attn_fwd(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=bound, max_seqlen_k=bound,
-                              softmax_scale=scale, causal=True, softcap=softcap or None, window_size_left=_left(window), out=out,
-                              lse=lse)
+    package()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=bound,
+        max_seqlen_k=bound,
+        softmax_scale=scale,
+        causal=True,
+        softcap=softcap or None,
+        window_size_left=_left(window),
+        out=out,
+        lse=lse,
+    )
     return out, lse
 
 
 @torch.library.custom_op(
-    "fxtune::flash4_backward", mutates_args=(), device_types="cuda",
+    "fxtune::flash4_backward",
+    mutates_args=(),
+    device_types="cuda",
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_seqlens, SymInt max_seqlen, "
-           "float scale, SymInt window, float softcap) -> (Tensor, Tensor, Tensor)")
-def flash4_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Optional[Tensor],
-                    max_seqlen: int, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    "float scale, SymInt window, float softcap) -> (Tensor, Tensor, Tensor)",
+)
+def flash4_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. The same bits each time where torch.use_deterministic_algorithms is on."""
     dq, dk, dv = _gradients(q, k, v)
     bound = _bound(max_seqlen, cu_seqlens)
-    package()._flash_attn_bwd(q, k, v, out, dout.contiguous(), lse, softmax_scale=scale, causal=True, softcap=softcap,
-                              window_size_left=_left(window), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-                              max_seqlen_q=bound, max_seqlen_k=bound, dq=dq, dk=dk, dv=dv,
-                              deterministic=torch.are_deterministic_algorithms_enabled())
+    package()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout.contiguous(),
+        lse,
+        softmax_scale=scale,
+        causal=True,
+        softcap=softcap,
+        window_size_left=_left(window),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=bound,
+        max_seqlen_k=bound,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     return dq, dk, dv
 
 
@@ -119,8 +172,16 @@ def _place(given: Optional[str]) -> Optional[Path]:
     return folder
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int, scale: float, window: int,
-              softcap: float) -> tuple[Tensor, Tensor]:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """flash4 as mathematics, document by document, in float32 (float64 for float64): arguments and results as there."""
     out, lse = _results(q, k, v, cu_seqlens)
     for (qd, kd, vd), rows, columns in _documents((q, k, v), cu_seqlens):
@@ -130,8 +191,19 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max
     return out, lse
 
 
-def reference_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Optional[Tensor],
-                       max_seqlen: int, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """flash4_backward as mathematics: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix B)."""
     dq, dk, dv = _gradients(q, k, v)
     for (qd, kd, vd, od, dod), rows, columns in _documents((q, k, v, out, dout), cu_seqlens):
@@ -150,14 +222,33 @@ flash4_backward.register_kernel("cpu")(reference_backward)
 
 
 @flash4.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int, scale: float, window: int,
-      softcap: float) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     return _results(q, k, v, cu_seqlens)
 
 
 @flash4_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Optional[Tensor], max_seqlen: int,
-      scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(q, k, v)
 
 
@@ -183,8 +274,9 @@ def _flops(q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seq
     return tokens * length * q[-2] * (q[-1] + v[-1])
 
 
-def _backward_flops(dout: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, out: Any, lse: Any, *rest: Any,
-                    **named: Any) -> int:
+def _backward_flops(
+    dout: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, out: Any, lse: Any, *rest: Any, **named: Any
+) -> int:
     return 5 * _flops(q, k, v, *rest) // 2
 
 
@@ -199,7 +291,9 @@ _register_flops()
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    assert (cu_seqlens is None) == (q.dim() == 4), f"q of {q.dim()} dimensions with cu_seqlens={cu_seqlens is not None}"
+    assert (cu_seqlens is None) == (q.dim() == 4), (
+        f"q of {q.dim()} dimensions with cu_seqlens={cu_seqlens is not None}"
+    )
     *tokens, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     return (q.new_empty([*tokens, heads, v.shape[-1]]), q.new_empty([*tokens[:-1], heads, tokens[-1]], dtype=wide))

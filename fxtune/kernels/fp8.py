@@ -84,7 +84,9 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
 
-        return fp8_triton.dequantize_rows(codes.view(E4M3), scales, torch.empty(codes.shape, dtype=dtype, device=codes.device))
+        return fp8_triton.dequantize_rows(
+            codes.view(E4M3), scales, torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        )
     if dtype is torch.bfloat16:
         return codes.view(E4M3).to(dtype).mul_(scales.view(-1, 1).to(dtype))
     return dequantize_rows(codes, scales, dtype)
@@ -118,8 +120,15 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Opti
     if not left.is_cuda:
         return out.copy_((left.float() @ right.float().t()).mul_(left_scales).mul_(scales))
     if shape[0]:  # cuBLAS takes no matrix without rows
-        torch._scaled_mm(left, right.t(), scale_a=left_scales, scale_b=scales.contiguous(), out_dtype=torch.bfloat16,
-                         use_fast_accum=True, out=out)
+        torch._scaled_mm(
+            left,
+            right.t(),
+            scale_a=left_scales,
+            scale_b=scales.contiguous(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+            out=out,
+        )
     return out
 
 

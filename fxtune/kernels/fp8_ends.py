@@ -43,7 +43,9 @@ class Fp8Head(nn.Linear):
 
 
 @torch.no_grad()
-def head_of(linear: nn.Linear, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None = None) -> Fp8Head:
+def head_of(
+    linear: nn.Linear, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None = None
+) -> Fp8Head:
     """A frozen head on `device` for `linear`, which is left as it is. `shared`: an embedding of the same matrix."""
     made = Fp8Head(linear.in_features, linear.out_features, bias=False, device="meta")
     bias = linear.bias
@@ -64,7 +66,9 @@ def end_bytes(module: Fp8Embedding | Fp8Head) -> int:
     return sum(one.numel() * one.element_size() for one in (module.weight, module.scales))
 
 
-def _holding(made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None) -> Any:
+def _holding(
+    made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None
+) -> Any:
     if shared is None:
         codes, scales = quantize_rows(weight.detach().to(device), powers=True)
         made.weight = nn.Parameter(codes.view(torch.uint8), requires_grad=False)

@@ -26,8 +26,19 @@ def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sm
     assert scales.is_contiguous()
     block = min(triton.next_power_of_2(width), HELD)
     if rows:
-        _quantize_rows[(rows,)](x, x.stride(0), codes, codes.stride(0), scales, width, smallest, POWERS=powers, BLOCK=block,
-                                ONCE=block >= width, num_warps=16 if width > HELD else 8 if block > 1024 else 4)
+        _quantize_rows[(rows,)](
+            x,
+            x.stride(0),
+            codes,
+            codes.stride(0),
+            scales,
+            width,
+            smallest,
+            POWERS=powers,
+            BLOCK=block,
+            ONCE=block >= width,
+            num_warps=16 if width > HELD else 8 if block > 1024 else 4,
+        )
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -41,8 +52,18 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tenso
 
 
 @triton.jit
-def _quantize_rows(x_ptr, x_stride, codes_ptr, codes_stride, scales_ptr, width, smallest, POWERS: tl.constexpr,
-                   BLOCK: tl.constexpr, ONCE: tl.constexpr):
+def _quantize_rows(
+    x_ptr,
+    x_stride,
+    codes_ptr,
+    codes_stride,
+    scales_ptr,
+    width,
+    smallest,
+    POWERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * codes_stride
@@ -71,8 +92,11 @@ def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     codes = tl.load(codes_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    tl.store(into_ptr + row * width + columns, (codes * tl.load(scales_ptr + row)).to(into_ptr.dtype.element_ty),
-             mask=columns < width)
+    tl.store(
+        into_ptr + row * width + columns,
+        (codes * tl.load(scales_ptr + row)).to(into_ptr.dtype.element_ty),
+        mask=columns < width,
+    )
 
 
 @triton.jit

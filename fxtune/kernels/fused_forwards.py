@@ -57,7 +57,10 @@ def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
 
 def _held(module: Any, name: str) -> tuple[list[torch.Tensor], str]:
     """What _hold() laid out, and its kind."""
-    return ([module._buffers[each] for each in getattr(module, f"fused_{name}_names")], getattr(module, f"fused_{name}_kind"))
+    return (
+        [module._buffers[each] for each in getattr(module, f"fused_{name}_names")],
+        getattr(module, f"fused_{name}_kind"),
+    )
 
 
 def _whole(module: Any, name: str, linears: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
@@ -73,10 +76,14 @@ def _whole(module: Any, name: str, linears: Sequence[Any]) -> tuple[list[torch.T
     memory = tensors[0].untyped_storage()._cdata
     if all(weight.untyped_storage()._cdata == memory for weight in weights):
         return tensors, kind
-    if unlike := [weight for weight in weights if (weight.dtype, weight.device) != (tensors[0].dtype, tensors[0].device)]:
-        raise ConfigError(f"techniques.lora.fused: one linear of a group was cast or moved alone, to {unlike[0].dtype} on "
-                          f"{unlike[0].device}, and the group is {tensors[0].dtype} on {tensors[0].device}. Cast or move the "
-                          "whole model, or set techniques.lora.fused=off.")
+    if unlike := [
+        weight for weight in weights if (weight.dtype, weight.device) != (tensors[0].dtype, tensors[0].device)
+    ]:
+        raise ConfigError(
+            f"techniques.lora.fused: one linear of a group was cast or moved alone, to {unlike[0].dtype} on "
+            f"{unlike[0].device}, and the group is {tensors[0].dtype} on {tensors[0].device}. Cast or move the "
+            "whole model, or set techniques.lora.fused=off."
+        )
     for view, weight in zip(_views(tensors[0], linears), weights, strict=True):
         view.copy_(weight.data)
         weight.data = view
@@ -130,14 +137,21 @@ def held_for_cute(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _groups(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
     """Module, name and kind of all that _hold() laid out."""
-    return [(module, name, vars(module)[f"fused_{name}_kind"]) for module in model.modules() for name in ("base", "up", "down")
-            if f"fused_{name}_kind" in vars(module)]
+    return [
+        (module, name, vars(module)[f"fused_{name}_kind"])
+        for module in model.modules()
+        for name in ("base", "up", "down")
+        if f"fused_{name}_kind" in vars(module)
+    ]
 
 
 def _halves(linears: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
     """lora_A, lora_B and scaling of each linear."""
-    return ([linear.lora_A[ADAPTER].weight for linear in linears], [linear.lora_B[ADAPTER].weight for linear in linears],
-            [linear.scaling[ADAPTER] for linear in linears])
+    return (
+        [linear.lora_A[ADAPTER].weight for linear in linears],
+        [linear.lora_B[ADAPTER].weight for linear in linears],
+        [linear.scaling[ADAPTER] for linear in linears],
+    )
 
 
 def _as_peft(linears: Sequence[Any], called: bool = False) -> bool:
@@ -145,11 +159,17 @@ def _as_peft(linears: Sequence[Any], called: bool = False) -> bool:
 
     `called`: the linears themselves are called, so that their own hooks run.
     """
-    if any(linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears):
+    if any(
+        linear.disable_adapters or linear.merged_adapters or linear.active_adapters != [ADAPTER] for linear in linears
+    ):
         return True
-    parts = [part for linear in linears for part in (linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER])]
-    return any(part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
-               for part in (parts if called else [*linears, *parts]))
+    parts = [
+        part for linear in linears for part in (linear.base_layer, linear.lora_A[ADAPTER], linear.lora_B[ADAPTER])
+    ]
+    return any(
+        part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks
+        for part in (parts if called else [*linears, *parts])
+    )
 
 
 def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:
@@ -231,12 +251,17 @@ def _attention_kind(kind: Any, turned: bool) -> Any:
             heads, kv_heads = (linear.out_features // self.head_dim for linear in linears[:2])
             cos, sin = angles
             parts = qkv(product, cos, sin, heads, kv_heads, self.fused_room)
-            given = {name: _Given(hidden_states, part.flatten(2)) for name, part in zip(self.fused_names, parts, strict=True)}
+            given = {
+                name: _Given(hidden_states, part.flatten(2))
+                for name, part in zip(self.fused_names, parts, strict=True)
+            }
             return without_rope(_Seen(self, given), hidden_states, *args, **kwargs)
         results = product.split([linear.out_features for linear in linears], -1)
         # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
-        given = {name: _Given(hidden_states, result.contiguous() if name == "v_proj" else result)
-                 for name, result in zip(self.fused_names, results, strict=True)}
+        given = {
+            name: _Given(hidden_states, result.contiguous() if name == "v_proj" else result)
+            for name, result in zip(self.fused_names, results, strict=True)
+        }
         return own(_Seen(self, given), hidden_states, *args, **kwargs)
 
     return _subclass(kind, "attention", forward)
@@ -281,12 +306,18 @@ def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: 
     device, operators = x.device.type, torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:
-        asked = [wanted[0], any(wanted[1:len(a) + 1]), any(wanted[len(a) + 1:])]
+        asked = [wanted[0], any(wanted[1 : len(a) + 1]), any(wanted[len(a) + 1 :])]
         dx, da, db = operators.lora_mlp_backward(gradient, flat, *[flat.new_empty(0)] * 3, a, b, *rest, asked)
-        return [dx if asked[0] else None, *(da if asked[1] else [None] * len(a)), *(db if asked[2] else [None] * len(b))]
+        return [
+            dx if asked[0] else None,
+            *(da if asked[1] else [None] * len(a)),
+            *(db if asked[2] else [None] * len(b)),
+        ]
 
     flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
-    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b]).view(x.shape)
+    return kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b]).view(
+        x.shape
+    )
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
@@ -294,12 +325,19 @@ def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any
         """What .to(), .half() and the like call with each tensor."""
         for name, _ in _inside(self):
             tensors, stored = _held(self, name)
-            if stored not in (DENSE, DENSE_CUTE) and any(fn(one.new_empty(0)).dtype is not one.dtype for one in tensors):
-                raise ConfigError(f"techniques.quantize: a base in {stored} cannot be cast, since its scales have the dtype that "
-                                  "its kernels read. Set model.dtype before it is built.")
+            if stored not in (DENSE, DENSE_CUTE) and any(
+                fn(one.new_empty(0)).dtype is not one.dtype for one in tensors
+            ):
+                raise ConfigError(
+                    f"techniques.quantize: a base in {stored} cannot be cast, since its scales have the dtype that "
+                    "its kernels read. Set model.dtype before it is built."
+                )
         kind._apply(self, fn, recurse)
         _lay_again(self)
         return self
 
-    return type(f"Fused{kind.__name__}", (kind,), {
-        "forward": forward, "fused": fused, "_apply": apply, "__module__": kind.__module__, **options})
+    return type(
+        f"Fused{kind.__name__}",
+        (kind,),
+        {"forward": forward, "fused": fused, "_apply": apply, "__module__": kind.__module__, **options},
+    )

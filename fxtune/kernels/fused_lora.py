@@ -37,12 +37,22 @@ from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized, added, is_
 from fxtune.kernels.lora_flops import FORMULAS
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
-_MLP_PARTS = ("Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
-              "bool keep, SymInt tiles")
+_MLP_PARTS = (
+    "Tensor[] a, Tensor[] b, Tensor[] up, Tensor[] down, float[] scaling, str up_kind, str down_kind, str act, "
+    "bool keep, SymInt tiles"
+)
 
 
-def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Sequence[Tensor], scaling: Sequence[float],
-                kind: str = DENSE, bias: Sequence[Tensor] = (), room: bool = False) -> Tensor:
+def lora_linear(
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    base: Sequence[Tensor],
+    scaling: Sequence[float],
+    kind: str = DENSE,
+    bias: Sequence[Tensor] = (),
+    room: bool = False,
+) -> Tensor:
     """The outputs of a group of linears with adapters, side by side: [..., sum of out_i] for x [..., in].
 
     Args:
@@ -56,8 +66,9 @@ def lora_linear(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], base: Seque
 
     Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
-    y = torch.ops.fxtune.lora_linear(_flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, room,
-                                     None)[0]
+    y = torch.ops.fxtune.lora_linear(
+        _flat(x), list(a), list(b), list(bias), list(base), list(scaling), kind, room, None
+    )[0]
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -66,9 +77,19 @@ def room_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
     return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
-def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[Tensor], down: Sequence[Tensor],
-             scaling: Sequence[float], up_kind: str = DENSE, down_kind: str = DENSE, act: str = "silu", keep: bool = True,
-             tiles: int = 1) -> Tensor:
+def lora_mlp(
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    scaling: Sequence[float],
+    up_kind: str = DENSE,
+    down_kind: str = DENSE,
+    act: str = "silu",
+    keep: bool = True,
+    tiles: int = 1,
+) -> Tensor:
     """down(act(gate(x)) * up(x)) with adapters, [..., hidden] for x [..., hidden].
 
     Args:
@@ -80,8 +101,9 @@ def lora_mlp(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], up: Sequence[T
         tiles: take the rows in so many parts; more than one implies keep=False.
     """
     keep = keep and tiles == 1 and torch.is_grad_enabled()
-    y = torch.ops.fxtune.lora_mlp(_flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep,
-                                  tiles, None)[0]
+    y = torch.ops.fxtune.lora_mlp(
+        _flat(x), list(a), list(b), list(up), list(down), list(scaling), up_kind, down_kind, act, keep, tiles, None
+    )[0]
     return y.view(x.shape)
 
 
@@ -103,10 +125,22 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
-@torch.library.custom_op("fxtune::lora_linear", mutates_args=(),
-                         schema=f"(Tensor x, {_PARTS}, bool room, Tensor? residual) -> (Tensor, Tensor)")
-def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-            kind: str, room: bool, residual: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "fxtune::lora_linear",
+    mutates_args=(),
+    schema=f"(Tensor x, {_PARTS}, bool room, Tensor? residual) -> (Tensor, Tensor)",
+)
+def _linear(
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    base: list[Tensor],
+    scaling: list[float],
+    kind: str,
+    room: bool,
+    residual: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
     """lora_linear() of x [rows, in] -> y [rows, out], xa [rows, padded rank]: x A^T, which the backward pass needs.
 
     `residual` [rows, out]: what y is to be added to. It has no gradient here: residual.py puts it in, after autograd.
@@ -117,18 +151,39 @@ def _linear(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], bas
 
 
 @_linear.register_fake
-def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor], scaling: list[float],
-      kind: str, room: bool, residual: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    base: list[Tensor],
+    scaling: list[float],
+    kind: str,
+    room: bool,
+    residual: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
     out, width = sum(one.shape[0] for one in b), padded_rank([one.shape[0] for one in a], bool(bias))
     return x.new_empty(x.shape[0], out), x.new_empty(x.shape[0], width)
 
 
 @torch.library.custom_op(
-    "fxtune::lora_linear_backward", mutates_args=(),
-    schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool room) -> (Tensor, Tensor[], Tensor[])")
-def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor],
-                     base: list[Tensor], scaling: list[float], kind: str, wanted: list[bool],
-                     room: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    "fxtune::lora_linear_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor x, Tensor xa, {_PARTS}, bool[] wanted, bool room) -> (Tensor, Tensor[], Tensor[])",
+)
+def _linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    base: list[Tensor],
+    scaling: list[float],
+    kind: str,
+    wanted: list[bool],
+    room: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty. `room`: dy's rows may have room behind them,
     which is nobody's.
     """
@@ -146,17 +201,41 @@ def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list
 
 
 @_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, xa: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], base: list[Tensor],
-      scaling: list[float], kind: str, wanted: list[bool],
-      room: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _(
+    dy: Tensor,
+    x: Tensor,
+    xa: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    bias: list[Tensor],
+    base: list[Tensor],
+    scaling: list[float],
+    kind: str,
+    wanted: list[bool],
+    room: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return _gradients(x, a, b, wanted)
 
 
-@torch.library.custom_op("fxtune::lora_mlp", mutates_args=(),
-                         schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)")
-def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
-         down_kind: str, act: str, keep: bool, tiles: int,
-         residual: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fxtune::lora_mlp",
+    mutates_args=(),
+    schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _mlp(
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    scaling: list[float],
+    up_kind: str,
+    down_kind: str,
+    act: str,
+    keep: bool,
+    tiles: int,
+    residual: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """lora_mlp() of x [rows, hidden] -> y, and for the backward pass gate_up, x A^T, p A^T: empty unless `keep`.
 
     `residual` [rows, hidden]: as for _linear().
@@ -179,25 +258,57 @@ def _mlp(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: li
 
 
 @_mlp.register_fake
-def _(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str,
-      down_kind: str, act: str, keep: bool, tiles: int,
-      residual: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    scaling: list[float],
+    up_kind: str,
+    down_kind: str,
+    act: str,
+    keep: bool,
+    tiles: int,
+    residual: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not keep:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
     rows, ranks, wide = x.shape[0], [one.shape[0] for one in a], 2 * b[0].shape[0]
     narrow = padded_rank(ranks[:2])
     between = narrow if is_dense(up_kind) else 0  # where x A^T was, see Dense.apart()
-    return (x.new_empty(x.shape), x.new_empty_strided((rows, wide), (wide + between, 1)), x.new_empty(rows, narrow),
-            x.new_empty(rows, padded_rank(ranks[2:])))
+    return (
+        x.new_empty(x.shape),
+        x.new_empty_strided((rows, wide), (wide + between, 1)),
+        x.new_empty(rows, narrow),
+        x.new_empty(rows, padded_rank(ranks[2:])),
+    )
 
 
 @torch.library.custom_op(
-    "fxtune::lora_mlp_backward", mutates_args=(),
+    "fxtune::lora_mlp_backward",
+    mutates_args=(),
     schema=f"(Tensor dy, Tensor x, Tensor gate_up, Tensor xa, Tensor pa, {_MLP_PARTS}, bool[] wanted) "
-           "-> (Tensor, Tensor[], Tensor[])")
-def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, a: list[Tensor], b: list[Tensor],
-                  up: list[Tensor], down: list[Tensor], scaling: list[float], up_kind: str, down_kind: str, act: str, keep: bool,
-                  tiles: int, wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    "-> (Tensor, Tensor[], Tensor[])",
+)
+def _mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    xa: Tensor,
+    pa: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    scaling: list[float],
+    up_kind: str,
+    down_kind: str,
+    act: str,
+    keep: bool,
+    tiles: int,
+    wanted: list[bool],
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(dx, da, db). `wanted`: of x, a and b; what is not wanted comes back empty."""
     with torch.autocast(x.device.type, enabled=False):
         first, second = _halves(x, a, b, up, down, scaling, up_kind, down_kind)
@@ -209,7 +320,9 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
                 gate_up, xa = first.apart(inputs)
             p, dyb = second.apart_backward(above)  # dp, until the gated kernel has been there
             passing = _passing(first, second, sums, xa, dyb, not keep)
-            g = gated_backward(act, gate_up, p, (xa, first.b), (dyb, second.a), spaced(x, len(p), 2 * p.shape[1]), passing)
+            g = gated_backward(
+                act, gate_up, p, (xa, first.b), (dyb, second.a), spaced(x, len(p), 2 * p.shape[1]), passing
+            )
             if passing:
                 sums[0].totals[1], sums[1].totals[0] = passing.totals
             if not keep:
@@ -230,20 +343,47 @@ def _mlp_backward(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor
 
 
 @_mlp_backward.register_fake
-def _(dy: Tensor, x: Tensor, gate_up: Tensor, xa: Tensor, pa: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor],
-      down: list[Tensor], scaling: list[float], up_kind: str, down_kind: str, act: str, keep: bool, tiles: int,
-      wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    xa: Tensor,
+    pa: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    scaling: list[float],
+    up_kind: str,
+    down_kind: str,
+    act: str,
+    keep: bool,
+    tiles: int,
+    wanted: list[bool],
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return _gradients(x, a, b, wanted)
 
 
-def _halves(x: Tensor, a: list[Tensor], b: list[Tensor], up: list[Tensor], down: list[Tensor], scaling: list[float],
-            up_kind: str, down_kind: str) -> tuple[Base, Base]:
+def _halves(
+    x: Tensor,
+    a: list[Tensor],
+    b: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    scaling: list[float],
+    up_kind: str,
+    down_kind: str,
+) -> tuple[Base, Base]:
     """The bases of gate and up, and of down."""
-    return (base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
-            base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)))
+    return (
+        base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
+        base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)),
+    )
 
 
-def _passing(first: Base, second: Base, sums: Sequence[Sums], xa: Tensor, dyb: Tensor, keep_p: bool) -> Optional[Passing]:
+def _passing(
+    first: Base, second: Base, sums: Sequence[Sums], xa: Tensor, dyb: Tensor, keep_p: bool
+) -> Optional[Passing]:
     """The sums over the rows of [dgate | dup] and p, for the kernel that makes these to take: else each is a pass over them."""
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
     if all(sums[0].wanted) and sums_in_passing(xa, (gate, up, down)):
@@ -263,9 +403,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _gradients(x: Tensor, a: list[Tensor], b: list[Tensor], wanted: list[bool]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    return (x.new_empty(x.shape if wanted[0] else (0,)), [one.new_empty(one.shape) for one in a if wanted[1]],
-            [one.new_empty(one.shape) for one in b if wanted[2]])
+def _gradients(
+    x: Tensor, a: list[Tensor], b: list[Tensor], wanted: list[bool]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return (
+        x.new_empty(x.shape if wanted[0] else (0,)),
+        [one.new_empty(one.shape) for one in a if wanted[1]],
+        [one.new_empty(one.shape) for one in b if wanted[2]],
+    )
 
 
 def _wanted(ctx: Any) -> list[bool]:
@@ -284,14 +429,18 @@ def _saved(ctx: Any, tensors: int) -> list[Any]:
     found, at = list(ctx.saved_tensors), tensors
     lists = []
     for length in ctx.lengths:
-        lists.append(found[at:at + length])
+        lists.append(found[at : at + length])
         at += length
     return [*found[:tensors], *lists]
 
 
 def _returned(wanted: list[bool], lengths: list[int], dx: Tensor, da: list[Tensor], db: list[Tensor]) -> list[Any]:
-    return [dx if wanted[0] else None, da if wanted[1] else [None] * lengths[0], db if wanted[2] else [None] * lengths[1],
-            *([None] * length for length in lengths[2:])]
+    return [
+        dx if wanted[0] else None,
+        da if wanted[1] else [None] * lengths[0],
+        db if wanted[2] else [None] * lengths[1],
+        *([None] * length for length in lengths[2:]),
+    ]
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

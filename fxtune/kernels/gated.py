@@ -62,8 +62,9 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
     return out.copy_(_act(act, gate)[0] * up)
 
 
-def gated_backward(act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor,
-                   passing: Optional[Passing] = None) -> Tensor:
+def gated_backward(
+    act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, passing: Optional[Passing] = None
+) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards.
 
     `share` as for gated(); `above`: what is to be added to `dp`, as the factors ya [rows, Q] and a [Q, width]: ya a.
@@ -73,8 +74,18 @@ def gated_backward(act: str, gate_up: Tensor, dp: Tensor, share: Share, above: S
         if passing is not None:
             from fxtune.kernels import gated_sums_triton
 
-            passing.totals = gated_sums_triton.backward(act, gate_up, dp, out, passing.xa, passing.dyb, passing.ranks,
-                                                        passing.totals, (share[1], above[1]), passing.keep_p)
+            passing.totals = gated_sums_triton.backward(
+                act,
+                gate_up,
+                dp,
+                out,
+                passing.xa,
+                passing.dyb,
+                passing.ranks,
+                passing.totals,
+                (share[1], above[1]),
+                passing.keep_p,
+            )
             return out
         from fxtune.kernels.gated_lora_triton import backward
 
@@ -86,7 +97,9 @@ def gated_backward(act: str, gate_up: Tensor, dp: Tensor, share: Share, above: S
     out.copy_(torch.cat([gradient * up * slope, gradient * activated], -1))
     dp.copy_(activated * up)
     if passing is not None:
-        of_b, of_a = ((_wide(wide).t() @ _wide(narrow)).unsqueeze(0) for wide, narrow in ((out, passing.xa), (dp, passing.dyb)))
+        of_b, of_a = (
+            (_wide(wide).t() @ _wide(narrow)).unsqueeze(0) for wide, narrow in ((out, passing.xa), (dp, passing.dyb))
+        )
         b, a = passing.totals
         passing.totals = of_b if b is None else b.add_(of_b), of_a if a is None else a.add_(of_a)
     return out

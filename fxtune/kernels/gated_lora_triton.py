@@ -37,12 +37,41 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
     if rows >= WALK_ROWS and xa.shape[1] <= RANKS:
         each = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
         _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, each))](
-            gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1], each,
-            SILU=act == "silu", RANKS=_block(xa), **WALK)
+            gate_up,
+            gate_up.stride(0),
+            xa,
+            xa.stride(0),
+            b,
+            b.stride(0),
+            out,
+            out.stride(0),
+            rows,
+            width,
+            xa.shape[1],
+            each,
+            SILU=act == "silu",
+            RANKS=_block(xa),
+            **WALK,
+        )
     elif rows:
         _forward[(triton.cdiv(width, TILE[1]), triton.cdiv(rows, TILE[0]))](
-            gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), out, out.stride(0), rows, width, xa.shape[1],
-            SILU=act == "silu", RANKS=_block(xa), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
+            gate_up,
+            gate_up.stride(0),
+            xa,
+            xa.stride(0),
+            b,
+            b.stride(0),
+            out,
+            out.stride(0),
+            rows,
+            width,
+            xa.shape[1],
+            SILU=act == "silu",
+            RANKS=_block(xa),
+            ROWS=TILE[0],
+            COLUMNS=TILE[1],
+            num_warps=TILE[2],
+        )
 
 
 def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tensor, share: Share, above: Share) -> None:
@@ -55,9 +84,31 @@ def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tenso
     assert out.stride(1) == ya.stride(1) == a.stride(1) == 1
     if rows:
         _backward[(triton.cdiv(width, TILE[1]), triton.cdiv(rows, TILE[0]))](
-            gate_up, gate_up.stride(0), xa, xa.stride(0), b, b.stride(0), dp, dp.stride(0), ya, ya.stride(0), a, a.stride(0),
-            out, out.stride(0), rows, width, xa.shape[1], len(a), SILU=act == "silu", RANKS=_block(xa), ABOVE=_block(ya),
-            ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE[2])
+            gate_up,
+            gate_up.stride(0),
+            xa,
+            xa.stride(0),
+            b,
+            b.stride(0),
+            dp,
+            dp.stride(0),
+            ya,
+            ya.stride(0),
+            a,
+            a.stride(0),
+            out,
+            out.stride(0),
+            rows,
+            width,
+            xa.shape[1],
+            len(a),
+            SILU=act == "silu",
+            RANKS=_block(xa),
+            ABOVE=_block(ya),
+            ROWS=TILE[0],
+            COLUMNS=TILE[1],
+            num_warps=TILE[2],
+        )
 
 
 def _checked(gate_up: torch.Tensor, out: torch.Tensor, xa: torch.Tensor, b: torch.Tensor) -> None:
@@ -71,21 +122,50 @@ def _block(xa: torch.Tensor) -> int:
 
 
 @triton.jit
-def _added(total, left_ptr, left_stride, right_ptr, rank_stride, column_stride, row, column, rows, width, ranks,
-           RANKS: tl.constexpr):
+def _added(
+    total,
+    left_ptr,
+    left_stride,
+    right_ptr,
+    rank_stride,
+    column_stride,
+    row,
+    column,
+    rows,
+    width,
+    ranks,
+    RANKS: tl.constexpr,
+):
     """total + left right, [rows, ranks] by [ranks, width]; `row` and `column` as int64 [ROWS, 1] and [1, COLUMNS]."""
     for start in range(0, ranks, RANKS):
         rank = start + tl.arange(0, RANKS)
-        left = tl.load(left_ptr + row * left_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0)
-        right = tl.load(right_ptr + rank[:, None] * rank_stride + column * column_stride,
-                        mask=(rank[:, None] < ranks) & (column < width), other=0.0)
+        left = tl.load(
+            left_ptr + row * left_stride + rank[None, :], mask=(row < rows) & (rank[None, :] < ranks), other=0.0
+        )
+        right = tl.load(
+            right_ptr + rank[:, None] * rank_stride + column * column_stride,
+            mask=(rank[:, None] < ranks) & (column < width),
+            other=0.0,
+        )
         total = tl.dot(left, right, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks,
-                 RANKS: tl.constexpr):
+def _gate_and_up(
+    gate_up_ptr,
+    gate_up_stride,
+    xa_ptr,
+    xa_stride,
+    b_ptr,
+    b_stride,
+    row,
+    column,
+    rows,
+    width,
+    ranks,
+    RANKS: tl.constexpr,
+):
     at = gate_up_ptr + row * gate_up_stride + column
     inside = (row < rows) & (column < width)
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -97,20 +177,56 @@ def _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride
 
 
 @triton.jit
-def _forward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_ptr, out_stride, rows, width, ranks,
-             SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(
+    gate_up_ptr,
+    gate_up_stride,
+    xa_ptr,
+    xa_stride,
+    b_ptr,
+    b_stride,
+    out_ptr,
+    out_stride,
+    rows,
+    width,
+    ranks,
+    SILU: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    gate, up = _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks,
-                            RANKS)
+    gate, up = _gate_and_up(
+        gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks, RANKS
+    )
     bent, _ = activation(gate, SILU)
-    tl.store(out_ptr + row * out_stride + column, (bent * up).to(out_ptr.dtype.element_ty),
-             mask=(row < rows) & (column < width))
+    tl.store(
+        out_ptr + row * out_stride + column,
+        (bent * up).to(out_ptr.dtype.element_ty),
+        mask=(row < rows) & (column < width),
+    )
 
 
 @triton.jit
-def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_ptr, out_stride, rows, width, ranks, each,
-          SILU: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+def _walk(
+    gate_up_ptr,
+    gate_up_stride,
+    xa_ptr,
+    xa_stride,
+    b_ptr,
+    b_stride,
+    out_ptr,
+    out_stride,
+    rows,
+    width,
+    ranks,
+    each,
+    SILU: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """The forward pass for `each` rows and a block of columns, whose part of b stays on the processor."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
@@ -134,17 +250,40 @@ def _walk(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, out_p
 
 
 @triton.jit
-def _backward(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, dp_ptr, dp_stride, ya_ptr, ya_stride, a_ptr,
-              a_stride, out_ptr, out_stride, rows, width, ranks, above, SILU: tl.constexpr, RANKS: tl.constexpr,
-              ABOVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(
+    gate_up_ptr,
+    gate_up_stride,
+    xa_ptr,
+    xa_stride,
+    b_ptr,
+    b_stride,
+    dp_ptr,
+    dp_stride,
+    ya_ptr,
+    ya_stride,
+    a_ptr,
+    a_stride,
+    out_ptr,
+    out_stride,
+    rows,
+    width,
+    ranks,
+    above,
+    SILU: tl.constexpr,
+    RANKS: tl.constexpr,
+    ABOVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
     dp_ptr += row * dp_stride + column
     dp = tl.load(dp_ptr, mask=inside, other=0.0).to(tl.float32)
     dp = _added(dp, ya_ptr, ya_stride, a_ptr, a_stride, 1, row, column, rows, width, above, ABOVE)
-    gate, up = _gate_and_up(gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks,
-                            RANKS)
+    gate, up = _gate_and_up(
+        gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks, RANKS
+    )
     bent, slope = activation(gate, SILU)
     out_ptr += row * out_stride + column
     tl.store(out_ptr, (dp * up * slope).to(out_ptr.dtype.element_ty), mask=inside)

@@ -37,9 +37,18 @@ SLOTS = 264
 MOST_PARTS, LEAST_ROWS = 8, 512
 
 
-def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb: Tensor, ranks: tuple[int, int, int],
-             totals: tuple[Optional[Tensor], Optional[Tensor]], seconds: tuple[Tensor, Tensor],
-             keep_p: bool = False) -> tuple[Tensor, Tensor]:
+def backward(
+    act: str,
+    gate_up: Tensor,
+    dp: Tensor,
+    out: Tensor,
+    xa: Tensor,
+    dyb: Tensor,
+    ranks: tuple[int, int, int],
+    totals: tuple[Optional[Tensor], Optional[Tensor]],
+    seconds: tuple[Tensor, Tensor],
+    keep_p: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of down,
     [parts, width, Q], float32, as lora_triton.reduce() would.
 
@@ -58,23 +67,53 @@ def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, xa: Tensor, dyb
     shape = dict(WALK)
     if max(ranks) > NARROW:
         shape["COLUMNS"] //= 2
-    if dp.is_cuda and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < ROOM:
+    if (
+        dp.is_cuda
+        and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < ROOM
+    ):
         shape["STAGES"] = min(shape["STAGES"], 3)
     blocks = triton.cdiv(width, shape["COLUMNS"])
     of_b, of_a = totals
     if of_b is None or of_a is None:
         count = _parts(rows, blocks)
-        of_b, of_a = (torch.empty(count, size, columns, dtype=torch.float32, device=dp.device)
-                      for size, columns in ((2 * width, xa.shape[1]), (width, dyb.shape[1])))
+        of_b, of_a = (
+            torch.empty(count, size, columns, dtype=torch.float32, device=dp.device)
+            for size, columns in ((2 * width, xa.shape[1]), (width, dyb.shape[1]))
+        )
     parts = len(of_b)
     assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
     b, a = seconds
     _backward[(blocks, parts)](
-        gate_up, gate_up.stride(0), dp, dp.stride(0), out, out.stride(0), xa, xa.stride(0), dyb, dyb.stride(0), b, b.stride(0),
-        a, a.stride(0), of_b, of_a, rows, width, *ranks, xa.shape[1], dyb.shape[1], each, SILU=act == "silu",
-        KEEP=keep_p, ADD=totals[0] is not None, RANKS=_block(max(ranks[:2])), DOWN=_block(ranks[2]),
-        **shape)
+        gate_up,
+        gate_up.stride(0),
+        dp,
+        dp.stride(0),
+        out,
+        out.stride(0),
+        xa,
+        xa.stride(0),
+        dyb,
+        dyb.stride(0),
+        b,
+        b.stride(0),
+        a,
+        a.stride(0),
+        of_b,
+        of_a,
+        rows,
+        width,
+        *ranks,
+        xa.shape[1],
+        dyb.shape[1],
+        each,
+        SILU=act == "silu",
+        KEEP=keep_p,
+        ADD=totals[0] is not None,
+        RANKS=_block(max(ranks[:2])),
+        DOWN=_block(ranks[2]),
+        **shape,
+    )
     return of_b, of_a
 
 
@@ -104,10 +143,40 @@ def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr)
 
 
 @triton.jit
-def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_stride, xa_ptr, xa_stride, dyb_ptr, dyb_stride, b_ptr,
-              b_stride, a_ptr, a_stride, into_b, into_a, rows, width, gate_rank, up_rank, down_rank, wide_b, wide_a, each,
-              SILU: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr,
-              DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+def _backward(
+    gate_up_ptr,
+    gate_up_stride,
+    dp_ptr,
+    dp_stride,
+    out_ptr,
+    out_stride,
+    xa_ptr,
+    xa_stride,
+    dyb_ptr,
+    dyb_stride,
+    b_ptr,
+    b_stride,
+    a_ptr,
+    a_stride,
+    into_b,
+    into_a,
+    rows,
+    width,
+    gate_rank,
+    up_rank,
+    down_rank,
+    wide_b,
+    wide_a,
+    each,
+    SILU: tl.constexpr,
+    KEEP: tl.constexpr,
+    ADD: tl.constexpr,
+    RANKS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = columns[None, :]
     step = tl.arange(0, ROWS)[:, None]
@@ -120,8 +189,11 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
     b_gate = tl.load(b_at, mask=(rank[:, None] < gate_rank) & (column < width), other=0.0)
     b_at += tl.cast(width, tl.int64) * b_stride + gate_rank
     b_up = tl.load(b_at, mask=(rank[:, None] < up_rank) & (column < width), other=0.0)
-    a = tl.load(a_ptr + down[:, None].to(tl.int64) * a_stride + column, mask=(down[:, None] < down_rank) & (column < width),
-                other=0.0)
+    a = tl.load(
+        a_ptr + down[:, None].to(tl.int64) * a_stride + column,
+        mask=(down[:, None] < down_rank) & (column < width),
+        other=0.0,
+    )
     of_gate = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
@@ -149,10 +221,21 @@ def _backward(gate_up_ptr, gate_up_stride, dp_ptr, dp_stride, out_ptr, out_strid
         of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
         of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
         of_down = tl.dot(tl.trans(p), dyb, of_down) + 0.0
-        if KEEP:  # After the products: for them all threads have met, so each has read the dp that one writes over here.
+        if (
+            KEEP
+        ):  # After the products: for them all threads have met, so each has read the dp that one writes over here.
             tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)
     into_b += tl.cast(width, tl.int64) * wide_b + gate_rank
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_up, width, up_rank, ADD)
-    _store(into_a + part.to(tl.int64) * width * wide_a, down[None, :], columns[:, None], wide_a, of_down, width, down_rank, ADD)
+    _store(
+        into_a + part.to(tl.int64) * width * wide_a,
+        down[None, :],
+        columns[:, None],
+        wide_a,
+        of_down,
+        width,
+        down_rank,
+        ADD,
+    )

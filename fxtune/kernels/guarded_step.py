@@ -56,8 +56,12 @@ class Guard:
         live = self._tensors()
         if live is None:
             return False
-        given = [(parameter, parameter.grad) for group in self.part.param_groups for parameter in group["params"]
-                 if parameter.grad is not None]
+        given = [
+            (parameter, parameter.grad)
+            for group in self.part.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         clean = _cleaned([gradient for _, gradient in given], finite)
         saved = {dtype: _copies(tensors)[1] for dtype, tensors in live.items()}
         try:
@@ -128,7 +132,10 @@ def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tenso
     for tensor in tensors:
         starts.append(starts[-1] + -(-tensor.numel() // ALIGNED) * ALIGNED)
     buffer = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
-    pieces = [buffer[start:start + tensor.numel()].view(tensor.shape) for start, tensor in zip(starts, tensors, strict=False)]
+    pieces = [
+        buffer[start : start + tensor.numel()].view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
     torch._foreach_copy_(pieces, tensors)
     return buffer, pieces
 

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("fxtune::liger_rms_norm", mutates_args=(),
-                         schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "fxtune::liger_rms_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)",
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     """x / rms(x) * (offset + weight) over the last dimension, in x's dtype, and for the backward pass 1 / rms(x), float32 [rows].
 
@@ -36,30 +39,46 @@ def _(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tup
 
 
 @torch.library.custom_op(
-    "fxtune::liger_rms_norm_backward", mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool trained) -> (Tensor, Tensor)")
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str,
-                       trained: bool) -> tuple[Tensor, Tensor]:
+    "fxtune::liger_rms_norm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool trained) -> (Tensor, Tensor)",
+)
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, trained: bool
+) -> tuple[Tensor, Tensor]:
     """(dx, dweight); the second is empty unless `trained`."""
     from liger_kernel.ops import rms_norm_backward
     from liger_kernel.ops.rms_norm import _str_to_casting_mode
     from liger_kernel.ops.utils import calculate_settings
 
     x = x.contiguous()
-    dx, dweight = rms_norm_backward(dy.contiguous(), x.view(-1, x.shape[-1]), weight, scale, offset,
-                                    _str_to_casting_mode[casting], *calculate_settings(x.shape[-1]), False, None,
-                                    needs_dw=trained)
+    dx, dweight = rms_norm_backward(
+        dy.contiguous(),
+        x.view(-1, x.shape[-1]),
+        weight,
+        scale,
+        offset,
+        _str_to_casting_mode[casting],
+        *calculate_settings(x.shape[-1]),
+        False,
+        None,
+        needs_dw=trained,
+    )
     return dx, _given(dweight, weight)
 
 
 @_rms_norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str,
-      trained: bool) -> tuple[Tensor, Tensor]:
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, trained: bool
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape if trained else 0)
 
 
-@torch.library.custom_op("fxtune::liger_layer_norm", mutates_args=(),
-                         schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+@torch.library.custom_op(
+    "fxtune::liger_layer_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm over the last dimension, in x's dtype, and for the backward pass mean and 1 / deviation, float32 [rows]."""
     from liger_kernel.ops import layer_norm_forward
@@ -75,25 +94,33 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tens
 
 
 @torch.library.custom_op(
-    "fxtune::liger_layer_norm_backward", mutates_args=(),
+    "fxtune::liger_layer_norm_backward",
+    mutates_args=(),
     schema="(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale, bool trained, bool shifted)"
-           " -> (Tensor, Tensor, Tensor)")
-def _layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool,
-                         shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool, shifted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias); the second is empty unless `trained`, the third unless `shifted`."""
     from liger_kernel.ops import layer_norm_backward
 
     x = x.contiguous()
-    dx, dweight, dbias = layer_norm_backward(dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale,
-                                             needs_dw=trained, needs_db=shifted)
+    dx, dweight, dbias = layer_norm_backward(
+        dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale, needs_dw=trained, needs_db=shifted
+    )
     return dx, _given(dweight, weight), _given(dbias, bias)
 
 
 @_layer_norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool,
-      shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return (x.new_empty(x.shape), weight.new_empty(weight.shape if trained else 0),
-            bias.new_empty(bias.shape if shifted else 0))
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool, shifted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape if trained else 0),
+        bias.new_empty(bias.shape if shifted else 0),
+    )
 
 
 @torch.library.custom_op("fxtune::liger_gated", mutates_args=(), schema="(Tensor gate, Tensor up, str kind) -> Tensor")
@@ -111,8 +138,11 @@ def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("fxtune::liger_gated_backward", mutates_args=(),
-                         schema="(Tensor dp, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "fxtune::liger_gated_backward",
+    mutates_args=(),
+    schema="(Tensor dp, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
+)
 def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     from liger_kernel import ops
 

@@ -65,17 +65,21 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
     """The operation as transformers writes it."""
     written: dict[str, Callable[..., torch.Tensor]] = {
         "rms_norm": partial(_rms_norm, case.offset, case.casting),
-        "layer_norm": _layer_norm, "swiglu": lambda gate, up: F.silu(gate) * up,
-        "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up}
+        "layer_norm": _layer_norm,
+        "swiglu": lambda gate, up: F.silu(gate) * up,
+        "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    }
     return written[case.operation]
 
 
 def ligers(case: Case) -> Callable[..., torch.Tensor]:
     """The same by Liger's kernel."""
-    return {"rms_norm": lambda x, w: operators.rms_norm(x, w, 1e-6, case.offset, case.casting)[0],
-            "layer_norm": lambda x, w: operators.layer_norm(x, w, w, 1e-6)[0],
-            "swiglu": lambda gate, up: operators.gated(gate, up, "swiglu"),
-            "geglu": lambda gate, up: operators.gated(gate, up, "geglu")}[case.operation]
+    return {
+        "rms_norm": lambda x, w: operators.rms_norm(x, w, 1e-6, case.offset, case.casting)[0],
+        "layer_norm": lambda x, w: operators.layer_norm(x, w, w, 1e-6)[0],
+        "swiglu": lambda gate, up: operators.gated(gate, up, "swiglu"),
+        "geglu": lambda gate, up: operators.gated(gate, up, "geglu"),
+    }[case.operation]
 
 
 def _rms_norm(offset: float, casting: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,11 @@ def _step(case: Case, operation: Callable[..., torch.Tensor]) -> tuple[Callable[
 
     block: Callable[..., Any]
     if case.operation.endswith("norm"):
-        leaves = [drawn(1, case.rows, case.width), drawn(1, case.rows, case.width), drawn(case.width, gradient=case.trained)]
+        leaves = [
+            drawn(1, case.rows, case.width),
+            drawn(1, case.rows, case.width),
+            drawn(case.width, gradient=case.trained),
+        ]
         after = drawn(case.width, THIN, gradient=False)
 
         def normed(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -107,7 +115,9 @@ def _step(case: Case, operation: Callable[..., torch.Tensor]) -> tuple[Callable[
         block = normed
     else:
         leaves = [drawn(1, case.rows, THIN)]
-        gate, up, down = (drawn(*size, gradient=False) for size in ((THIN, case.width), (THIN, case.width), (case.width, THIN)))
+        gate, up, down = (
+            drawn(*size, gradient=False) for size in ((THIN, case.width), (THIN, case.width), (case.width, THIN))
+        )
 
         def gated(x: torch.Tensor) -> Any:
             return (operation(x @ gate, x @ up) @ down,)
@@ -121,4 +131,3 @@ def _step(case: Case, operation: Callable[..., torch.Tensor]) -> tuple[Callable[
         torch.autograd.backward(compiled(*leaves), gradients)
 
     return step, [leaf for leaf in leaves if leaf.requires_grad]
-

@@ -38,9 +38,18 @@ PART = 64 * 2**20
 """Numbers that are taken up to float32 at once where gradients are scaled or added up."""
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
-                         scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
-                         fp8_scales: torch.Tensor | None = None, by: str = CUBLAS) -> torch.Tensor:
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    cap: float = 0.0,
+    chunk_rows: int | None = None,
+    fp8_scales: torch.Tensor | None = None,
+    by: str = CUBLAS,
+) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
     `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary) or IGNORED, for a row
@@ -62,9 +71,18 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: tor
     return _run(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, wanted)[0].sum()
 
 
-def row_losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
-               scale: float = 1.0, cap: float = 0.0, chunk_rows: int | None = None,
-               fp8_scales: torch.Tensor | None = None, by: str = CUBLAS) -> torch.Tensor:
+def row_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    cap: float = 0.0,
+    chunk_rows: int | None = None,
+    fp8_scales: torch.Tensor | None = None,
+    by: str = CUBLAS,
+) -> torch.Tensor:
     """The loss of each row, [rows] in float32, without a gradient. Arguments as for linear_cross_entropy()."""
     dtype = _compute_dtype(weight, fp8_scales)
     return _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, [False, False, False])[0]
@@ -84,11 +102,22 @@ def equal(rows: int, most: int) -> list[int]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                dtype: torch.dtype, scale: float, cap: float, chunk_rows: int | None,
-                fp8_scales: torch.Tensor | None, by: str) -> torch.Tensor:
-        losses, *gradients = _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by,
-                                  list(ctx.needs_input_grad[:3]))
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        cap: float,
+        chunk_rows: int | None,
+        fp8_scales: torch.Tensor | None,
+        by: str,
+    ) -> torch.Tensor:
+        losses, *gradients = _run(
+            hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, list(ctx.needs_input_grad[:3])
+        )
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
@@ -99,9 +128,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, dtype: torch.dtype,
-         scale: float, cap: float, chunk_rows: int | None, fp8_scales: torch.Tensor | None, by: str,
-         wanted: list[bool]) -> tuple[torch.Tensor, Any, Any, Any]:
+def _run(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    cap: float,
+    chunk_rows: int | None,
+    fp8_scales: torch.Tensor | None,
+    by: str,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, Any, Any, Any]:
     """The loss of each row, and the gradient of their sum after hidden, weight and bias, each None unless wanted."""
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
     exact = torch.float64 if dtype is torch.float64 else torch.float32
@@ -141,8 +180,9 @@ def _run(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     return losses, d_hidden, _as(d_weight, weight), _as(d_bias, bias)
 
 
-def _softmax_gradient(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float,
-                      gradient: bool) -> None:
+def _softmax_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, gradient: bool
+) -> None:
     """Write each row's loss into `losses`; where `gradient`, replace the logits by their gradient."""
     if logits.device.type == "cuda":
         from fxtune.kernels.cross_entropy_triton import softmax_gradient
@@ -169,13 +209,13 @@ def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) 
     """total += logits^T inputs, added up in `total`'s dtype, a block of the vocabulary at a time so that little is held."""
     block = max(PART // total.shape[1], 128)
     for start in range(0, total.shape[0], block):
-        part = logits[:, start:start + block].t()
+        part = logits[:, start : start + block].t()
         if logits.dtype is total.dtype:
-            total[start:start + block].addmm_(part, inputs)
+            total[start : start + block].addmm_(part, inputs)
         elif logits.device.type == "cuda":
-            total[start:start + block] += torch.mm(part, inputs, out_dtype=total.dtype)
+            total[start : start + block] += torch.mm(part, inputs, out_dtype=total.dtype)
         else:
-            total[start:start + block].addmm_(part.to(total.dtype), inputs.to(total.dtype))
+            total[start : start + block].addmm_(part.to(total.dtype), inputs.to(total.dtype))
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -209,8 +249,15 @@ def _compute_dtype(weight: torch.Tensor, fp8_scales: torch.Tensor | None) -> tor
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, *,
-          scale: float = 1.0, cap: float = 0.0) -> torch.Tensor:
+def plain(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """The same with all logits at once, as autograd does it: what the operator is compared with. float32 losses [rows]."""
     return F.cross_entropy(bent(F.linear(hidden, weight, bias), scale, cap).float(), labels, reduction="none")
 

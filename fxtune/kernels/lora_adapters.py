@@ -61,26 +61,41 @@ def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
     """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included, whose rows may lie apart."""
-    if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MOST_SIBLINGS:  # the kernel's numbers are float32
+    if (
+        a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MOST_SIBLINGS
+    ):  # the kernel's numbers are float32
         from fxtune.kernels.lora_triton import pack as launch
 
         bias = torch.cat(list(adapters.bias)) if adapters.bias else None
-        launch([one.contiguous() for one in adapters.a], [one.contiguous() for one in adapters.b], adapters.scaling, bias, a, b)
+        launch(
+            [one.contiguous() for one in adapters.a],
+            [one.contiguous() for one in adapters.b],
+            adapters.scaling,
+            bias,
+            a,
+            b,
+        )
         return
     a.zero_()
     b.zero_()
     row, column = 0, 0
     for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
-        a[column:column + len(one)].copy_(one)
+        a[column : column + len(one)].copy_(one)
         # Scaled before it is rounded: peft scales the product, which for powers of two is the same.
-        b[row:row + len(two), column:column + len(one)].copy_(two.detach() * scaling)
+        b[row : row + len(two), column : column + len(one)].copy_(two.detach() * scaling)
         row, column = row + len(two), column + len(one)
     if adapters.bias:
         b[:, column].copy_(torch.cat(list(adapters.bias)))
 
 
-def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None,
-            ones: Optional[int] = None, value: float = 1.0) -> Tensor:
+def project(
+    x: Tensor,
+    factor: Tensor,
+    left: Optional[Tensor] = None,
+    right: Optional[Tensor] = None,
+    ones: Optional[int] = None,
+    value: float = 1.0,
+) -> Tensor:
     """x factor, [rows, R] in the compute dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R].
 
     `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: the column of the product
@@ -100,7 +115,9 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     return product
 
 
-def add(y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None) -> Tensor:
+def add(
+    y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None
+) -> Tensor:
     """y + narrow factor + residual, rounded after each of the two sums: `y` and `residual` [rows, width] with contiguous rows,
     `narrow` [rows, R], `factor` [R, width].
 
@@ -150,7 +167,7 @@ class Sums:
                 if da is not None:
                     one.copy_(da[:, ranks].t())
                 if db is not None:
-                    two.copy_(db[row:row + len(two), ranks] * scaling)
+                    two.copy_(db[row : row + len(two), ranks] * scaling)
                 row, column = row + len(two), column + len(one)
         first, second = ([*half] if wanted else [] for half, wanted in zip(grads, self.wanted, strict=True))
         return first, second

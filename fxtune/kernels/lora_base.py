@@ -79,7 +79,7 @@ def augment(weights: Sequence[Tensor], ranks: Sequence[int], bias: bool = False)
 
 def weight_views(made: Tensor, outs: Sequence[int], inner: int) -> list[Tensor]:
     """The siblings' weights [out_i, in] inside of augment()'s result: views, which a model may have as its parameters."""
-    return list(made[:sum(outs), :inner].split(list(outs)))
+    return list(made[: sum(outs), :inner].split(list(outs)))
 
 
 class Operand(NamedTuple):
@@ -102,8 +102,10 @@ class Base:
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters) -> None:
         self.adapters, self.tensors = adapters, tensors
         first = adapters.a[0]
-        self.a, self.b = (torch.empty(rows, columns, dtype=adapters.dtype, device=first.device) for rows, columns in (
-            (adapters.width, adapters.inner), (sum(adapters.outs), adapters.width)))
+        self.a, self.b = (
+            torch.empty(rows, columns, dtype=adapters.dtype, device=first.device)
+            for rows, columns in ((adapters.width, adapters.inner), (sum(adapters.outs), adapters.width))
+        )
         pack(adapters, self.a, self.b)
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
@@ -136,8 +138,9 @@ class Base:
         """Where an x [rows, in] may be put for whole() to read with `room`."""
         return spaced(self.a, rows, self.adapters.inner)
 
-    def whole(self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None,
-              room: bool = False) -> tuple[Tensor, Tensor]:
+    def whole(
+        self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None, room: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """x W^T + xa B^T + residual, [rows, out], written to `out` where it is given, and xa. `room`: as for whole_backward()."""
         operand, xa = (self.beside if room else self.operand)(x, self.a.t())
         return added(self.forward(operand, None, out), xa, self.b.t(), residual=residual), xa
@@ -147,7 +150,9 @@ class Base:
         operand, dyb = (self.beside if room else self.operand)(dy, self.b)
         return self.backward(operand, dyb), dyb
 
-    def projected(self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None) -> Tensor:
+    def projected(
+        self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None
+    ) -> Tensor:
         """x factor, [rows, R], with a column of ones opposite the bias (of zeros in dy B); `left`, `right`: as in project()."""
         return project(x, factor, left, right, *self.ones(factor))
 
@@ -162,17 +167,21 @@ class Dense(Base):
     def __init__(self, tensors: Sequence[Tensor], adapters: Adapters, kind: str = DENSE) -> None:
         (made,) = tensors
         self.adapters, self.by = adapters, CUTE if kind == DENSE_CUTE else CUBLAS
-        self.made = made = made.data.to(adapters.dtype)  # .data: these writes are no news to autograd (see the module's text)
+        self.made = made = made.data.to(
+            adapters.dtype
+        )  # .data: these writes are no news to autograd (see the module's text)
         self.out, self.inner = sum(adapters.outs), adapters.inner
         assert made.shape == (self.out + adapters.width, self.inner + adapters.width), (made.shape, adapters.ranks)
-        self.a, self.b = made[self.out:, :self.inner], made[:self.out, self.inner:]
+        self.a, self.b = made[self.out :, : self.inner], made[: self.out, self.inner :]
         pack(adapters, self.a, self.b)
 
     def room(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """A buffer [rows, width + R], its left and its right part."""
         buffer = torch.empty(rows, width + self.adapters.width, dtype=self.made.dtype, device=self.made.device)
         left, right = buffer[:, :width], buffer[:, width:]
-        if not buffer.is_cuda:  # oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan
+        if (
+            not buffer.is_cuda
+        ):  # oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan
             right.zero_()
         return buffer, left, right
 
@@ -193,15 +202,17 @@ class Dense(Base):
     def space(self, rows: int) -> Tensor:
         return self.room(rows, self.inner)[1]
 
-    def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None,
-                residual: Optional[Tensor] = None) -> Tensor:
-        return mm(operand.more, self.made[:self.out].t(), out, self.by, residual)
+    def forward(
+        self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None, residual: Optional[Tensor] = None
+    ) -> Tensor:
+        return mm(operand.more, self.made[: self.out].t(), out, self.by, residual)
 
     def backward(self, operand: Operand, dyb: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-        return mm(operand.more, self.made[:, :self.inner], out, self.by)
+        return mm(operand.more, self.made[:, : self.inner], out, self.by)
 
-    def whole(self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None,
-              room: bool = False) -> tuple[Tensor, Tensor]:
+    def whole(
+        self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None, room: bool = False
+    ) -> tuple[Tensor, Tensor]:
         operand, xa = (self.beside if room else self.operand)(x, self.a.t())
         return self.forward(operand, xa, out, residual), xa
 
@@ -212,10 +223,10 @@ class Dense(Base):
         return added(product, dyb, self.a, product.new_empty(product.shape)), dyb
 
     def apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return _parted(mm(x, self.made[:, :self.inner].t(), by=self.by), self.out)
+        return _parted(mm(x, self.made[:, : self.inner].t(), by=self.by), self.out)
 
     def apart_backward(self, dy: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        return _parted(mm(dy, self.made[:self.out], by=self.by), self.inner)
+        return _parted(mm(dy, self.made[: self.out], by=self.by), self.inner)
 
 
 def _parted(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -237,7 +248,7 @@ class Dequantized(Base):
         outs, each = self.adapters.outs, len(self.tensors) // len(self.adapters.outs)
         made = torch.empty(sum(outs), self.adapters.inner, dtype=self.adapters.dtype, device=self.a.device)
         for index, into in enumerate(made.split(outs)):
-            unpacked(self.kind, self.tensors[index * each:(index + 1) * each], into)
+            unpacked(self.kind, self.tensors[index * each : (index + 1) * each], into)
         return made
 
     def forward(self, operand: Operand, xa: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
@@ -247,8 +258,13 @@ class Dequantized(Base):
         return added(mm(operand.x, self.weight(), out), dyb, self.a)
 
 
-def added(product: Tensor, narrow: Optional[Tensor], factor: Tensor, out: Optional[Tensor] = None,
-          residual: Optional[Tensor] = None) -> Tensor:
+def added(
+    product: Tensor,
+    narrow: Optional[Tensor],
+    factor: Tensor,
+    out: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+) -> Tensor:
     """The adapters' product, and `residual`, added in place; or into `out`, which may be the product."""
     return product if narrow is None else add(product, narrow, factor, out, residual)
 

@@ -20,8 +20,20 @@ def linear(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
     return 2 * x[0] * sum(products(a, b))
 
 
-def linear_backward(dy: Any, x: Any, xa: Any, a: Any, b: Any, bias: Any, base: Any, scaling: Any, kind: Any, wanted: Any,
-                    *_: Any, **__: Any) -> int:
+def linear_backward(
+    dy: Any,
+    x: Any,
+    xa: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    base: Any,
+    scaling: Any,
+    kind: Any,
+    wanted: Any,
+    *_: Any,
+    **__: Any,
+) -> int:
     """fxtune::lora_linear_backward. Gradients of A and B are counted, also where they are not wanted."""
     frozen, adapters = products(a, b)
     return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
@@ -32,8 +44,25 @@ def mlp(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
     return 2 * x[0] * (sum(products(a[:2], b[:2])) + sum(products(a[2:], b[2:])))
 
 
-def mlp_backward(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, up: Any, down: Any, scaling: Any,
-                 up_kind: Any, down_kind: Any, act: Any, keep: Any, tiles: Any, wanted: Any, **_: Any) -> int:
+def mlp_backward(
+    dy: Any,
+    x: Any,
+    gate_up: Any,
+    xa: Any,
+    pa: Any,
+    a: Any,
+    b: Any,
+    up: Any,
+    down: Any,
+    scaling: Any,
+    up_kind: Any,
+    down_kind: Any,
+    act: Any,
+    keep: Any,
+    tiles: Any,
+    wanted: Any,
+    **_: Any,
+) -> int:
     """fxtune::lora_mlp_backward: without `keep` gate and up are computed again, and p A^T."""
     first, first_adapters = products(a[:2], b[:2])
     second, second_adapters = products(a[2:], b[2:])
@@ -41,6 +70,10 @@ def mlp_backward(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any
     return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + again)
 
 
-FORMULAS: dict[str, Callable[..., int]] = {"lora_linear": linear, "lora_linear_backward": linear_backward, "lora_mlp": mlp,
-                                           "lora_mlp_backward": mlp_backward}
+FORMULAS: dict[str, Callable[..., int]] = {
+    "lora_linear": linear,
+    "lora_linear_backward": linear_backward,
+    "lora_mlp": mlp,
+    "lora_mlp_backward": mlp_backward,
+}
 """By the operator's name in torch.ops.fxtune."""

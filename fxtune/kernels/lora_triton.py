@@ -37,17 +37,41 @@ LEAST_ROWS = 256
 """A part of reduce() has at least so many rows."""
 
 
-def pack(a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], bias: Optional[Tensor], into_a: Tensor,
-         into_b: Tensor) -> None:
+def pack(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float],
+    bias: Optional[Tensor],
+    into_a: Tensor,
+    into_b: Tensor,
+) -> None:
     """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] goes into the column after the ranks."""
     width = len(into_a)
     blocks = width * triton.cdiv(into_a.shape[1], COLUMNS)
-    _for_siblings(_pack, a, b, scaling, into_a, into_b, bias if bias is not None else into_b, into_a.stride(0), into_b.stride(0),
-                  width, blocks, BIAS=bias is not None, COLUMNS=COLUMNS)
+    _for_siblings(
+        _pack,
+        a,
+        b,
+        scaling,
+        into_a,
+        into_b,
+        bias if bias is not None else into_b,
+        into_a.stride(0),
+        into_b.stride(0),
+        width,
+        blocks,
+        BIAS=bias is not None,
+        COLUMNS=COLUMNS,
+    )
 
 
-def unpack(da: Optional[Tensor], db: Optional[Tensor], scaling: Sequence[float], grad_a: Sequence[Tensor],
-           grad_b: Sequence[Tensor]) -> None:
+def unpack(
+    da: Optional[Tensor],
+    db: Optional[Tensor],
+    scaling: Sequence[float],
+    grad_a: Sequence[Tensor],
+    grad_b: Sequence[Tensor],
+) -> None:
     """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled) lora_B.
 
     None: leave those gradients as they are.
@@ -56,11 +80,25 @@ def unpack(da: Optional[Tensor], db: Optional[Tensor], scaling: Sequence[float],
     assert some is not None
     one, two = (some if given is None else given for given in (da, db))
     blocks = triton.cdiv(one.shape[1], _rows(one.shape[2])) if da is not None else 0
-    _for_siblings(_unpack, grad_a, grad_b, scaling, one, two, some, len(one), len(two), one.shape[2], blocks, B=db is not None)
+    _for_siblings(
+        _unpack, grad_a, grad_b, scaling, one, two, some, len(one), len(two), one.shape[2], blocks, B=db is not None
+    )
 
 
-def _for_siblings(kernel: Any, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float], whole_a: Tensor,
-                  whole_b: Tensor, third: Tensor, number_a: int, number_b: int, width: int, blocks_a: int, **flags: Any) -> None:
+def _for_siblings(
+    kernel: Any,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: Sequence[float],
+    whole_a: Tensor,
+    whole_b: Tensor,
+    third: Tensor,
+    number_a: int,
+    number_b: int,
+    width: int,
+    blocks_a: int,
+    **flags: Any,
+) -> None:
     """`blocks_a` programs for A, then programs for B, _rows() rows each."""
     count, inner = len(a), a[0].shape[1]
     assert 0 < count <= SIBLINGS, count
@@ -70,8 +108,26 @@ def _for_siblings(kernel: Any, a: Sequence[Tensor], b: Sequence[Tensor], scaling
     ranks, outs = [len(one) for one in a], [len(one) for one in b]
     out, rows = sum(outs[:count]), _rows(width)
     if total := blocks_a + (triton.cdiv(out, rows) if flags.get("B", True) else 0):
-        kernel[(total,)](*a, *b, *map(float, scaling), *ranks, *outs, whole_a, whole_b, third, number_a, number_b, inner, out,
-                         width, blocks_a, COUNT=count, ROWS=rows, WIDTH=triton.next_power_of_2(width), **flags)
+        kernel[(total,)](
+            *a,
+            *b,
+            *map(float, scaling),
+            *ranks,
+            *outs,
+            whole_a,
+            whole_b,
+            third,
+            number_a,
+            number_b,
+            inner,
+            out,
+            width,
+            blocks_a,
+            COUNT=count,
+            ROWS=rows,
+            WIDTH=triton.next_power_of_2(width),
+            **flags,
+        )
 
 
 def _rows(width: int) -> int:
@@ -79,8 +135,14 @@ def _rows(width: int) -> int:
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
-def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None, ones: int = -1,
-            value: float = 1.0) -> Tensor:
+def project(
+    x: Tensor,
+    factor: Tensor,
+    left: Optional[Tensor] = None,
+    right: Optional[Tensor] = None,
+    ones: int = -1,
+    value: float = 1.0,
+) -> Tensor:
     """x F [rows, R] in x's dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R] of any strides.
 
     `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: a column of the product that
@@ -91,10 +153,25 @@ def project(x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Opt
     product = x.new_empty(rows, columns)
     if rows:
         _project[(triton.cdiv(rows, PROJECT["ROWS"]),)](
-            x, x.stride(0), factor, *factor.stride(), product, left if left is not None else x,
-            left.stride(0) if left is not None else 0, right if right is not None else product,
-            right.stride(0) if right is not None else 0, rows, width, columns, ones, float(value), LEFT=left is not None,
-            RIGHT=right is not None, WIDTH=max(triton.next_power_of_2(columns), 16), **PROJECT)
+            x,
+            x.stride(0),
+            factor,
+            *factor.stride(),
+            product,
+            left if left is not None else x,
+            left.stride(0) if left is not None else 0,
+            right if right is not None else product,
+            right.stride(0) if right is not None else 0,
+            rows,
+            width,
+            columns,
+            ones,
+            float(value),
+            LEFT=left is not None,
+            RIGHT=right is not None,
+            WIDTH=max(triton.next_power_of_2(columns), 16),
+            **PROJECT,
+        )
     return product
 
 
@@ -109,8 +186,20 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
     parts = len(into) if into is not None else max(min(-(-PROGRAMS // blocks), rows // LEAST_ROWS), 1)
     each = triton.cdiv(triton.cdiv(rows, parts), REDUCE["STEP"]) * REDUCE["STEP"]
     made = into if into is not None else torch.empty(parts, width, columns, dtype=torch.float32, device=x.device)
-    _reduce[(blocks, parts)](x, x.stride(0), t, t.stride(0), made, rows, width, columns, each, ADD=into is not None,
-                             WIDTH=max(triton.next_power_of_2(columns), 16), **REDUCE)
+    _reduce[(blocks, parts)](
+        x,
+        x.stride(0),
+        t,
+        t.stride(0),
+        made,
+        rows,
+        width,
+        columns,
+        each,
+        ADD=into is not None,
+        WIDTH=max(triton.next_power_of_2(columns), 16),
+        **REDUCE,
+    )
     return made
 
 
@@ -129,26 +218,101 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Te
     assert (out.shape, out.stride(1), out.dtype) == (more.shape, more.stride(1), more.dtype) == (y.shape, 1, y.dtype)
     if rows:
         _add[(triton.cdiv(width, ADD["COLUMNS"]), triton.cdiv(rows, ADD["ROWS"] * ADD["TILES"]))](
-            y, y.stride(0), t, t.stride(0), factor, *factor.stride(), more, more.stride(0), out, out.stride(0), rows, width,
-            ranks, MORE=residual is not None, RANKS=max(triton.next_power_of_2(ranks), 16), **ADD)
+            y,
+            y.stride(0),
+            t,
+            t.stride(0),
+            factor,
+            *factor.stride(),
+            more,
+            more.stride(0),
+            out,
+            out.stride(0),
+            rows,
+            width,
+            ranks,
+            MORE=residual is not None,
+            RANKS=max(triton.next_power_of_2(ranks), 16),
+            **ADD,
+        )
     return out
 
 
 @triton.jit
-def _pack(a0, a1, a2, a3, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, into_a, into_b, bias, stride_a,
-          stride_b, inner, out, width, blocks_a, BIAS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr,
-          ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _pack(
+    a0,
+    a1,
+    a2,
+    a3,
+    b0,
+    b1,
+    b2,
+    b3,
+    s0,
+    s1,
+    s2,
+    s3,
+    r0,
+    r1,
+    r2,
+    r3,
+    o0,
+    o1,
+    o2,
+    o3,
+    into_a,
+    into_b,
+    bias,
+    stride_a,
+    stride_b,
+    inner,
+    out,
+    width,
+    blocks_a,
+    BIAS: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     program = tl.program_id(0)
     if program < blocks_a:
         _pack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, into_a, stride_a, inner, width, COUNT, COLUMNS)
     else:
-        _pack_b(program - blocks_a, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, into_b, bias, stride_b, out,
-                width, BIAS, COUNT, ROWS, WIDTH)
+        _pack_b(
+            program - blocks_a,
+            b0,
+            b1,
+            b2,
+            b3,
+            s0,
+            s1,
+            s2,
+            s3,
+            r0,
+            r1,
+            r2,
+            r3,
+            o0,
+            o1,
+            o2,
+            o3,
+            into_b,
+            bias,
+            stride_b,
+            out,
+            width,
+            BIAS,
+            COUNT,
+            ROWS,
+            WIDTH,
+        )
 
 
 @triton.jit
-def _pack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, into_a, stride_a, inner, width, COUNT: tl.constexpr,
-            COLUMNS: tl.constexpr):
+def _pack_a(
+    program, a0, a1, a2, a3, r0, r1, r2, r3, into_a, stride_a, inner, width, COUNT: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = program % width
     columns = (program // width) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < inner
@@ -170,8 +334,34 @@ def _row(pointer, row, ranks, inner, columns):
 
 
 @triton.jit
-def _pack_b(program, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, into_b, bias, stride_b, out, width,
-            BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _pack_b(
+    program,
+    b0,
+    b1,
+    b2,
+    b3,
+    s0,
+    s1,
+    s2,
+    s3,
+    r0,
+    r1,
+    r2,
+    r3,
+    o0,
+    o1,
+    o2,
+    o3,
+    into_b,
+    bias,
+    stride_b,
+    out,
+    width,
+    BIAS: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     value = _block(b0, rows, columns, o0, r0) * s0
@@ -188,8 +378,11 @@ def _pack_b(program, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2,
     if BIAS:
         offset = tl.load(bias + rows, mask=rows < out, other=0.0).to(tl.float32)
         value += tl.where(columns == after, offset, 0.0)
-    tl.store(into_b + rows.to(tl.int64) * stride_b + columns, value.to(into_b.dtype.element_ty),
-             mask=(rows < out) & (columns < width))
+    tl.store(
+        into_b + rows.to(tl.int64) * stride_b + columns,
+        value.to(into_b.dtype.element_ty),
+        mask=(rows < out) & (columns < width),
+    )
 
 
 @triton.jit
@@ -200,20 +393,92 @@ def _block(pointer, rows, columns, outs, ranks):
 
 
 @triton.jit
-def _unpack(a0, a1, a2, a3, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, whole_a, whole_b, unused, parts_a,
-            parts_b, inner, out, width, blocks_a, B: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
-            WIDTH: tl.constexpr):
+def _unpack(
+    a0,
+    a1,
+    a2,
+    a3,
+    b0,
+    b1,
+    b2,
+    b3,
+    s0,
+    s1,
+    s2,
+    s3,
+    r0,
+    r1,
+    r2,
+    r3,
+    o0,
+    o1,
+    o2,
+    o3,
+    whole_a,
+    whole_b,
+    unused,
+    parts_a,
+    parts_b,
+    inner,
+    out,
+    width,
+    blocks_a,
+    B: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     program = tl.program_id(0)
     if program < blocks_a:
         _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, whole_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
     else:
-        _unpack_b(program - blocks_a, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, whole_b, parts_b, out,
-                  width, COUNT, ROWS, WIDTH)
+        _unpack_b(
+            program - blocks_a,
+            b0,
+            b1,
+            b2,
+            b3,
+            s0,
+            s1,
+            s2,
+            s3,
+            r0,
+            r1,
+            r2,
+            r3,
+            o0,
+            o1,
+            o2,
+            o3,
+            whole_b,
+            parts_b,
+            out,
+            width,
+            COUNT,
+            ROWS,
+            WIDTH,
+        )
 
 
 @triton.jit
-def _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, whole_a, parts_a, inner, width, COUNT: tl.constexpr, ROWS: tl.constexpr,
-              WIDTH: tl.constexpr):
+def _unpack_a(
+    program,
+    a0,
+    a1,
+    a2,
+    a3,
+    r0,
+    r1,
+    r2,
+    r3,
+    whole_a,
+    parts_a,
+    inner,
+    width,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     value, rows, columns = _added(program, whole_a, parts_a, inner, width, ROWS, WIDTH)
     _give(a0, rows, columns, inner, r0, 1, inner, value)
     if COUNT > 1:
@@ -225,8 +490,32 @@ def _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, whole_a, parts_a, inner, 
 
 
 @triton.jit
-def _unpack_b(program, b0, b1, b2, b3, s0, s1, s2, s3, r0, r1, r2, r3, o0, o1, o2, o3, whole_b, parts_b, out, width,
-              COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _unpack_b(
+    program,
+    b0,
+    b1,
+    b2,
+    b3,
+    s0,
+    s1,
+    s2,
+    s3,
+    r0,
+    r1,
+    r2,
+    r3,
+    o0,
+    o1,
+    o2,
+    o3,
+    whole_b,
+    parts_b,
+    out,
+    width,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     value, rows, columns = _added(program, whole_b, parts_b, out, width, ROWS, WIDTH)
     _give(b0, rows, columns, o0, r0, r0, 1, value * s0)
     if COUNT > 1:
@@ -258,9 +547,28 @@ def _give(pointer, rows, columns, outs, ranks, down, across, value):
 
 
 @triton.jit
-def _project(x_ptr, x_stride, factor_ptr, factor_down, factor_across, product_ptr, left_ptr, left_stride, right_ptr,
-             right_stride, rows, width, columns, ones, value, LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
-             ROWS: tl.constexpr, STEP: tl.constexpr):
+def _project(
+    x_ptr,
+    x_stride,
+    factor_ptr,
+    factor_down,
+    factor_across,
+    product_ptr,
+    left_ptr,
+    left_stride,
+    right_ptr,
+    right_stride,
+    rows,
+    width,
+    columns,
+    ones,
+    value,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -268,8 +576,11 @@ def _project(x_ptr, x_stride, factor_ptr, factor_down, factor_across, product_pt
         across, down = start + tl.arange(0, STEP)[None, :], start + tl.arange(0, STEP)[:, None]
         inside = (row < rows) & (across < width)
         x = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0)
-        factor = tl.load(factor_ptr + down.to(tl.int64) * factor_down + column * factor_across,
-                         mask=(down < width) & (column < columns), other=0.0)
+        factor = tl.load(
+            factor_ptr + down.to(tl.int64) * factor_down + column * factor_across,
+            mask=(down < width) & (column < columns),
+            other=0.0,
+        )
         total = tl.dot(x, factor, total)
         if LEFT:
             # Read once more, from the cache: where x itself is stored, Triton (3.6 to 3.9) keeps a place too few for it in shared
@@ -285,8 +596,21 @@ def _project(x_ptr, x_stride, factor_ptr, factor_down, factor_across, product_pt
 
 
 @triton.jit
-def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, each, ADD: tl.constexpr, WIDTH: tl.constexpr,
-            COLUMNS: tl.constexpr, STEP: tl.constexpr):
+def _reduce(
+    x_ptr,
+    x_stride,
+    t_ptr,
+    t_stride,
+    into_ptr,
+    rows,
+    width,
+    columns,
+    each,
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     column = tl.arange(0, WIDTH)
@@ -296,7 +620,9 @@ def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, ea
     for start in range(first, last, STEP):
         row = (start + tl.arange(0, STEP)).to(tl.int64)[:, None]
         x = tl.load(x_ptr + row * x_stride + across[None, :], mask=(row < last) & (across[None, :] < width), other=0.0)
-        t = tl.load(t_ptr + row * t_stride + column[None, :], mask=(row < last) & (column[None, :] < columns), other=0.0)
+        t = tl.load(
+            t_ptr + row * t_stride + column[None, :], mask=(row < last) & (column[None, :] < columns), other=0.0
+        )
         total = tl.dot(tl.trans(x), t, total)
     at = into_ptr + (part.to(tl.int64) * width + across[:, None]) * columns + column[None, :]
     inside = (across[:, None] < width) & (column[None, :] < columns)
@@ -306,13 +632,34 @@ def _reduce(x_ptr, x_stride, t_ptr, t_stride, into_ptr, rows, width, columns, ea
 
 
 @triton.jit
-def _add(y_ptr, y_stride, t_ptr, t_stride, factor_ptr, factor_down, factor_across, more_ptr, more_stride, out_ptr, out_stride,
-         rows, width, ranks, MORE: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-         TILES: tl.constexpr):
+def _add(
+    y_ptr,
+    y_stride,
+    t_ptr,
+    t_stride,
+    factor_ptr,
+    factor_down,
+    factor_across,
+    more_ptr,
+    more_stride,
+    out_ptr,
+    out_stride,
+    rows,
+    width,
+    ranks,
+    MORE: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rank = tl.arange(0, RANKS)
-    factor = tl.load(factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
-                     mask=(rank[:, None] < ranks) & (column < width), other=0.0)
+    factor = tl.load(
+        factor_ptr + rank[:, None] * factor_down + column.to(tl.int64) * factor_across,
+        mask=(rank[:, None] < ranks) & (column < width),
+        other=0.0,
+    )
     # From the last row on: a matmul has just written y, and the end of it is what the cache still has.
     last = tl.num_programs(1) - 1 - tl.program_id(1)
     for tile in range(TILES):

@@ -52,7 +52,9 @@ _READY: set[tuple[torch.device, torch.dtype]] = set()
 """What prepare() has compiled for."""
 
 
-def mm(left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS, plus: Optional[Tensor] = None) -> Tensor:
+def mm(
+    left: Tensor, right: Tensor, out: Optional[Tensor] = None, by: str = CUBLAS, plus: Optional[Tensor] = None
+) -> Tensor:
     """left right + plus, [rows, columns] in their dtype, for `left` [rows, k] and `right` [k, columns]; in `out` where given.
 
     Rows may lie apart; `right` may be a transpose. `plus` [rows, columns], not `out`: the CuTe kernel, and a CPU, adds it to sums
@@ -82,12 +84,17 @@ def served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = No
     """
     (rows, inner), columns = left.shape, right.shape[1]
     results = [out] if plus is None else [out, plus]
-    if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, *(one.dtype for one in results)} != {left.dtype}:
+    if left.dtype not in (torch.bfloat16, torch.float16) or {right.dtype, *(one.dtype for one in results)} != {
+        left.dtype
+    }:
         return False
     if rows < LEAST_ROWS or min(inner, columns) < LEAST_SIZE:
         return False
-    if any(size * stride >= FARTHEST for one in (left, right, *results)
-           for size, stride in zip(one.shape, one.stride(), strict=True)):
+    if any(
+        size * stride >= FARTHEST
+        for one in (left, right, *results)
+        for size, stride in zip(one.shape, one.stride(), strict=True)
+    ):
         return False
     processors = processors_of(left.device)
     if not processors or filled(rows, columns, processors) < FULL:
@@ -104,7 +111,9 @@ def filled(rows: int, columns: int, processors: int) -> float:
     They take a tile each, all at once: tiles over the edge, and processors without a tile in the last round, do nothing of use.
     """
     together = CLUSTER[0] * CLUSTER[1]
-    return rows * columns / (rounds(rows, columns, processors) * (processors // together) * together * TILE[0] * TILE[1])
+    return (
+        rows * columns / (rounds(rows, columns, processors) * (processors // together) * together * TILE[0] * TILE[1])
+    )
 
 
 def rounds(rows: int, columns: int, processors: int) -> int:
@@ -131,8 +140,10 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     if kept.CACHE_DIR is None:
         kept.CACHE_DIR = str(cache)
     draw = torch.Generator(device).manual_seed(0)  # of its own: random state is left as it is
-    left, wide, tall = (torch.randn(size, generator=draw, device=device).to(dtype)[:, :width] for size, width in (
-        ((600, 1064), 1056), ((1056, 784), 776), ((776, 1064), 1056)))
+    left, wide, tall = (
+        torch.randn(size, generator=draw, device=device).to(dtype)[:, :width]
+        for size, width in (((600, 1064), 1056), ((1056, 784), 776), ((776, 1064), 1056))
+    )
     out, stream = torch.empty(2, 600, 784, dtype=dtype, device=device)[..., :776].unbind()
     stream.copy_(left[:, :776])
     for right, plus in ((wide, None), (tall.t(), None), (tall.t(), stream)):
@@ -148,12 +159,25 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
 def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
     """Write left right + plus to `out` by the CuTe kernel. For what served() allows, or as aligned as that."""
     if (left.device, left.dtype) not in _READY and left.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the CuTe matmul would be compiled while a CUDA graph is recorded: call matmul.prepare() first")
+        raise RuntimeError(
+            "the CuTe matmul would be compiled while a CUDA graph is recorded: call matmul.prepare() first"
+        )
     from quack.gemm import gemm
 
     # detach: what is exported to it must not ask for a gradient. b_kn: the right factor is [k, columns], as torch has it.
-    gemm(left.detach(), right.detach(), out.detach(), None if plus is None else plus.detach(), None, *TILE, *CLUSTER,
-         pingpong=False, persistent=True, is_dynamic_persistent=False, b_kn=True)
+    gemm(
+        left.detach(),
+        right.detach(),
+        out.detach(),
+        None if plus is None else plus.detach(),
+        None,
+        *TILE,
+        *CLUSTER,
+        pingpong=False,
+        persistent=True,
+        is_dynamic_persistent=False,
+        b_kn=True,
+    )
 
 
 torch.library.define("fxtune::cute_mm", "(Tensor left, Tensor right, Tensor(a!) out, Tensor? plus=None) -> ()")

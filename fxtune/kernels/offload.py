@@ -55,8 +55,14 @@ class Offload:
     all, or has one of the widths in `staying`, in numbers a token.
     """
 
-    def __init__(self, layers: list[nn.Module], device: torch.device, kept: bool = False, staying: frozenset[int] = frozenset(),
-                 least: int = LEAST) -> None:
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        device: torch.device,
+        kept: bool = False,
+        staying: frozenset[int] = frozenset(),
+        least: int = LEAST,
+    ) -> None:
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.kept, self.staying, self.least = kept, staying, least
         self.pool: list[torch.Tensor] = []
@@ -133,7 +139,8 @@ class Offload:
                 f"techniques.checkpointing.offload: the host has no more memory to pin: {self.pinned / GIB:.1f} GiB are taken, "
                 f"and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Lower offload_layers there, or set "
                 "offload_what=inputs or offload=false; or shorten data.sequence_length. A limit may be in the way: `ulimit -l`, "
-                "or the container's.") from error
+                "or the container's."
+            ) from error
         self.pinned += size
         return made
 
@@ -145,19 +152,26 @@ def _unpack(packed: Any) -> torch.Tensor:
 class _Layer:
     """One call of a layer: which of its saved tensors travel."""
 
-    def __init__(self, owner: Offload, hidden: torch.Tensor, others: Any, layer: nn.Module, below: _Load | None,
-                 last: bool) -> None:
+    def __init__(
+        self, owner: Offload, hidden: torch.Tensor, others: Any, layer: nn.Module, below: _Load | None, last: bool
+    ) -> None:
         self.owner, self.below, self.last = owner, below, last
         self.hidden: torch.Tensor | None = hidden
         self.load: _Load | None = None
         self.tokens, self.device = hidden.numel() // hidden.shape[-1], hidden.device
-        self.fixed = _addresses([*layer.parameters(), *layer.buffers(), *_tensors(others)]) if owner.kept and not last else set()
+        self.fixed = (
+            _addresses([*layer.parameters(), *layer.buffers(), *_tensors(others)])
+            if owner.kept and not last
+            else set()
+        )
         # Before the layer's own work, so that the copy of its input overlaps it.
         self.ready = torch.cuda.current_stream().record_event() if owner.side is not None else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd stores in place of `tensor`."""
-        tensor = tensor.detach()  # an operator whose own result is kept as it is would be kept by it in turn, in a ring
+        tensor = (
+            tensor.detach()
+        )  # an operator whose own result is kept as it is would be kept by it in turn, in a ring
         if self.hidden is None:
             return tensor
         entry = tensor.untyped_storage().data_ptr() == self.hidden.untyped_storage().data_ptr()
@@ -173,9 +187,14 @@ class _Layer:
         storage = tensor.untyped_storage()
         # A tensor's own width, too: gate and up lie in rows with room for an adapter's share behind them.
         widths = {storage.nbytes() // tensor.element_size() // self.tokens, tensor.numel() // self.tokens}
-        return (self.owner.kept and tensor.device == self.device and storage.nbytes() >= self.owner.least
-                and not widths & self.owner.staying and storage.data_ptr() not in self.fixed
-                and (self.tokens in tensor.shape or math.prod(tensor.shape[:2]) == self.tokens))
+        return (
+            self.owner.kept
+            and tensor.device == self.device
+            and storage.nbytes() >= self.owner.least
+            and not widths & self.owner.staying
+            and storage.data_ptr() not in self.fixed
+            and (self.tokens in tensor.shape or math.prod(tensor.shape[:2]) == self.tokens)
+        )
 
 
 class _Load:
@@ -213,7 +232,9 @@ class _Load:
 class _Parcel:
     """One storage."""
 
-    def __init__(self, owner: Offload, storage: torch.UntypedStorage, device: torch.device, ready: Any, entry: bool) -> None:
+    def __init__(
+        self, owner: Offload, storage: torch.UntypedStorage, device: torch.device, ready: Any, entry: bool
+    ) -> None:
         self.owner, self.device, self.entry, self.bytes = owner, device, entry, storage.nbytes()
         self.tickets = 0
         """How many tensors are still to be taken from it."""
@@ -232,7 +253,7 @@ class _Parcel:
         assert self.here is not None
         with torch.cuda.stream(self.owner.side):  # of None: no other stream
             for buffer, part in zip(self.buffers, self.here.split(_piece(self.bytes)), strict=True):
-                there = buffer[:part.numel()]
+                there = buffer[: part.numel()]
                 (there if out else part).copy_(part if out else there, non_blocking=self.owner.side is not None)
             self.event = self.owner.side.record_event() if self.owner.side is not None else None
 

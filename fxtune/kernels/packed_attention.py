@@ -59,29 +59,47 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
     return len(cu_seqlens) == rows + 1
 
 
-def _fa4(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
-         **options: Any) -> tuple[Tensor, None]:
+def _fa4(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
+) -> tuple[Tensor, None]:
     return _attend(_by_flash4, module, query, key, value, attention_mask, **options), None
 
 
-def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
-          **options: Any) -> tuple[Tensor, None]:
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
+) -> tuple[Tensor, None]:
     return _attend(_by_torch, module, query, key, value, attention_mask, **options), None
 
 
-def _cudnn(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
-           **options: Any) -> tuple[Tensor, None]:
+def _cudnn(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
+) -> tuple[Tensor, None]:
     return _attend(_by_cudnn, module, query, key, value, attention_mask, **options), None
 
 
-def _attend(core: Core, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor],
-            dropout: float = 0.0, scaling: Optional[float] = None, sliding_window: Optional[int] = None,
-            softcap: Optional[float] = None, is_causal: Optional[bool] = None, cu_seq_lens_q: Optional[Tensor] = None,
-            s_aux: Optional[Tensor] = None, position_bias: Optional[Tensor] = None, **_: Any) -> Tensor:
+def _attend(
+    core: Core,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor],
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    sliding_window: Optional[int] = None,
+    softcap: Optional[float] = None,
+    is_causal: Optional[bool] = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    s_aux: Optional[Tensor] = None,
+    position_bias: Optional[Tensor] = None,
+    **_: Any,
+) -> Tensor:
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
     if s_aux is not None or position_bias is not None:
-        raise ConfigError("techniques.attention.backend: this model adds to its attention scores (sinks, or a bias by position), "
-                          "which this kernel leaves out. Set it to eager.")
+        raise ConfigError(
+            "techniques.attention.backend: this model adds to its attention scores (sinks, or a bias by position), "
+            "which this kernel leaves out. Set it to eager."
+        )
     # A product with float32 cosines, or a norm, is float32 under autocast, which does not reach operators of our own.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -89,43 +107,68 @@ def _attend(core: Core, module: nn.Module, query: Tensor, key: Tensor, value: Te
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise ConfigError(f"techniques.attention.backend: {type(module).__name__} does not hand the documents' bounds to its "
-                              "attention, so that they would see each other. Set it to eager.")
+            raise ConfigError(
+                f"techniques.attention.backend: {type(module).__name__} does not hand the documents' bounds to its "
+                "attention, so that they would see each other. Set it to eager."
+            )
         return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ConfigError(f"techniques.attention.backend: {type(module).__name__} looks ahead, which this kernel does not. Set "
-                          "it to eager.")
+        raise ConfigError(
+            f"techniques.attention.backend: {type(module).__name__} looks ahead, which this kernel does not. Set "
+            "it to eager."
+        )
     if dropout:
-        raise ConfigError(f"techniques.attention.backend: this kernel has no dropout, and {type(module).__name__} asks for "
-                          f"{dropout}. Set it to eager.")
+        raise ConfigError(
+            f"techniques.attention.backend: this kernel has no dropout, and {type(module).__name__} asks for "
+            f"{dropout}. Set it to eager."
+        )
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
     return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0)
 
 
-def _by_flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def _by_flash4(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     rows, length = q.shape[:2]
     if one_document_a_row(rows, cu_seqlens):
         out: Tensor = torch.ops.fxtune.flash4(q, k, v, None, length, scale, window, softcap)[0]
         return out
     # In training [heads, length] is a view of [length, heads], so that no token is copied.
-    out = torch.ops.fxtune.flash4(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, length, scale, window,
-                                  softcap)[0]
+    out = torch.ops.fxtune.flash4(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, length, scale, window, softcap
+    )[0]
     return out.unflatten(0, (rows, length))
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     rows, length = q.shape[:2]
     left, right = (window - 1, 0) if window else (-1, -1)
     narrower = q.shape[-1] - v.shape[-1]
     v = F.pad(v, (0, narrower)) if narrower else v
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, length, length, 0.0, True, False, scale=scale,
-        window_size_left=left, window_size_right=right)[0]
-    return out[..., :v.shape[-1] - narrower].unflatten(0, (rows, length))
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        cu_seqlens,
+        cu_seqlens,
+        length,
+        length,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+    return out[..., : v.shape[-1] - narrower].unflatten(0, (rows, length))
 
 
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def _by_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     if one_document_a_row(len(q), cu_seqlens):
         return _cudnn_rows(q, k, v, scale)
     return _UNTRACED["cudnn"](q, k, v, cu_seqlens, scale)
@@ -133,7 +176,8 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float,
 
 def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale)[0]
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale
+    )[0]
     return out.transpose(1, 2)
 
 
@@ -159,22 +203,31 @@ def cudnn_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _masked(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Optional[Tensor], dropout: float, scale: float,
-            softcap: Optional[float], is_causal: Optional[bool]) -> Tensor:
+def _masked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Optional[Tensor],
+    dropout: float,
+    scale: float,
+    softcap: Optional[float],
+    is_causal: Optional[bool],
+) -> Tensor:
     """A call that is not training's. `mask`: boolean, true where a token looks, or None for what is_causal says."""
     if not softcap:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale,
-                                             is_causal=is_causal)[0]
+        out: Tensor = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=is_causal
+        )[0]
         return out
     groups = query.shape[1] // key.shape[1]
     if mask is None and query.shape[2] > 1:
-        key, value = key[:, :, :query.shape[2]], value[:, :, :query.shape[2]]
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     scores = softcap * ((query @ key.repeat_interleave(groups, 1).mT).float() * (scale / softcap)).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     seen = F.dropout(scores.softmax(-1).to(query.dtype), dropout)
     return (seen @ value.repeat_interleave(groups, 1)).transpose(1, 2)
-

@@ -35,7 +35,9 @@ def operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its library notes each start and stop on stderr
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     run()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True) as trace:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
+    ) as trace:
         run()
         if cuda:
             torch.cuda.synchronize()
@@ -60,7 +62,9 @@ def times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if cuda:
         torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True) as trace:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
+    ) as trace:
         run()
         if cuda:
             torch.cuda.synchronize()
@@ -77,7 +81,7 @@ def times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
 def short(kernel: str) -> str:
     """A kernel's name without its template arguments and what compilers put before it."""
     name = re.sub(r"^(void |kernel_cutlass_)", "", kernel).partition("<")[0]
-    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 3] + "..."
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
 def _kernels(event: Any) -> frozenset[str]:

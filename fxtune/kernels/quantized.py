@@ -45,17 +45,25 @@ def bytes_per_weight(options: Mapping[str, Any]) -> float:
     return 0.5 + scales
 
 
-def quantized(linear: nn.Linear, kind: str, library: str, double: bool, compute: torch.dtype,
-              device: torch.device) -> nn.Linear:
+def quantized(
+    linear: nn.Linear, kind: str, library: str, double: bool, compute: torch.dtype, device: torch.device
+) -> nn.Linear:
     """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
 
     `library`: bitsandbytes or torchao; not read for fp8. `double`: also quantise nf4's scales. `compute`: the dtype that the
     weight is dequantised to and the matmul runs in; inputs are cast to it and the output back to theirs. fp8's products are
     added up in float32 and rounded to bfloat16. `linear` is left as it is.
     """
-    make = _fp8 if kind == "fp8" else {
-        ("nf4", "bitsandbytes"): _nf4_bitsandbytes, ("nf4", "torchao"): _nf4_torchao,
-        ("int8", "bitsandbytes"): _int8_bitsandbytes, ("int8", "torchao"): _int8_torchao}[kind, library]
+    make = (
+        _fp8
+        if kind == "fp8"
+        else {
+            ("nf4", "bitsandbytes"): _nf4_bitsandbytes,
+            ("nf4", "torchao"): _nf4_torchao,
+            ("int8", "bitsandbytes"): _int8_bitsandbytes,
+            ("int8", "torchao"): _int8_torchao,
+        }[kind, library]
+    )
     made = make(linear, linear.weight.detach().to(device), compute, double)
     bias = linear.bias
     made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
@@ -88,10 +96,17 @@ def packed(module: Any) -> list[torch.Tensor]:
         return [module.codes, module.scale]
     weight = module.weight
     if module.fxtune_quantized == "nf4/torchao":
-        return [weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4]
+        return [
+            weight.quantized_data,
+            weight.quantized_scalers,
+            weight.quantization_factor,
+            weight.scaler_mean,
+            weight.nf4,
+        ]
     state = weight.quant_state
     return [weight.data, state.absmax, state.code] + (
-        [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else [])
+        [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else []
+    )
 
 
 @torch.no_grad()
@@ -102,7 +117,9 @@ def grouped(modules: Sequence[Any]) -> list[torch.Tensor]:
     """
     if len(modules) == 1 or not isinstance(modules[0], _Fp8):
         return [tensor for module in modules for tensor in packed(module)]
-    whole = fp8.with_transpose(torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1))
+    whole = fp8.with_transpose(
+        torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    )
     start = 0
     for one in modules:
         mine = slice(start, start + one.out_features)
@@ -120,8 +137,17 @@ def unpacked(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> N
         codes, scales, factor, mean, values = tensors
         kind_of_tensor = torchao().NF4Tensor
         of_shape = sys.modules[kind_of_tensor.__module__].SubclassTensorArgs
-        stored = kind_of_tensor(of_shape(out.shape, out.stride(), 0, values.dtype, out.device, False), NF4_BLOCK,
-                                out.numel() // NF4_BLOCK, SCALE_BLOCK, scales, factor, mean, codes, values)
+        stored = kind_of_tensor(
+            of_shape(out.shape, out.stride(), 0, values.dtype, out.device, False),
+            NF4_BLOCK,
+            out.numel() // NF4_BLOCK,
+            SCALE_BLOCK,
+            scales,
+            factor,
+            mean,
+            codes,
+            values,
+        )
         out.copy_(stored.get_original_weight())
     else:
         assert kind == "nf4/bitsandbytes", kind
@@ -129,8 +155,16 @@ def unpacked(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> N
         codes, absmax, values, *nested = tensors
         if nested:
             outer = functional.QuantState(absmax=nested[1], code=nested[2], blocksize=SCALE_BLOCK, dtype=torch.float32)
-        state = functional.QuantState(absmax=absmax, shape=out.shape, code=values, blocksize=NF4_BLOCK, quant_type="nf4",
-                                      dtype=out.dtype, offset=nested[0] if nested else None, state2=outer)
+        state = functional.QuantState(
+            absmax=absmax,
+            shape=out.shape,
+            code=values,
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            dtype=out.dtype,
+            offset=nested[0] if nested else None,
+            state2=outer,
+        )
         if out.is_cuda:
             functional.dequantize_4bit(codes, state, out=out)
         else:  # where the library has no kernel that writes to a given place
@@ -145,7 +179,13 @@ def stored_bytes(module: Any) -> int:
         tensors = [module.codes, module.scale]
     elif module.fxtune_quantized == "nf4/torchao":
         weight = module.weight
-        tensors = [weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4]
+        tensors = [
+            weight.quantized_data,
+            weight.quantized_scalers,
+            weight.quantization_factor,
+            weight.scaler_mean,
+            weight.nf4,
+        ]
     else:
         state = module.weight.quant_state
         tensors = [module.weight.data, state.absmax, state.code]
@@ -172,10 +212,18 @@ def torchao() -> Any:
 
 def _nf4_bitsandbytes(linear: nn.Linear, weight: torch.Tensor, compute: torch.dtype, double: bool) -> Any:
     library = bitsandbytes().nn
-    made = library.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=compute,
-                              compress_statistics=double, quant_type="nf4", device="meta")
-    made.weight = library.Params4bit(weight, requires_grad=False, compress_statistics=double, quant_type="nf4",
-                                     module=made).to(weight.device)
+    made = library.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=compute,
+        compress_statistics=double,
+        quant_type="nf4",
+        device="meta",
+    )
+    made.weight = library.Params4bit(
+        weight, requires_grad=False, compress_statistics=double, quant_type="nf4", module=made
+    ).to(weight.device)
     # Else an evaluation on a CPU repacks the weight for a kernel that has no backward, for good.
     made.support_avx512bf16_for_cpu = False
     made.fxtune_quantized = "nf4/bitsandbytes"

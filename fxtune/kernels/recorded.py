@@ -34,8 +34,12 @@ class Recorder:
     were played.
     """
 
-    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], device: torch.device,
-                 reached: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any, torch.Tensor], torch.Tensor],
+        device: torch.device,
+        reached: set[str] | None = None,
+    ) -> None:
         """`function`: takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It must do
         the same for all inputs of a shape, and must not ask the device for anything. `reached`: what its calls add names to.
         """
@@ -70,8 +74,10 @@ class Recorder:
     def told(self) -> str:
         """One sentence about what became of the calls."""
         recordings = sum(recording is not None for recording in self.known.values())
-        return (f"CUDA graphs: {self.played} of {self.passes} training passes were played from {recordings} recordings, one for "
-                "each shape that came twice.")
+        return (
+            f"CUDA graphs: {self.played} of {self.passes} training passes were played from {recordings} recordings, one for "
+            "each shape that came twice."
+        )
 
     def _aside(self, given: Any) -> torch.Tensor:
         """Run it on the recording stream: autograd remembers the stream of what it has seen."""
@@ -99,8 +105,9 @@ class Recorder:
             if shortage(error):
                 raise
             first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-            raise ConfigError(f"techniques.compile.cuda_graphs: a training pass could not be recorded ({first}). Set it to "
-                              "off.") from error
+            raise ConfigError(
+                f"techniques.compile.cuda_graphs: a training pass could not be recorded ({first}). Set it to off."
+            ) from error
         reached = frozenset(self.reached)
         self.reached |= before
         return _Recording(graph, inputs, out, reached)

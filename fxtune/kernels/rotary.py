@@ -65,13 +65,18 @@ def seeing(forward: Any, function: Callable[..., Any], owner: str) -> Any:
     module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
     module.__dict__.update({**forward.__globals__, APPLY: function, "__name__": module.__name__})
     module = sys.modules.setdefault(module.__name__, module)
-    copy = types.FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy = types.FunctionType(
+        forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 
 
-@torch.library.custom_op("fxtune::rotary", mutates_args=(),
-                         schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "fxtune::rotary",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
+)
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q [rows, length, heads, dim] and k [rows, length, kv_heads, dim], turned; cos, sin [rows or 1, length, width].
 
@@ -101,9 +106,13 @@ _rotary.register_autograd(_rotary_gradients, setup_context=_rotary_setup)
 
 
 @torch.library.custom_op(
-    "fxtune::rotary_qkv", mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, SymInt heads, SymInt kv_heads, SymInt room) -> (Tensor, Tensor, Tensor)")
-def _rotary_qkv(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    "fxtune::rotary_qkv",
+    mutates_args=(),
+    schema="(Tensor x, Tensor cos, Tensor sin, SymInt heads, SymInt kv_heads, SymInt room) -> (Tensor, Tensor, Tensor)",
+)
+def _rotary_qkv(
+    x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k (turned) and v, [rows, length, each's heads, dim], of `x` [rows, length, (heads + 2 kv_heads) dim].
 
     `room`: so many numbers behind each row of x's gradient are left to whoever reads it.
@@ -121,14 +130,17 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int)
     return q, k, v
 
 
-@torch.library.custom_op("fxtune::rotary_qkv_backward", mutates_args=(),
-                         schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, SymInt room) -> Tensor")
+@torch.library.custom_op(
+    "fxtune::rotary_qkv_backward",
+    mutates_args=(),
+    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, SymInt room) -> Tensor",
+)
 def _rotary_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int) -> Tensor:
     """[rows, length, N + room], whose first N columns are the gradient of rotary_qkv's x. The others are not written."""
     whole = dq.new_empty(_gathered(dq, dk, room))
     if room and not whole.is_cuda:  # oneDNN's bfloat16 matmul reads what lies between two rows
         whole[..., -room:] = 0
-    parts = _parts(whole[..., :whole.shape[-1] - room], dq.shape[2], dk.shape[2])
+    parts = _parts(whole[..., : whole.shape[-1] - room], dq.shape[2], dk.shape[2])
     _turn((dq, dk, dv), parts, cos, sin, True)
     return whole
 
@@ -146,7 +158,7 @@ def _qkv_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _qkv_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
     assert not any(ctx.needs_input_grad[1:3]), "angles are not trained"
     whole = torch.ops.fxtune.rotary_qkv_backward(dq, dk, dv, *ctx.saved_tensors, ctx.room)
-    return whole[..., :whole.shape[-1] - ctx.room] if ctx.room else whole, None, None, None, None, None
+    return whole[..., : whole.shape[-1] - ctx.room] if ctx.room else whole, None, None, None, None, None
 
 
 _rotary_qkv.register_autograd(_qkv_gradients, setup_context=_qkv_setup)
@@ -186,17 +198,19 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     width = cos.shape[-1]
     (x1, x2), (cos1, cos2), (sin1, sin2) = (
-        each.chunk(2, -1) for each in (x[..., :width].to(wide), *(angle.to(wide).unsqueeze(2) for angle in (cos, sin))))
+        each.chunk(2, -1) for each in (x[..., :width].to(wide), *(angle.to(wide).unsqueeze(2) for angle in (cos, sin)))
+    )
     if back:
         sin1, sin2 = -sin2, -sin1
     return torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, x[..., width:].to(wide)], -1)
 
 
-def qkv(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(
+    x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, turned, and v, each [rows, length, its heads, dim], of their product [rows, length, (heads + 2 kv_heads) dim].
 
     `room`: the rows of x's gradient have so many numbers behind them that whoever reads it may overwrite.
     """
     made: tuple[Tensor, Tensor, Tensor] = torch.ops.fxtune.rotary_qkv(x, cos, sin, heads, kv_heads, room)
     return made
-

@@ -28,23 +28,78 @@ def turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin:
     assert all(x.stride(3) == 1 for x in targets), [x.stride() for x in targets]
     angles = [x if x.stride(2) == 1 else x.contiguous() for x in (cos, sin)]
     third = len(given) == 3
-    arguments = [argument for x in ([*given, *targets] if third else [*given, given[1], *targets, targets[1]])
-                 for argument in (x, *x.stride()[:3])]
+    arguments = [
+        argument
+        for x in ([*given, *targets] if third else [*given, given[1], *targets, targets[1]])
+        for argument in (x, *x.stride()[:3])
+    ]
     arguments += [argument for x in angles for argument in (x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
     width, kv_heads = cos.shape[2], given[1].shape[2]
     half = triton.next_power_of_2(max(width // 2, 1))
     block, kv_block = (min(triton.next_power_of_2(number), max(PAIRS // half, 1)) for number in (heads, kv_heads))
-    _rotary[(rows * length,)](*arguments, length, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, HALF=half,
-                              DIMS=triton.next_power_of_2(dim), REST=triton.next_power_of_2(max(dim - width, 1)), BLOCK=block,
-                              KV_BLOCK=kv_block, BACK=back, THIRD=third, num_warps=WARPS)
+    _rotary[(rows * length,)](
+        *arguments,
+        length,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        WIDTH=width,
+        HALF=half,
+        DIMS=triton.next_power_of_2(dim),
+        REST=triton.next_power_of_2(max(dim - width, 1)),
+        BLOCK=block,
+        KV_BLOCK=kv_block,
+        BACK=back,
+        THIRD=third,
+        num_warps=WARPS,
+    )
 
 
 @triton.jit
-def _rotary(q, q_row, q_token, q_head, k, k_row, k_token, k_head, v, v_row, v_token, v_head, to_q, to_q_row, to_q_token,
-            to_q_head, to_k, to_k_row, to_k_token, to_k_head, to_v, to_v_row, to_v_token, to_v_head, cos, cos_row, cos_token, sin,
-            sin_row, sin_token, length, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-            HALF: tl.constexpr, DIMS: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-            BACK: tl.constexpr, THIRD: tl.constexpr):
+def _rotary(
+    q,
+    q_row,
+    q_token,
+    q_head,
+    k,
+    k_row,
+    k_token,
+    k_head,
+    v,
+    v_row,
+    v_token,
+    v_head,
+    to_q,
+    to_q_row,
+    to_q_token,
+    to_q_head,
+    to_k,
+    to_k_row,
+    to_k_token,
+    to_k_head,
+    to_v,
+    to_v_row,
+    to_v_token,
+    to_v_head,
+    cos,
+    cos_row,
+    cos_token,
+    sin,
+    sin_row,
+    sin_token,
+    length,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    DIMS: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BACK: tl.constexpr,
+    THIRD: tl.constexpr,
+):
     program = tl.program_id(0)
     row, token = (program // length).to(tl.int64), (program % length).to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
@@ -57,18 +112,69 @@ def _rotary(q, q_row, q_token, q_head, k, k_row, k_token, k_head, v, v_row, v_to
     sin2 = tl.load(sin + WIDTH // 2 + pair, mask=known, other=0.0).to(tl.float32)
     if BACK:
         sin1, sin2 = -sin2, -sin1
-    _heads(q + row * q_row + token * q_token, q_head, to_q + row * to_q_row + token * to_q_token, to_q_head, cos1, cos2, sin1,
-           sin2, pair, HEADS, DIM, WIDTH, REST, BLOCK)
-    _heads(k + row * k_row + token * k_token, k_head, to_k + row * to_k_row + token * to_k_token, to_k_head, cos1, cos2, sin1,
-           sin2, pair, KV_HEADS, DIM, WIDTH, REST, KV_BLOCK)
+    _heads(
+        q + row * q_row + token * q_token,
+        q_head,
+        to_q + row * to_q_row + token * to_q_token,
+        to_q_head,
+        cos1,
+        cos2,
+        sin1,
+        sin2,
+        pair,
+        HEADS,
+        DIM,
+        WIDTH,
+        REST,
+        BLOCK,
+    )
+    _heads(
+        k + row * k_row + token * k_token,
+        k_head,
+        to_k + row * to_k_row + token * to_k_token,
+        to_k_head,
+        cos1,
+        cos2,
+        sin1,
+        sin2,
+        pair,
+        KV_HEADS,
+        DIM,
+        WIDTH,
+        REST,
+        KV_BLOCK,
+    )
     if THIRD:
-        _copy(v + row * v_row + token * v_token, v_head, to_v + row * to_v_row + token * to_v_token, to_v_head, 0, KV_HEADS, DIM,
-              DIMS, KV_BLOCK)
+        _copy(
+            v + row * v_row + token * v_token,
+            v_head,
+            to_v + row * to_v_row + token * to_v_token,
+            to_v_head,
+            0,
+            KV_HEADS,
+            DIM,
+            DIMS,
+            KV_BLOCK,
+        )
 
 
 @triton.jit
-def _heads(source, source_head, target, target_head, cos1, cos2, sin1, sin2, pair, HEADS: tl.constexpr, DIM: tl.constexpr,
-           WIDTH: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr):
+def _heads(
+    source,
+    source_head,
+    target,
+    target_head,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    pair,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Turn all heads of a token, BLOCK at once."""
     for first in tl.static_range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)[:, None]
@@ -84,8 +190,17 @@ def _heads(source, source_head, target, target_head, cos1, cos2, sin1, sin2, pai
 
 
 @triton.jit
-def _copy(source, source_head, target, target_head, FROM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-          COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(
+    source,
+    source_head,
+    target,
+    target_head,
+    FROM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copy the dimensions from FROM on of all heads of a token."""
     column = FROM + tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, HEADS, BLOCK):
@@ -93,4 +208,3 @@ def _copy(source, source_head, target, target_head, FROM: tl.constexpr, HEADS: t
         inside = (head < HEADS) & (column < DIM)
         x = tl.load(source + head * source_head + column, mask=inside, other=0.0)
         tl.store(target + head * target_head + column, x, mask=inside)
-

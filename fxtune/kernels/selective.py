@@ -25,16 +25,33 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-MATMULS = frozenset({
-    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm", "aten._grouped_mm",
-    "aten._scaled_grouped_mm", "aten.convolution", "fxtune.lora_linear", "fxtune.lora_mlp"})
+MATMULS = frozenset(
+    {
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten._scaled_mm",
+        "aten._int_mm",
+        "aten._grouped_mm",
+        "aten._scaled_grouped_mm",
+        "aten.convolution",
+        "fxtune.lora_linear",
+        "fxtune.lora_mlp",
+    }
+)
 _SECOND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """Where the second operand stands, if not at 1."""
 INSIDE = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
 """What operators do that are named by none of the lists."""
 GROUPS = ("attention", "matmuls")
-KNOWN = MATMULS | {"aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_cudnn_attention",
-                   "aten._scaled_dot_product_efficient_attention", "higher_order.flex_attention", "fxtune.flash4"}
+KNOWN = MATMULS | {
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "higher_order.flex_attention",
+    "fxtune.flash4",
+}
 """Names that are right whether or not their package has been imported yet."""
 
 
@@ -73,8 +90,12 @@ class Rule(NamedTuple):
         return made
 
 
-def _contexts(saved: tuple[str, ...], recomputed: tuple[str, ...], linears: tuple[tuple[int, int, bool], ...],
-              ranks: tuple[int, ...]) -> Any:
+def _contexts(
+    saved: tuple[str, ...],
+    recomputed: tuple[str, ...],
+    linears: tuple[tuple[int, int, bool], ...],
+    ranks: tuple[int, ...],
+) -> Any:
     rule = Rule(saved, recomputed, linears, ranks)
 
     def policy(_: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
@@ -99,7 +120,9 @@ def group_of(name: str) -> str | None:
         return None
     if any(word in own for word in ("attention", "flash", "attn", "fmha")) and not own.startswith("_fused_sdp_choice"):
         return "attention"
-    foreign = space != "aten" and (own.endswith("mm") or any(word in own for word in ("matmul", "linear", "gemm", "gemv")))
+    foreign = space != "aten" and (
+        own.endswith("mm") or any(word in own for word in ("matmul", "linear", "gemm", "gemv"))
+    )
     if name in MATMULS or foreign:
         return "matmuls"
     return None
@@ -132,8 +155,15 @@ def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 def ranks(layer: nn.Module) -> tuple[int, ...]:
     """The ranks of a layer's adapters."""
-    return tuple(sorted({module.out_features for path, module in layer.named_modules()
-                         if "lora_A" in path.split(".") and isinstance(module, nn.Linear)}))
+    return tuple(
+        sorted(
+            {
+                module.out_features
+                for path, module in layer.named_modules()
+                if "lora_A" in path.split(".") and isinstance(module, nn.Linear)
+            }
+        )
+    )
 
 
 def _of_adapter(parts: list[str]) -> bool:
@@ -142,4 +172,6 @@ def _of_adapter(parts: list[str]) -> bool:
 
 def operators() -> Iterator[str]:
     """The names of all operators that torch knows in this process, and of those that a package will add."""
-    yield from sorted(KNOWN | {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()})
+    yield from sorted(
+        KNOWN | {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    )

@@ -32,8 +32,19 @@ def round_by_chance(values: torch.Tensor) -> torch.Tensor:
     return ((values.view(torch.int32) + noise) & CUT).view(torch.float32).to(torch.bfloat16)
 
 
-def update(weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, step: torch.Tensor,
-           lr: torch.Tensor, kept: torch.Tensor, finite: torch.Tensor, beta1: float, beta2: float, eps: float) -> None:
+def update(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    step: torch.Tensor,
+    lr: torch.Tensor,
+    kept: torch.Tensor,
+    finite: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
     """One AdamW step (arXiv 1711.05101) in place, or none where `finite` is false. `kept` is 1 - lr x weight decay.
 
     weight: bfloat16 or float32; first, second: float32 of its shape; step, lr, kept, finite: scalars on the same device, so
@@ -42,8 +53,8 @@ def update(weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, se
     fine = gradient.float()
     mean = torch.lerp(first, fine, 1 - beta1)
     square = second * beta2 + fine * fine * (1 - beta2)
-    denominator = (square / (1 - beta2 ** step)).sqrt() + eps
-    moved = weight.float() * kept - lr / (1 - beta1 ** step) * mean / denominator
+    denominator = (square / (1 - beta2**step)).sqrt() + eps
+    moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
     rounded = round_by_chance(moved) if weight.dtype is torch.bfloat16 else moved
     weight.copy_(torch.where(finite, rounded, weight))
     first.copy_(torch.where(finite, mean, first))
@@ -66,7 +77,9 @@ class StochasticAdamW(torch.optim.Optimizer):
     float scalar on the device, is set before step(); where it is not 0, neither weights nor moments nor counters change.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
         self.found_inf: torch.Tensor | None = None
 
@@ -79,17 +92,31 @@ class StochasticAdamW(torch.optim.Optimizer):
             device = given[0].device
             finite = torch.ones((), dtype=torch.bool, device=device) if self.found_inf is None else self.found_inf == 0
             # Filled on the device: a copy from the host would be one more thing to wait for.
-            lr, kept = (torch.full((), number, dtype=torch.float32, device=device)
-                        for number in (group["lr"], 1 - group["lr"] * group["weight_decay"]))
+            lr, kept = (
+                torch.full((), number, dtype=torch.float32, device=device)
+                for number in (group["lr"], 1 - group["lr"] * group["weight_decay"])
+            )
             for parameter in given:
                 if not self.state[parameter]:
                     self.state[parameter].update(
-                        step=torch.zeros((), device=device), exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
-                        exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32))
+                        step=torch.zeros((), device=device),
+                        exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
+                        exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32),
+                    )
             torch._foreach_add_([self.state[parameter]["step"] for parameter in given], [finite.float()] * len(given))
             act: Callable[..., None] = _compiled() if device.type == "cuda" else update
             with torch._dynamo.config.patch(COMPILING) if device.type == "cuda" else nullcontext():
                 for parameter in given:
                     mine = self.state[parameter]
-                    act(parameter.detach(), parameter.grad, mine["exp_avg"], mine["exp_avg_sq"], mine["step"], lr, kept, finite,
-                        *group["betas"], group["eps"])
+                    act(
+                        parameter.detach(),
+                        parameter.grad,
+                        mine["exp_avg"],
+                        mine["exp_avg_sq"],
+                        mine["step"],
+                        lr,
+                        kept,
+                        finite,
+                        *group["betas"],
+                        group["eps"],
+                    )

@@ -42,8 +42,9 @@ def tile(mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
 
 
 @functools.cache
-def _tiled_kind(kind: type[nn.Module], forward: Callable[..., torch.Tensor], bound: bool, tiles: int,
-                checkpointed: bool) -> type[nn.Module]:
+def _tiled_kind(
+    kind: type[nn.Module], forward: Callable[..., torch.Tensor], bound: bool, tiles: int, checkpointed: bool
+) -> type[nn.Module]:
     """A class for all MLPs of a kind: a function for each one would make torch.compile compile each layer anew."""
 
     def run(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -57,8 +58,16 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
     size = -(-flat.shape[0] // tiles)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         once = checkpointed or not torch.is_grad_enabled()
-        out = torch.cat([(forward(piece.unsqueeze(0)) if once else checkpoint(forward, piece.unsqueeze(0), use_reentrant=False)
-                          ).squeeze(0) for piece in flat.split(size)])
+        out = torch.cat(
+            [
+                (
+                    forward(piece.unsqueeze(0))
+                    if once
+                    else checkpoint(forward, piece.unsqueeze(0), use_reentrant=False)
+                ).squeeze(0)
+                for piece in flat.split(size)
+            ]
+        )
     else:
         trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
         with _saving(flat):
@@ -66,8 +75,9 @@ def _tiled(mlp: nn.Module, forward: Forward, tiles: int, checkpointed: bool, hid
     return out.view(hidden.shape)
 
 
-def kept_early(forward: Forward, backward: Callable[..., Sequence[Any]], flat: torch.Tensor,
-               trained: Sequence[torch.Tensor]) -> torch.Tensor:
+def kept_early(
+    forward: Forward, backward: Callable[..., Sequence[Any]], flat: torch.Tensor, trained: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """`forward(flat)`, whose backward pass needs `flat` alone, inside a checkpoint that runs operator by operator: what is kept
     is kept before the work, so that the checkpoint stops there and does not do the work a second time.
 
@@ -127,7 +137,7 @@ class _Tiles(torch.autograd.Function):
             result = forward(piece.unsqueeze(0)).squeeze(0)
             if start == 0:
                 out = result.new_empty(flat.shape)  # of the dtype that autocast gave it
-            out[start:start + len(piece)] = result
+            out[start : start + len(piece)] = result
             start += len(piece)
         return out
 
@@ -146,14 +156,23 @@ class _Tiles(torch.autograd.Function):
                 piece = piece.detach().requires_grad_(wanted)
                 out = ctx.run(piece.unsqueeze(0)).squeeze(0)
                 with torch.autocast(flat.device.type, enabled=False):
-                    found = torch.autograd.grad(out, [*([piece] if wanted else []), *trained], above, allow_unused=True)
+                    found = torch.autograd.grad(
+                        out, [*([piece] if wanted else []), *trained], above, allow_unused=True
+                    )
                 if into is not None:
-                    into[start:start + len(piece)] = found[0]
+                    into[start : start + len(piece)] = found[0]
                 for index, part in enumerate(found[wanted:]):
                     if part is not None:
                         # In float32: a bfloat16 sum would round once a tile.
                         before = sums[index]
                         sums[index] = part.float() if before is None else before.add_(part)
                 start += len(piece)
-        return None, None, into, *(None if total is None else total.to(parameter.dtype)
-                                         for total, parameter in zip(sums, trained, strict=True))
+        return (
+            None,
+            None,
+            into,
+            *(
+                None if total is None else total.to(parameter.dtype)
+                for total, parameter in zip(sums, trained, strict=True)
+            ),
+        )

@@ -40,21 +40,30 @@ class Apex(Technique):
             yield f"enabled: {why}, or set it to false."
         if not self.layer_norm and not self.rms_norm:
             yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
-        for other, why in (("liger", "Liger's kernels replace the same norms"),
-                           ("compile", "torch.compile fuses norms itself, and cannot look into Apex's")):
+        for other, why in (
+            ("liger", "Liger's kernels replace the same norms"),
+            ("compile", "torch.compile fuses norms itself, and cannot look into Apex's"),
+        ):
             if other in facts.techniques:
                 yield f"enabled: {why}. Set it to false, or techniques.{other}.enabled."
         autocast = facts.techniques.get("precision", {}).get("autocast", "none")
         if autocast != "none":
-            yield (f"enabled: Apex's norms would compute in {autocast} under autocast, where torch's stay in float32. Set "
-                   "techniques.precision.autocast=none, or this to false.")
+            yield (
+                f"enabled: Apex's norms would compute in {autocast} under autocast, where torch's stay in float32. Set "
+                "techniques.precision.autocast=none, or this to false."
+            )
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
-                if self.layer_norm and type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None:
+                if (
+                    self.layer_norm
+                    and type(norm) is nn.LayerNorm
+                    and norm.weight is not None
+                    and norm.bias is not None
+                ):
                     fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps)
                     fused.bias = norm.bias
                 elif self.rms_norm and (eps := _rms_epsilon(norm)) is not None:
@@ -70,10 +79,12 @@ class Apex(Technique):
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         fused = [module for module in model.modules() if type(module).__module__.startswith("apex.")]
         largest = max(self._apart, default=0.0)
-        yield Evidence("apex", "norms by Apex's kernels, with the numbers that they gave before",
-                       f"{len(fused)} norms are Apex's, at most {largest:.1e} apart from what they were",
-                       bool(fused) and len(fused) == len(self._apart)
-                       and largest <= CLOSE[next(model.parameters()).dtype])
+        yield Evidence(
+            "apex",
+            "norms by Apex's kernels, with the numbers that they gave before",
+            f"{len(fused)} norms are Apex's, at most {largest:.1e} apart from what they were",
+            bool(fused) and len(fused) == len(self._apart) and largest <= CLOSE[next(model.parameters()).dtype],
+        )
 
 
 def _rms_epsilon(norm: nn.Module) -> float | None:

@@ -46,6 +46,7 @@ MOST_DOCUMENTS = 4
 RECURRENT = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
+
 @dataclass
 class Attention(Technique):
     enabled: bool = True
@@ -61,29 +62,44 @@ class Attention(Technique):
         kind = facts.text.get("model_type", "this model")
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         if facts.packing and (others or kind in RECURRENT):
-            yield (f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one packed "
-                   "document into the next, with any backend. Set data.packing=false.")
+            yield (
+                f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one packed "
+                "document into the next, with any backend. Set data.packing=false."
+            )
         if self.backend == "auto":
             if all(list(backend.refuses(facts)) for backend in BACKENDS.values()):
-                yield "backend: auto finds none that serves. " + "; ".join(
-                    f"{name} {next(backend.refuses(facts))[0]}" for name, backend in BACKENDS.items()) + "."
+                yield (
+                    "backend: auto finds none that serves. "
+                    + "; ".join(f"{name} {next(backend.refuses(facts))[0]}" for name, backend in BACKENDS.items())
+                    + "."
+                )
         elif self.backend.startswith(HUB):
             yield from self._check_hub(facts)
         elif self.backend not in BACKENDS:
             near = difflib.get_close_matches(self.backend, BACKENDS, 1)
-            yield (f"backend: there is no {self.backend}" + (f". Did you mean {near[0]}?" if near else
-                   f". There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."))
+            yield (
+                f"backend: there is no {self.backend}"
+                + (
+                    f". Did you mean {near[0]}?"
+                    if near
+                    else f". There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
+                )
+            )
         else:
             for cause, change in BACKENDS[self.backend].refuses(facts):
                 yield f"backend: {self.backend} {cause}. {change}."
 
     def _check_hub(self, facts: Facts) -> Iterator[str]:
         if not PINNED.fullmatch(self.backend.removeprefix(HUB)):
-            yield (f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so name the commit that you "
-                   "trust: hub:ORG/KERNEL@ and its 40 digits.")
+            yield (
+                f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so name the commit that you "
+                "trust: hub:ORG/KERNEL@ and its 40 digits."
+            )
         if not self.trust_remote_code:
-            yield (f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to true if "
-                   "you trust that commit.")
+            yield (
+                f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to true if "
+                "you trust that commit."
+            )
         for cause, change in hub(self.backend).refuses(facts):
             yield f"backend: {self.backend} {cause}. {change}."
 
@@ -102,9 +118,11 @@ class Attention(Technique):
                 passed.append(f"{name} {reason}")
             if self.backend != "auto":
                 note = f"auto took {self.backend}, the fastest that is correct here" + (
-                    f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else "")
-        self._by_documents = (self.backend == "sdpa" and facts.device == "cuda"
-                              and not list(BY_DOCUMENTS.refuses(facts)))
+                    f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
+                )
+        self._by_documents = (
+            self.backend == "sdpa" and facts.device == "cuda" and not list(BY_DOCUMENTS.refuses(facts))
+        )
         return note
 
     def configure(self, hf_config: Any) -> None:
@@ -117,8 +135,10 @@ class Attention(Technique):
             try:
                 lazy_import_flash_attention(implementation, allow_all_kernels=True)  # agreed to by trust_remote_code
             except (ImportError, OSError, ValueError) as error:
-                raise ConfigError(f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
-                                  "network and HF_HUB_OFFLINE, or set it to auto.") from error
+                raise ConfigError(
+                    f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
+                    "network and HF_HUB_OFFLINE, or set it to auto."
+                ) from error
         elif self.backend == "flex":
             keep_on_disk()  # transformers compiles it
         hf_config._attn_implementation = implementation
@@ -148,10 +168,13 @@ class Attention(Technique):
             shift = (model(**{**probe, "input_ids": changed}).logits.float() - before).abs().amax(-1)
             leaked = max(leaked, shift[~inside].max().item())
             moved = min(moved, shift[inside].max().item())
-        return Evidence("attention", "packed documents do not see each other",
-                        f"changing {min(count, MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits by at "
-                        f"least {moved:.2g}, the others' by at most {leaked:.2g}",
-                        moved > 0 and leaked <= 1e-3 * moved)
+        return Evidence(
+            "attention",
+            "packed documents do not see each other",
+            f"changing {min(count, MOST_DOCUMENTS)} of {count} documents, one by one, moved its own logits by at "
+            f"least {moved:.2g}, the others' by at most {leaked:.2g}",
+            moved > 0 and leaked <= 1e-3 * moved,
+        )
 
     def _implementation(self, hf_config: Any) -> str:
         """transformers' name of what is asked for. A pipeline that nobody resolved takes what transformers would."""
@@ -161,15 +184,22 @@ class Attention(Technique):
             return SDPA
         text = hf_config.get_text_config()
         if self.backend == "auto":
-            return "eager" if getattr(text, "attn_logit_softcapping", None) or not offers(
-                text.model_type, "_supports_sdpa") else "sdpa"
+            return (
+                "eager"
+                if getattr(text, "attn_logit_softcapping", None) or not offers(text.model_type, "_supports_sdpa")
+                else "sdpa"
+            )
         return BACKENDS[self.backend].implementation
 
 
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[set[str], str]:
     """The implementations that ran in each of the layers in one forward pass, as the profiler saw it; and that in words."""
     own = str(model.config._attn_implementation)  # type: ignore[union-attr]
-    patterns = {backend.implementation: backend.ran for backend in (*BACKENDS.values(), BY_DOCUMENTS, named(own)) if backend.ran}
+    patterns = {
+        backend.implementation: backend.ran
+        for backend in (*BACKENDS.values(), BY_DOCUMENTS, named(own))
+        if backend.ran
+    }
     with _flex_calls() if own == "flex_attention" else nullcontext([0]) as flex:
         ran = operators(lambda: model(**probe), patterns)
         ran["flex_attention"] = Seen(flex[0] // 2)  # operators() calls twice
@@ -178,10 +208,15 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
         ran = {name: seen for name, seen in ran.items() if name not in (SDPA, CUDNN)}
     if len(ran) > 1:  # a softmax beside a kernel is a router's
         ran.pop("eager", None)
-    told = " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items()) or "no attention operator"
+    told = (
+        " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items())
+        or "no attention operator"
+    )
     kernels = sorted({short(kernel) for seen in ran.values() for kernel in seen.kernels})
-    return ({name for name, seen in ran.items() if seen.calls >= layers},
-            f"{told} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""))
+    return (
+        {name for name, seen in ran.items() if seen.calls >= layers},
+        f"{told} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),
+    )
 
 
 @contextmanager

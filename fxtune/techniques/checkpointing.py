@@ -50,8 +50,13 @@ TILES = (4, 16)
 """What `auto` tries for mlp_tiles."""
 ROOM = 0.95
 """Of the free memory, what `auto` fills if it can: a mix goes up to the limit, and a forecast may be wrong by some percent."""
-POLICIES = {"everything": Policy.none, "wide": Policy.selective, "narrow": Policy.selective, "attention": Policy.selective,
-            "input": Policy.full}
+POLICIES = {
+    "everything": Policy.none,
+    "wide": Policy.selective,
+    "narrow": Policy.selective,
+    "attention": Policy.selective,
+    "input": Policy.full,
+}
 """The policy of each level."""
 
 
@@ -66,18 +71,25 @@ class Checkpointing(Recomputation):
         ways = list(self._ways(facts))
         host = HOST_SHARE * facts.host_memory
         choice = pace.fastest(replace(facts, free_memory=int(ROOM * facts.free_memory)), ways, host) or pace.fastest(
-            facts, ways, host)
+            facts, ways, host
+        )
         if choice is None:  # by the forecast, which may be wrong by some percent: the smallest is tried
             smallest = [pace.within(facts, replace(way, level=levels[0]), host) for way, levels in ways]
             keeping, need = min((one for one in smallest if one[1].host <= host), key=lambda one: one[1].device)
             self._become(keeping, facts)
-            return (f"{self.told()}: the smallest there is, and it needs some {_room(facts, need)} ({_shares(need)}). It may run "
-                    "out of memory: shorten data.sequence_length, or quantise the base.")
+            return (
+                f"{self.told()}: the smallest there is, and it needs some {_room(facts, need)} ({_shares(need)}). It may run "
+                "out of memory: shorten data.sequence_length, or quantise the base."
+            )
         self._become(choice.keeping, facts)
         everything = forecast(facts, Keeping())
-        less = "" if everything.device <= facts.free_memory else f"; everything would need {everything.device / GIB:.1f}"
-        return (f"{self.told()}: {_room(facts, choice.need)} ({_shares(choice.need)}), which by arithmetic adds "
-                f"{choice.added / choice.step:.0%} to the layers' time{less}")
+        less = (
+            "" if everything.device <= facts.free_memory else f"; everything would need {everything.device / GIB:.1f}"
+        )
+        return (
+            f"{self.told()}: {_room(facts, choice.need)} ({_shares(choice.need)}), which by arithmetic adds "
+            f"{choice.added / choice.step:.0%} to the layers' time{less}"
+        )
 
     def _ways(self, facts: Facts) -> Iterator[tuple[Keeping, tuple[str, ...]]]:
         """What `auto` tries: whether to send and to tile, each with the levels that go with it. What is asked for stays."""
@@ -93,8 +105,13 @@ class Checkpointing(Recomputation):
         for way in sent:
             for pieces in tiles:
                 # Products that are as wide as nothing else are told from others by their names, if the MLP has a form we know.
-                levels = [level for level in LEVELS if (level != "narrow" or _wide(facts))
-                          and (level != "wide" or pieces == 1) and (level != "everything" or (pieces == 1 and not way))]
+                levels = [
+                    level
+                    for level in LEVELS
+                    if (level != "narrow" or _wide(facts))
+                    and (level != "wide" or pieces == 1)
+                    and (level != "everything" or (pieces == 1 and not way))
+                ]
                 yield Keeping(sent=way, senders=self.offload_layers, tiles=pieces), tuple(levels)
 
     def _become(self, keeping: Keeping, facts: Facts) -> None:
@@ -113,13 +130,20 @@ class Checkpointing(Recomputation):
 
     def _uniform(self, level: str, wide: list[str]) -> Checkpointing:
         """These options with one level for all layers. `wide`: the linears of the MLP that are wider than their input."""
-        return replace(self, policy=POLICIES[level], mix={}, save=["attention"] if level == "attention" else [],
-                       recompute=list(wide) if level == "narrow" else [])
+        return replace(
+            self,
+            policy=POLICIES[level],
+            mix={},
+            save=["attention"] if level == "attention" else [],
+            recompute=list(wide) if level == "narrow" else [],
+        )
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         layers = decoder_layers(model)
         kinds = self._kinds(layers)
-        contexts = {level: own._rule(layers).contexts() for level, own in kinds.items() if own.policy is Policy.selective}
+        contexts = {
+            level: own._rule(layers).contexts() for level, own in kinds.items() if own.policy is Policy.selective
+        }
         keeping = self.keeping()
         levels, sending = keeping.levels(len(layers)), keeping.sending(len(layers))
         for layer, level in zip(layers, levels, strict=True):
@@ -134,8 +158,12 @@ class Checkpointing(Recomputation):
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = [outward for inward, outward in linears_of_mlp(layers[0]).values() if outward > inward]
-            model.offload = Offload([*senders, above], world.device, self.offload_what is What.kept,  # type: ignore[assignment]
-                                    frozenset([*wide, sum(wide)]))
+            model.offload = Offload(
+                [*senders, above],
+                world.device,
+                self.offload_what is What.kept,  # type: ignore[assignment]
+                frozenset([*wide, sum(wide)]),
+            )
         return model
 
     def _kinds(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:
@@ -164,7 +192,9 @@ class Checkpointing(Recomputation):
         tiled = selective.linears(layers[0].mlp) if self.mlp_tiles > 1 else {}  # type: ignore[arg-type]
         named = {name: name in self.save for name in [*self.save, *self.recompute] if name in shapes}
         named |= dict.fromkeys(tiled, False)
-        saved, recomputed = ([name for name in names if name not in shapes] for names in (self.save or GROUPS, self.recompute))
+        saved, recomputed = (
+            [name for name in names if name not in shapes] for names in (self.save or GROUPS, self.recompute)
+        )
         rule = Rule(tuple(saved), tuple(recomputed), ranks=selective.ranks(layers[0]))
         groups, kept = dict(adapted.groups_of(layers[0])), {}  # type: tuple[dict[str, tuple[int, int]], dict[tuple[int, int], bool]]
         for name, size in groups.items():  # fused linears are kept together, if one of them is
@@ -172,8 +202,11 @@ class Checkpointing(Recomputation):
         kept |= {shapes[name]: keeps for name, keeps in named.items() if name not in groups}
         if any(map(adapted.fused_mlp, layers[0].modules())):
             (saved if self._of_fused_mlp()[1] else recomputed).append("fxtune.lora_mlp")
-        return rule._replace(saved=tuple(saved), recomputed=tuple(recomputed),
-                             linears=tuple((*size, keeps) for size, keeps in kept.items()))
+        return rule._replace(
+            saved=tuple(saved),
+            recomputed=tuple(recomputed),
+            linears=tuple((*size, keeps) for size, keeps in kept.items()),
+        )
 
     def _of_fused_mlp(self) -> tuple[bool, bool]:
         """Of an MLP that is one operator: whether gate and up are kept, and whether its result is."""
@@ -190,14 +223,28 @@ class Checkpointing(Recomputation):
         layers, keeping = decoder_layers(model), self.keeping()
         levels, kinds = keeping.levels(len(layers)), self._kinds(layers)
         rules = {level: Rule(()) if own.policy is Policy.full else own._rule(layers) for level, own in kinds.items()}
-        asked = {Policy.selective: f"kept: {', '.join(self.save or GROUPS)}"
-                 + (f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""),
-                 Policy.full: "attention and matmuls run again", Policy.budget: f"the compiler keeps {self.budget:.0%}",
-                 Policy.mix: self.told(), Policy.none: "nothing runs again"}[self.policy]
-        yield from witness.evidence(model, witness.Asked(
-            asked, levels, [rules[level] for level in levels], [*self.save, *self.recompute],
-            self.budget if self.policy is Policy.budget else None, self.mlp_tiles, keeping.sending(len(layers)),
-            self.offload_what is What.kept), probe)
+        asked = {
+            Policy.selective: f"kept: {', '.join(self.save or GROUPS)}"
+            + (f"; recomputed: {', '.join(self.recompute)}" if self.recompute else ""),
+            Policy.full: "attention and matmuls run again",
+            Policy.budget: f"the compiler keeps {self.budget:.0%}",
+            Policy.mix: self.told(),
+            Policy.none: "nothing runs again",
+        }[self.policy]
+        yield from witness.evidence(
+            model,
+            witness.Asked(
+                asked,
+                levels,
+                [rules[level] for level in levels],
+                [*self.save, *self.recompute],
+                self.budget if self.policy is Policy.budget else None,
+                self.mlp_tiles,
+                keeping.sending(len(layers)),
+                self.offload_what is What.kept,
+            ),
+            probe,
+        )
 
 
 class _Budget:
@@ -232,7 +279,11 @@ def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwar
 def _wide(facts: Facts) -> list[str]:
     """The linears of the MLP that are wider than what goes in."""
     layer = layer_of(facts.model)
-    return [name for name, (inward, outward) in linears_of_mlp(layer).items() if outward > inward] if layer is not None else []
+    return (
+        [name for name, (inward, outward) in linears_of_mlp(layer).items() if outward > inward]
+        if layer is not None
+        else []
+    )
 
 
 def _room(facts: Facts, need: Need) -> str:
@@ -241,5 +292,7 @@ def _room(facts: Facts, need: Need) -> str:
 
 
 def _shares(need: Need) -> str:
-    return (f"weights {need.weights / GIB:.1f}, gradients and optimizer {need.trained / GIB:.1f}, kept by the layers "
-            f"{need.kept / GIB:.1f}, one layer at work {max(need.layer, need.loss) / GIB:.1f}")
+    return (
+        f"weights {need.weights / GIB:.1f}, gradients and optimizer {need.trained / GIB:.1f}, kept by the layers "
+        f"{need.kept / GIB:.1f}, one layer at work {max(need.layer, need.loss) / GIB:.1f}"
+    )

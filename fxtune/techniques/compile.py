@@ -82,8 +82,11 @@ class Dynamic(str, Enum):
     always = "always"
 
 
-MODES = {CompileMode.default: "default", CompileMode.reduce_overhead: "reduce-overhead",
-         CompileMode.max_autotune: "max-autotune-no-cudagraphs"}
+MODES = {
+    CompileMode.default: "default",
+    CompileMode.reduce_overhead: "reduce-overhead",
+    CompileMode.max_autotune: "max-autotune-no-cudagraphs",
+}
 SHAPES = {Dynamic.never: False, Dynamic.auto: None, Dynamic.always: True}
 
 
@@ -114,18 +117,24 @@ class Compile(Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         if self.dynamic is Dynamic.never:
             if not facts.rows and not facts.packing:
-                yield ("enabled: rows of any length would each compile anew. Set data.packing=true, or data.buckets, or "
-                       "dynamic=always.")
+                yield (
+                    "enabled: rows of any length would each compile anew. Set data.packing=true, or data.buckets, or "
+                    "dynamic=always."
+                )
             if len(facts.rows) > MOST_LENGTHS:
-                yield (f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}, or "
-                       "dynamic=always.")
+                yield (
+                    f"enabled: {len(facts.rows)} data.buckets compile a graph each. Use at most {MOST_LENGTHS}, or "
+                    "dynamic=always."
+                )
         if self.fullgraph and self.max_graph_breaks:
             yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."
         if self.mode is CompileMode.reduce_overhead:
             yield from self._without_cuda_graphs(facts)
         if self.mode is CompileMode.max_autotune and facts.deterministic:
-            yield ("mode: max_autotune picks kernels by the clock, so two runs may compute differently, and "
-                   "run.deterministic=true rules that out (torch would not try them). Use default.")
+            yield (
+                "mode: max_autotune picks kernels by the clock, so two runs may compute differently, and "
+                "run.deterministic=true rules that out (torch would not try them). Use default."
+            )
         if self.cuda_graphs is Switch.on:
             yield from (f"cuda_graphs: {why}." for why in self._not_recorded(facts))
         yield from _without_compiler(facts)
@@ -138,7 +147,10 @@ class Compile(Technique):
         if why is None and seconds > LAUNCHING:
             why = f"a layer keeps the device busy for {seconds * 1e3:.0f} ms of a micro-batch, longer than its launches take"
         self.cuda_graphs = Switch.off if why else Switch.on
-        why = why or f"a layer keeps the device busy for {seconds * 1e3:.1f} ms of a micro-batch, about what its launches take"
+        why = (
+            why
+            or f"a layer keeps the device busy for {seconds * 1e3:.1f} ms of a micro-batch, about what its launches take"
+        )
         return f"cuda_graphs {self.cuda_graphs.value} ({why})" if facts.device == "cuda" else None
 
     def _not_recorded(self, facts: Facts) -> Iterator[str]:
@@ -155,32 +167,44 @@ class Compile(Technique):
             yield "float16's loss scale changes between passes. Use bfloat16, or set this to off"
         kept = _plainly(facts.techniques.get("checkpointing", {}))
         if kept.get("policy", "none") not in ("none", "auto"):
-            yield (f"recomputation (techniques.checkpointing.policy={kept['policy']}) saves the state of random numbers, which "
-                   "cannot be recorded. Set policy=none, or this to off")
+            yield (
+                f"recomputation (techniques.checkpointing.policy={kept['policy']}) saves the state of random numbers, which "
+                "cannot be recorded. Set policy=none, or this to off"
+            )
         if _draws_in_the_head(facts):
-            yield ("the fused loss runs the head's adapter again in the backward pass with the same dropout, and the state of "
-                   "random numbers cannot be recorded. Set techniques.lora.dropout=0, or "
-                   "techniques.liger.fused_linear_cross_entropy=off, or this to off")
+            yield (
+                "the fused loss runs the head's adapter again in the backward pass with the same dropout, and the state of "
+                "random numbers cannot be recorded. Set techniques.lora.dropout=0, or "
+                "techniques.liger.fused_linear_cross_entropy=off, or this to off"
+            )
         if asking := [kind for kind in _rope_kinds(facts) if kind in ASKING]:
-            yield (f"RoPE of type {asking[0]} asks the device how long rows are. Use a techniques.rope.type of fixed "
-                   "frequencies, or set this to off")
+            yield (
+                f"RoPE of type {asking[0]} asks the device how long rows are. Use a techniques.rope.type of fixed "
+                "frequencies, or set this to off"
+            )
         backend = facts.techniques.get("attention", {}).get("backend", "auto")
         packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
         if not (backend in (*RECORDABLE, "auto") or packed_sdpa or (backend == "cudnn" and not facts.packing)):
-            yield (f"attention by {backend} asks the device where documents begin. Use techniques.attention.backend="
-                   f"{RECORDABLE[0]}, or set this to off")
+            yield (
+                f"attention by {backend} asks the device where documents begin. Use techniques.attention.backend="
+                f"{RECORDABLE[0]}, or set this to off"
+            )
 
     def _without_cuda_graphs(self, facts: Facts) -> Iterator[str]:
         if facts.device != "cuda":
             yield f"mode: reduce_overhead records CUDA graphs, and the device is {facts.device}. Use default."
         if self.scope is Scope.layers:
-            yield ("mode: reduce_overhead by layer would record each of the layers anew, for their weights lie in other places. "
-                   "Set scope=model, or mode=default.")
+            yield (
+                "mode: reduce_overhead by layer would record each of the layers anew, for their weights lie in other places. "
+                "Set scope=model, or mode=default."
+            )
         if self.dynamic is not Dynamic.never:
             yield f"mode: reduce_overhead records one graph for each length. Set dynamic=never (it is {self.dynamic.value})."
         if not self.fullgraph:
-            yield ("mode: reduce_overhead records graphs, and around a graph break their memory is overwritten while it is "
-                   "read. Set fullgraph=true, or mode=default.")
+            yield (
+                "mode: reduce_overhead records graphs, and around a graph break their memory is overwritten while it is "
+                "read. Set fullgraph=true, or mode=default."
+            )
 
     @property
     def keep_gradients(self) -> bool:
@@ -205,11 +229,14 @@ class Compile(Technique):
         for name in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
         for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
-            compiled: Callable[..., Any] = torch.compile(part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph,
-                                                         dynamic=SHAPES[self.dynamic])
+            compiled: Callable[..., Any] = torch.compile(
+                part.forward, mode=MODES[self.mode], fullgraph=self.fullgraph, dynamic=SHAPES[self.dynamic]
+            )
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
-            part.forward = partial(_dispatched, part.forward, partial(self._watch.call, compiled), self.scope is Scope.model)
+            part.forward = partial(
+                _dispatched, part.forward, partial(self._watch.call, compiled), self.scope is Scope.model
+            )
         return model
 
     def drop(self) -> None:
@@ -226,7 +253,9 @@ class Compile(Technique):
         """Profile one forward after a first one that compiles: torch marks each entry into compiled code."""
         parts = len(decoder_layers(model)) if self.scope is Scope.layers else 1
         with observed(model), torch.enable_grad():
-            for _ in range(2 if self.mode is CompileMode.reduce_overhead else 1):  # CUDA graphs are recorded in the second
+            for _ in range(
+                2 if self.mode is CompileMode.reduce_overhead else 1
+            ):  # CUDA graphs are recorded in the second
                 model(**probe)
             compiled_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
@@ -234,22 +263,35 @@ class Compile(Technique):
         anew = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled_before
         regions = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         wanted = f"{parts} layers run" if self.scope is Scope.layers else "the decoder runs"
-        yield Evidence("compile", f"{wanted} compiled code, without compiling again",
-                       f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew",
-                       regions >= parts and anew == 0)
+        yield Evidence(
+            "compile",
+            f"{wanted} compiled code, without compiling again",
+            f"{regions} entries into compiled code in one forward, {anew} graphs compiled anew",
+            regions >= parts and anew == 0,
+        )
         seen = self.report()
-        yield Evidence("compile", f"at most {self.max_graph_breaks} graph breaks",
-                       f"{seen.graphs} graphs in {seen.seconds:.1f} s, {len(seen.breaks)} graph breaks"
-                       + "".join(f"; {each.where}: {each.reason}" for each in seen.breaks),
-                       seen.graphs > 0 and len(seen.breaks) <= self.max_graph_breaks)
+        yield Evidence(
+            "compile",
+            f"at most {self.max_graph_breaks} graph breaks",
+            f"{seen.graphs} graphs in {seen.seconds:.1f} s, {len(seen.breaks)} graph breaks"
+            + "".join(f"; {each.where}: {each.reason}" for each in seen.breaks),
+            seen.graphs > 0 and len(seen.breaks) <= self.max_graph_breaks,
+        )
         if self.mode is CompileMode.reduce_overhead:
-            yield Evidence("compile", "recorded as CUDA graphs",
-                           "; ".join([f"{seen.skipped_cuda_graphs} graphs not recorded", *seen.why_skipped]),
-                           seen.skipped_cuda_graphs == 0)
+            yield Evidence(
+                "compile",
+                "recorded as CUDA graphs",
+                "; ".join([f"{seen.skipped_cuda_graphs} graphs not recorded", *seen.why_skipped]),
+                seen.skipped_cuda_graphs == 0,
+            )
 
     def _new_watch(self) -> Watch:
-        return Watch("layer" if self.scope is Scope.layers else "decoder", self.mode.value, self.max_graph_breaks,
-                     self.max_recompiles)
+        return Watch(
+            "layer" if self.scope is Scope.layers else "decoder",
+            self.mode.value,
+            self.max_graph_breaks,
+            self.max_recompiles,
+        )
 
 
 def _layer_seconds(facts: Facts) -> float:
@@ -291,20 +333,28 @@ def _without_compiler(facts: Facts) -> Iterator[str]:
     """On a CPU torch.compile writes C++; on a GPU Triton compiles C to launch its kernels. Both read Python's headers."""
     if facts.device == "cuda":
         if not c_compiler():
-            yield ("enabled: torch.compile needs a C compiler to launch its kernels, and none is on the PATH (gcc, clang or "
-                   "$CC). Install one (Debian: apt install gcc), or set it to false.")
+            yield (
+                "enabled: torch.compile needs a C compiler to launch its kernels, and none is on the PATH (gcc, clang or "
+                "$CC). Install one (Debian: apt install gcc), or set it to false."
+            )
     else:
         compiler = os.environ.get("CXX", "g++")
         if not shutil.which(compiler) and not shutil.which("clang++"):
-            yield (f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt "
-                   "install g++), or set it to false.")
+            yield (
+                f"enabled: torch.compile needs a C++ compiler, and {compiler} is not on the PATH. Install it (Debian: apt "
+                "install g++), or set it to false."
+            )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        yield (f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set "
-               "it to false.")
+        yield (
+            f"enabled: torch.compile needs {header}. Install Python's headers (Debian: apt install python3-dev), or set "
+            "it to false."
+        )
 
 
-def _dispatched(plain: Callable[..., Any], compiled: Callable[..., Any], whole: bool, *args: Any, **kwargs: Any) -> Any:
+def _dispatched(
+    plain: Callable[..., Any], compiled: Callable[..., Any], whole: bool, *args: Any, **kwargs: Any
+) -> Any:
     # A decoder makes the cache itself where it is not told otherwise; a layer is handed one.
     caching = kwargs.get("past_key_values") is not None or (whole and kwargs.get("use_cache") is not False)
     return (plain if caching else compiled)(*args, **kwargs)

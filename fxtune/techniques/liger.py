@@ -84,8 +84,13 @@ WHAT = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm", "rope": "RoPE", "swigl
 """The operations that get a kernel."""
 OURS = "rope"
 """The one of them whose kernel is our own."""
-KERNELS = {"rms_norm": "_rms_norm_forward_kernel", "layer_norm": "_layer_norm_forward_kernel", "rope": r"^fxtune::rotary(_qkv)?$",
-           "swiglu": "_swiglu_(fused_gate_up_)?forward_kernel", "geglu": "_geglu_tanh_forward_kernel"}
+KERNELS = {
+    "rms_norm": "_rms_norm_forward_kernel",
+    "layer_norm": "_layer_norm_forward_kernel",
+    "rope": r"^fxtune::rotary(_qkv)?$",
+    "swiglu": "_swiglu_(fused_gate_up_)?forward_kernel",
+    "geglu": "_geglu_tanh_forward_kernel",
+}
 """What the profiler calls their forward kernels, in compiled code too, or the operator that runs one."""
 
 
@@ -106,15 +111,19 @@ class Liger(Technique):
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.chunk_rows is not None and self.fused_linear_cross_entropy is Switch.off:
-            yield ("chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave chunk_rows "
-                   "out.")
+            yield (
+                "chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave chunk_rows "
+                "out."
+            )
         wanted = {name: switch for name in WHAT if (switch := Switch(getattr(self, name))) is not Switch.off}
         if not wanted:
             return
         kind = facts.text.get("model_type", "this model")
         if kind not in FAMILIES:
-            yield (f"enabled: Liger's kernels are known for {', '.join(sorted(FAMILIES))}, and this is {kind}. Set "
-                   f"{', '.join(wanted)} to off (fused_linear_cross_entropy serves any model), or enabled to false.")
+            yield (
+                f"enabled: Liger's kernels are known for {', '.join(sorted(FAMILIES))}, and this is {kind}. Set "
+                f"{', '.join(wanted)} to off (fused_linear_cross_entropy serves any model), or enabled to false."
+            )
             return
         asked = [name for name, switch in wanted.items() if switch is Switch.on]
         has = _operations(facts.text)
@@ -122,13 +131,19 @@ class Liger(Technique):
             if name not in has:
                 yield f"{name}: {kind} with this config has no {WHAT[name]} of Liger's kind. Use auto or off."
         if facts.device != "cuda":
-            yield from (f"{name}: Liger's kernels are Triton's and need a GPU. Use auto or off."
-                        for name in asked if name != OURS)
+            yield from (
+                f"{name}: Liger's kernels are Triton's and need a GPU. Use auto or off."
+                for name in asked
+                if name != OURS
+            )
         elif PACKAGE not in facts.packages and (theirs := [name for name in wanted if name != OURS]):
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
         if facts.techniques.get("lora", {}).get("fused") == "on" and fuses_mlps(facts, skeleton(facts.model)):
-            yield from (f"{name}: techniques.lora.fused=on makes an MLP one operator, with its own. Set one of them to off."
-                        for name in asked if name in GATED)
+            yield from (
+                f"{name}: techniques.lora.fused=on makes an MLP one operator, with its own. Set one of them to off."
+                for name in asked
+                if name in GATED
+            )
 
     def resolve(self, facts: Facts) -> str | None:
         notes = []
@@ -143,8 +158,10 @@ class Liger(Technique):
             on = size > FEW_LOGITS
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
             self.chunk_rows = self.chunk_rows if on else None
-            notes.append(f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
-                         f"{size / 2**30:.2g} GiB in float32)")
+            notes.append(
+                f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
+                f"{size / 2**30:.2g} GiB in float32)"
+            )
         if Switch.on not in [self.fused_linear_cross_entropy, *(getattr(self, name) for name in WHAT)]:
             return f"nothing of it acts here: {', '.join(notes) or 'each kernel is off'}"
         return ", ".join(notes) or None
@@ -198,12 +215,20 @@ class Liger(Technique):
                 runs = sum(map(bool, config.no_rope_layers))
             placed = sum(getattr(module, "liger", None) == name for module in backbone(model).modules())
             if launched is None:
-                yield Evidence("liger", f"{name}: {wanted} in place", f"{placed} in place; the profiler sees no kernels here, so "
-                               "whether they run was not observed", placed >= wanted)
+                yield Evidence(
+                    "liger",
+                    f"{name}: {wanted} in place",
+                    f"{placed} in place; the profiler sees no kernels here, so whether they run was not observed",
+                    placed >= wanted,
+                )
                 continue
             which = " of fxtune::rotary" if name == OURS else ""
-            yield Evidence("liger", f"{name}: {wanted} in place, {runs} run{which} in a forward pass",
-                           f"{placed} in place, {launched[name]} run", placed >= wanted and launched[name] >= runs)
+            yield Evidence(
+                "liger",
+                f"{name}: {wanted} in place, {runs} run{which} in a forward pass",
+                f"{placed} in place, {launched[name]} run",
+                placed >= wanted and launched[name] >= runs,
+            )
 
 
 def _operations(text: dict[str, Any]) -> set[str]:
@@ -259,8 +284,15 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     text, family = facts.text, FAMILIES[facts.text["model_type"]]
     norm = name.endswith("norm")
     width, dtype = (text["hidden_size"], facts.dtype) if norm else (text["intermediate_size"], facts.compute_dtype)
-    case = liger_timing.Case(name, min(_tokens(facts), liger_timing.MOST_ROWS), width, dtype,
-                             trained=norm and "lora" not in facts.techniques, offset=family.offset, casting=family.casting)
+    case = liger_timing.Case(
+        name,
+        min(_tokens(facts), liger_timing.MOST_ROWS),
+        width,
+        dtype,
+        trained=norm and "lora" not in facts.techniques,
+        offset=family.offset,
+        casting=family.casting,
+    )
     versions = {package: facts.packages.get(package) for package in ("torch", PACKAGE)}
     key = json.dumps([facts.device_name, versions, asdict(case)], sort_keys=True)
     file = cache_home() / "liger_times.json"

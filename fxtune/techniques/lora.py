@@ -97,8 +97,10 @@ class Lora(Technique):
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             yield f"target_modules: {ALL_LINEAR} stands for all of them. Use it alone, or names alone."
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
-            yield (f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
-                   "Use default with dora.")
+            yield (
+                f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
+                "Use default with dora."
+            )
         if self.fused is Fused.on and (hindrance := fusing.hindrance(facts)):
             yield f"fused: {hindrance}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
@@ -106,8 +108,10 @@ class Lora(Technique):
         config = facts.model.get("text_config") or facts.model
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
         if tied and (config.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")):
-            yield ("modules_to_save: this model's head and embedding are one tensor, and adapting "
-                   f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules.")
+            yield (
+                "modules_to_save: this model's head and embedding are one tensor, and adapting "
+                f"{' and '.join(sorted(tied))} would part them. Take it out of modules_to_save and target_modules."
+            )
         if self.modules_to_save or ALL_LINEAR not in self.target_modules:
             yield from self._unmatched(skeleton(facts.model))
 
@@ -116,7 +120,9 @@ class Lora(Technique):
         if model is None:
             return
         names = [name for name, _ in model.named_modules()]
-        linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        linears = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        )
         for option, wanted in (("target_modules", self.target_modules), ("modules_to_save", self.modules_to_save)):
             for name in wanted:
                 if name != ALL_LINEAR and not any(there == name or there.endswith(f".{name}") for there in names):
@@ -130,7 +136,11 @@ class Lora(Technique):
             return None
         why = "nothing is won on a CPU" if facts.device == "cpu" else fusing.hindrance(facts)
         liger = facts.techniques.get("liger", {})
-        if not why and "on" in (liger.get("swiglu"), liger.get("geglu")) and fusing.fuses_mlps(facts, skeleton(facts.model)):
+        if (
+            not why
+            and "on" in (liger.get("swiglu"), liger.get("geglu"))
+            and fusing.fuses_mlps(facts, skeleton(facts.model))
+        ):
             why = "techniques.liger has the MLPs"
         self.fused, self._may_not_fuse = (Fused.off if why else Fused.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
@@ -162,11 +172,16 @@ class Lora(Technique):
         if reasons := list(self._unmatched(model)):
             raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
         config = peft.LoraConfig(
-            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,  # type: ignore[arg-type]  # peft takes any number
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,  # type: ignore[arg-type]  # peft takes any number
             target_modules=ALL_LINEAR if ALL_LINEAR in self.target_modules else list(self.target_modules),
-            modules_to_save=list(self.modules_to_save) or None, use_rslora=self.rslora, use_dora=self.dora,
+            modules_to_save=list(self.modules_to_save) or None,
+            use_rslora=self.rslora,
+            use_dora=self.dora,
             init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
-            task_type="CAUSAL_LM")
+            task_type="CAUSAL_LM",
+        )
         before = _sketch(model)
         # What a rounding error does to these logits: in random weights, and over fp8, it grows from layer to layer.
         noise = _distance(_sketch(model, nudge=torch.finfo(before.dtype).eps), before)
@@ -192,40 +207,63 @@ class Lora(Technique):
         Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
         """
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        start(model, adapter, {"r": self.r, "alpha": self.alpha, "rslora": self.rslora, "dora": self.dora,
-                               "init": self.init.value if factored else AdapterInit.default.value,
-                               "modules_to_save": sorted(self.modules_to_save)})
+        start(
+            model,
+            adapter,
+            {
+                "r": self.r,
+                "alpha": self.alpha,
+                "rslora": self.rslora,
+                "dora": self.dora,
+                "init": self.init.value if factored else AdapterInit.default.value,
+                "modules_to_save": sorted(self.modules_to_save),
+            },
+        )
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        foreign = [name for name, parameter in model.named_parameters()
-                   if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name]
+        foreign = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name
+        ]
         total = sum(_size(parameter) for parameter in model.parameters())
-        yield Evidence("lora", f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
-                       f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
-                       f"{len(foreign)} of them in the base", bool(layers) and trained > 0 and not foreign)
+        yield Evidence(
+            "lora",
+            f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
+            f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
+            f"{len(foreign)} of them in the base",
+            bool(layers) and trained > 0 and not foreign,
+        )
         if self.fused is Fused.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)
         # Of an embedding's adapter peft starts the other half at zero.
-        halves = [parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
+        halves = [
+            parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name
+        ]
         nonzero = sum(bool(half.any()) for half in halves)
         if start := getattr(model, "adapter_start", None):
-            yield Evidence("lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0)
+            yield Evidence(
+                "lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0
+            )
             return
         before = model.base_logits
         shift = _distance(_sketch(model), before)
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
         # B = 0 adds exactly nothing, but a fused operator rounds at other places, and so do tiles of one (mlp_tiles).
         allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * model.base_noise
-        yield Evidence("lora", f"init {self.init.value}: the model starts as its base",
-                       f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits {shift:.1e} from the base's "
-                       f"({model.base_noise:.1e} is what a rounding of its input does)",
-                       shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0))
+        yield Evidence(
+            "lora",
+            f"init {self.init.value}: the model starts as its base",
+            f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits {shift:.1e} from the base's "
+            f"({model.base_noise:.1e} is what a rounding of its input does)",
+            shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0),
+        )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:
         """The operators of a forward pass, seen where they are dispatched."""
@@ -235,24 +273,35 @@ class Lora(Technique):
         told = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # A mixture's experts run where a token goes to them.
         fits = ran == wanted or (model.fusion.experts and 0 < ran < wanted)
-        return Evidence("lora", f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})", f"{told} ran",
-                        fits and (wanted > 0 or self._may_not_fuse))
+        return Evidence(
+            "lora",
+            f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})",
+            f"{told} ran",
+            fits and (wanted > 0 or self._may_not_fuse),
+        )
 
     def _multiplied(self, model: Any) -> Evidence:
         """Whose kernel multiplies by the model's weights. Also where `auto` had to fall back, which is told and no error."""
         if self._not_compiled:
-            return Evidence("lora", "matmul auto: quack's kernel where it compiles",
-                            f"cuBLAS, since that did not compile here ({self._not_compiled})", True)
+            return Evidence(
+                "lora",
+                "matmul auto: quack's kernel where it compiles",
+                f"cuBLAS, since that did not compile here ({self._not_compiled})",
+                True,
+            )
         told, was = matmuls.ran(model)
-        return Evidence("lora", "matmul cute: large products by quack's kernel", told,
-                        self._may_be_cublas if was is None else was)
+        return Evidence(
+            "lora", "matmul cute: large products by quack's kernel", told, self._may_be_cublas if was is None else was
+        )
 
 
 def _train_in_float32(adapted: Any) -> None:
     """Give what modules_to_save trains float32 weights as well, between two casts: peft leaves them in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
-    dtype = next(one.dtype for name, one in adapted.named_parameters() if one.is_floating_point() and "lora_" not in name)
+    dtype = next(
+        one.dtype for name, one in adapted.named_parameters() if one.is_floating_point() and "lora_" not in name
+    )
 
     def cast(value: Any, to: torch.dtype) -> Any:
         return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

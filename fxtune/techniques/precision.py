@@ -76,18 +76,24 @@ class Precision(Technique):
         if facts.device != "cuda" and self.cudnn_benchmark:
             yield "cudnn_benchmark: cuDNN needs a GPU, and this run is on a CPU. Set it to false."
         if self.cudnn_benchmark and facts.deterministic:
-            yield ("cudnn_benchmark: it picks by the clock, so two runs may compute differently, and run.deterministic=true "
-                   "rules that out. Set one of them to false.")
+            yield (
+                "cudnn_benchmark: it picks by the clock, so two runs may compute differently, and run.deterministic=true "
+                "rules that out. Set one of them to false."
+            )
         if {self.autocast.value, facts.dtype} == {"bfloat16", "float16"}:
-            yield (f"autocast: {self.autocast.value} over {facts.dtype} weights loses the range of one and the precision of "
-                   "the other. Use none, or another model.dtype.")
+            yield (
+                f"autocast: {self.autocast.value} over {facts.dtype} weights loses the range of one and the precision of "
+                "the other. Use none, or another model.dtype."
+            )
         if not (self.initial_scale > 0 and math.frexp(self.initial_scale)[0] == 0.5):
             yield f"initial_scale: {self.initial_scale} must be a power of two, so that scaling rounds nothing."
         if "float16" not in (self.autocast.value, facts.dtype):
             for name in ("initial_scale", "scale_growth_interval"):
                 if (value := getattr(self, name)) != getattr(Precision, name):
-                    yield (f"{name}: {value} is read where float16 is in play, and autocast is {self.autocast.value} over "
-                           f"{facts.dtype} weights. Leave it out, or set autocast=float16.")
+                    yield (
+                        f"{name}: {value} is read where float16 is in play, and autocast is {self.autocast.value} over "
+                        f"{facts.dtype} weights. Leave it out, or set autocast=float16."
+                    )
 
     def resolve(self, facts: Facts) -> str | None:
         if self.tf32 is not None:
@@ -117,28 +123,41 @@ class Precision(Technique):
         """Count the matmuls of one forward pass by the dtype of their inputs; see TF32's rounding in a product."""
         device = next(model.parameters()).device
         # Not packed ones, nor adapters, which have a dtype of their own.
-        weights = next(parameter.dtype for name, parameter in model.named_parameters()
-                       if parameter.is_floating_point() and "lora_" not in name)
+        weights = next(
+            parameter.dtype
+            for name, parameter in model.named_parameters()
+            if parameter.is_floating_point() and "lora_" not in name
+        )
         eager = torch.compiler.set_stance("force_eager")
         with observed(model), torch.no_grad(), eager, self.context(device), _Matmuls() as seen:
             model(**probe)
         wanted = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in seen.counts.most_common())
         # At least one for each layer: float32 adapters, routers and the like may have a dtype of their own.
-        yield Evidence("precision", f"autocast {self.autocast.value} over {_name(weights)} weights",
-                       f"matmuls of a forward pass: {counted or 'none'}", seen.counts[wanted] >= len(decoder_layers(model)))
+        yield Evidence(
+            "precision",
+            f"autocast {self.autocast.value} over {_name(weights)} weights",
+            f"matmuls of a forward pass: {counted or 'none'}",
+            seen.counts[wanted] >= len(decoder_layers(model)),
+        )
         if device.type != "cuda":
             return
         if torch.cuda.get_device_capability(device) >= AMPERE:
             rounded = _rounds_to_tf32(device)
-            yield Evidence("precision", f"TF32 {'on' if self.tf32 else 'off'}",
-                           f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs",
-                           rounded == bool(self.tf32))
+            yield Evidence(
+                "precision",
+                f"TF32 {'on' if self.tf32 else 'off'}",
+                f"a float32 matmul {'rounds' if rounded else 'keeps'} the 12th bit of its inputs",
+                rounded == bool(self.tf32),
+            )
         if self.cudnn_benchmark:
             convolutions = sum(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
-            yield Evidence("precision", "the cuDNN autotuner on",
-                           f"cudnn.benchmark is {torch.backends.cudnn.benchmark}, for {convolutions} convolutions",
-                           torch.backends.cudnn.benchmark and convolutions > 0)
+            yield Evidence(
+                "precision",
+                "the cuDNN autotuner on",
+                f"cudnn.benchmark is {torch.backends.cudnn.benchmark}, for {convolutions} convolutions",
+                torch.backends.cudnn.benchmark and convolutions > 0,
+            )
 
 
 class LossScale:

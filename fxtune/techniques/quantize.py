@@ -31,7 +31,15 @@ from torch import nn
 from fxtune.errors import ConfigError
 from fxtune.kernels.fp8_ends import Fp8Embedding, Fp8Head, embedding_of, end_bytes, head_of
 from fxtune.kernels.profiled import operators, short
-from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
+from fxtune.kernels.quantized import (
+    NF4_BLOCK,
+    SCALE_BLOCK,
+    bytes_per_weight,
+    dequantized,
+    is_quantized,
+    quantized,
+    stored_bytes,
+)
 from fxtune.technique import Evidence, Technique, observed, skeleton
 from fxtune.world import Facts, Library, World
 
@@ -81,8 +89,10 @@ class Quantize(Technique):
         library, fp8 = self._library(facts), self.type is Type.fp8
         lora = facts.techniques.get("lora")
         if lora is None:
-            yield (f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
-                   "techniques.lora.enabled=true, or this to false.")
+            yield (
+                f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
+                "techniques.lora.enabled=true, or this to false."
+            )
         if fp8:
             yield from self._fp8(facts)
         elif library is None:
@@ -112,16 +122,21 @@ class Quantize(Technique):
             yield f"library: fp8 is torch's own, and {self.library.value} has no part in it. Set it to auto."
         compute = facts.compute_dtype if self.compute_dtype is ComputeDtype.auto else self.compute_dtype.value
         if compute != "bfloat16":
-            of = ("techniques.precision.autocast=bfloat16 or model.dtype=bfloat16" if self.compute_dtype is ComputeDtype.auto
-                  else "it to auto or bfloat16")
+            of = (
+                "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
+                if self.compute_dtype is ComputeDtype.auto
+                else "it to auto or bfloat16"
+            )
             yield f"compute_dtype: fp8's products come out in bfloat16, and this asks for {compute}. Set {of}."
 
     def _ends(self, model: Any, facts: Facts, lora: dict[str, Any]) -> Iterator[str]:
         """Why this model's head and embeddings cannot be in fp8."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
-            yield (f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model has a "
-                   f"{type(head).__name__} of {tuple(head.weight.shape)}. Set it to false.")
+            yield (
+                f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model has a "
+                f"{type(head).__name__} of {tuple(head.weight.shape)}. Set it to false."
+            )
         if self.embeddings and type(embedding) is not nn.Embedding:
             yield f"embeddings: this model has a {type(embedding).__name__}, which is no plain embedding. Set it to false."
         tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
@@ -131,41 +146,63 @@ class Quantize(Technique):
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
             if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
-                yield (f"{option}: techniques.lora trains {names[0]}, and what is in fp8 is frozen. Set it to false, or take it "
-                       "out of target_modules and modules_to_save.")
+                yield (
+                    f"{option}: techniques.lora trains {names[0]}, and what is in fp8 is frozen. Set it to false, or take it "
+                    "out of target_modules and modules_to_save."
+                )
 
     def _compute(self, facts: Facts) -> Iterator[str]:
         """What the card and the model's own dtype leave to choose."""
         oldest = OLDEST[self.type.value]
         if facts.device == "cuda" and (facts.capability or oldest) < oldest:
             number = ".".join(map(str, facts.capability or ()))
-            yield (f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} has "
-                   f"{number}. {INSTEAD[self.type.value]}.")
-        if facts.device == "cuda" and (facts.capability or (8, 0)) < (8, 0) and self.compute_dtype is ComputeDtype.bfloat16:
+            yield (
+                f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} has "
+                f"{number}. {INSTEAD[self.type.value]}."
+            )
+        if (
+            facts.device == "cuda"
+            and (facts.capability or (8, 0)) < (8, 0)
+            and self.compute_dtype is ComputeDtype.bfloat16
+        ):
             yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
-        if self.compute_dtype is ComputeDtype.float16 and self.type is not Type.fp8 and facts.compute_dtype != "float16":
-            yield ("compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
-                   "model.dtype=float16. Set one of them, or compute_dtype to auto.")
+        if (
+            self.compute_dtype is ComputeDtype.float16
+            and self.type is not Type.fp8
+            and facts.compute_dtype != "float16"
+        ):
+            yield (
+                "compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
+                "model.dtype=float16. Set one of them, or compute_dtype to auto."
+            )
 
     def _adapters(self, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
         init = str(getattr(lora.get("init"), "value", lora.get("init")))
         if init in ("pissa", "olora"):
-            yield (f"enabled: techniques.lora.init={init} takes a part out of the weights, and what is left would have to be "
-                   "quantised anew. Use init=default.")
+            yield (
+                f"enabled: techniques.lora.init={init} takes a part out of the weights, and what is left would have to be "
+                "quantised anew. Use init=default."
+            )
         if lora.get("dora") and self.type is Type.fp8:
-            yield ("type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use nf4 "
-                   "or int8.")
+            yield (
+                "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use nf4 "
+                "or int8."
+            )
         elif lora.get("dora") and library is Library.torchao:
-            yield ("library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
-                   "Use bitsandbytes.")
+            yield (
+                "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
+                "Use bitsandbytes."
+            )
 
     def _linears(self, model: nn.Module, facts: Facts, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
         """What there is to quantise in this model, and whether it and its 16-bit self have a place."""
         found = [(name, linear) for name, _, _, linear in self._targets(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
         if not found:
-            yield (f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip names: "
-                   "experts in one tensor, convolutions and embeddings are not quantised. Set it to false.")
+            yield (
+                f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip names: "
+                "experts in one tensor, convolutions and embeddings are not quantised. Set it to false."
+            )
             return
         every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         for name in self.skip:
@@ -174,16 +211,22 @@ class Quantize(Technique):
                 yield f"skip: {name} is no linear of this model. Its linears are {there}."
         trained = [name for name in lora.get("modules_to_save", []) if any(_named(there, name) for there, _ in found)]
         if trained:
-            yield (f"skip: techniques.lora.modules_to_save trains {', '.join(trained)} in full, and quantised weights cannot be "
-                   "trained. Name it in skip, too.")
+            yield (
+                f"skip: techniques.lora.modules_to_save trains {', '.join(trained)} in full, and quantised weights cannot be "
+                "trained. Name it in skip, too."
+            )
         uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
         if uneven and self.type is Type.nf4 and library is Library.torchao:
-            yield (f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
-                   f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip.")
+            yield (
+                f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
+                f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip."
+            )
         odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
         if odd and self.type is Type.fp8:
-            yield (f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, such as "
-                   f"{odd[0]}. Use nf4 or int8, or name them in skip.")
+            yield (
+                f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, such as "
+                f"{odd[0]}. Use nf4 or int8, or name them in skip."
+            )
         yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
 
     def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
@@ -195,12 +238,16 @@ class Quantize(Technique):
         left = whole - inside * (size - bytes_per_weight({"type": self.type, "double": self.double})) / GIB
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
         if left > free:
-            yield (f"enabled: the quantised model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
-                   + ("." if self.type is Type.nf4 else ", or type=nf4."))
+            yield (
+                f"enabled: the quantised model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
+                + ("." if self.type is Type.nf4 else ", or type=nf4.")
+            )
         elif whole > max(free, host):
-            yield (f"enabled: before it is quantised, the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
-                   f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
-                   + (", or model.dtype=bfloat16." if size == 4 else "."))
+            yield (
+                f"enabled: before it is quantised, the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
+                f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
+                + (", or model.dtype=bfloat16." if size == 4 else ".")
+            )
 
     def resolve(self, facts: Facts) -> str | None:
         chosen = []
@@ -226,7 +273,11 @@ class Quantize(Technique):
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
                 full = f"{path}.{name}" if path else name
-                if isinstance(module, nn.Linear) and module is not head and not any(_named(full, skip) for skip in self.skip):
+                if (
+                    isinstance(module, nn.Linear)
+                    and module is not head
+                    and not any(_named(full, skip) for skip in self.skip)
+                ):
                     yield full, parent, name, module
 
     def apply(self, model: Any, world: World) -> nn.Module:
@@ -236,7 +287,9 @@ class Quantize(Technique):
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
         if not targets:
-            raise ConfigError("techniques.quantize.enabled: this model has no linears besides its head. Set it to false.")
+            raise ConfigError(
+                "techniques.quantize.enabled: this model has no linears besides its head. Set it to false."
+            )
         every = sum(parameter.numel() for parameter in model.parameters())
         share = sum(linear.weight.numel() for *_, linear in targets) / every
         before = after = 0
@@ -259,8 +312,14 @@ class Quantize(Technique):
             torch.cuda.reset_peak_memory_stats(world.device)  # what training takes is to be seen, not this
         if self.library is Library.bitsandbytes:  # what peft asks before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
-        model.quantization = {"linears": len(targets), "before": before, "after": after, "error": error, "share": share,
-                              "ends": ends}
+        model.quantization = {
+            "linears": len(targets),
+            "before": before,
+            "after": after,
+            "error": error,
+            "share": share,
+            "ends": ends,
+        }
         return model
 
     def _end(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
@@ -286,27 +345,46 @@ class Quantize(Technique):
         stored = sum(stored_bytes(module) for module in linears)
         whole = len(linears) == done["linears"] and kinds == {what} and stored == done["after"]
         whole = whole and (self.type is Type.fp8 or stored < done["before"])
-        yield Evidence("quantize", f"{done['linears']} linears in {what}",
-                       f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
-                       f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB", whole)
+        yield Evidence(
+            "quantize",
+            f"{done['linears']} linears in {what}",
+            f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
+            f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
+            whole,
+        )
         worst = WORST_ERROR[self.type.value]
-        yield Evidence("quantize", f"weights near those of the base (relative error below {worst})",
-                       f"{done['error']:.4f} in the first linear", 0 < done["error"] < worst)
+        yield Evidence(
+            "quantize",
+            f"weights near those of the base (relative error below {worst})",
+            f"{done['error']:.4f} in the first linear",
+            0 < done["error"] < worst,
+        )
         trained = sum(parameter.requires_grad for module in linears for parameter in module.parameters())
         dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
-        yield Evidence("quantize", f"frozen, dequantised to {self.compute_dtype.value}",
-                       f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
-                       not trained and dtypes == {self.compute_dtype.value})
+        yield Evidence(
+            "quantize",
+            f"frozen, dequantised to {self.compute_dtype.value}",
+            f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
+            not trained and dtypes == {self.compute_dtype.value},
+        )
         if self.head or self.embeddings:
             ends = [model.get_output_embeddings()] * self.head + [model.get_input_embeddings()] * self.embeddings
-            yield Evidence("quantize", " and ".join(["head"] * self.head + ["embeddings"] * self.embeddings) + " in fp8",
-                           ", ".join(done["ends"]), all(isinstance(one, (Fp8Head, Fp8Embedding)) for one in ends))
+            yield Evidence(
+                "quantize",
+                " and ".join(["head"] * self.head + ["embeddings"] * self.embeddings) + " in fp8",
+                ", ".join(done["ends"]),
+                all(isinstance(one, (Fp8Head, Fp8Embedding)) for one in ends),
+            )
         if self.type is Type.fp8:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 seen = operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
             kernels = ", ".join(sorted({short(name) for name in seen.kernels}))
-            yield Evidence("quantize", "products in fp8", f"{seen.calls} of torch's scaled products in a forward pass"
-                           + (f" ({kernels})" if kernels else ""), seen.calls > 0)
+            yield Evidence(
+                "quantize",
+                "products in fp8",
+                f"{seen.calls} of torch's scaled products in a forward pass" + (f" ({kernels})" if kernels else ""),
+                seen.calls > 0,
+            )
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -322,4 +400,3 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 def _named(full: str, name: str) -> bool:
     return full == name or full.endswith(f".{name}")
-

@@ -69,8 +69,10 @@ class Rope(Technique):
             yield f"enabled: {kind} has no rotary position embeddings to scale. Set it to false."
             return
         if kind == "phi3":
-            yield ("enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so "
-                   "the result could not be loaded. Set it to false.")
+            yield (
+                "enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so "
+                "the result could not be loaded. Set it to false."
+            )
         current = _flat(config["rope_parameters"])
         if current is None:
             yield f"enabled: {kind} has rotary embeddings by layer type and none for {FULL}. Set it to false."
@@ -80,23 +82,36 @@ class Rope(Technique):
         if not self.factor > 1:
             yield f"factor: {self.factor} lengthens nothing. Set it to the new context over the original one, above 1."
         before, original = current.get("rope_type", "default"), self._original(config)
-        if before != "default" and self.original_max_position_embeddings is None and self._written(current, original) != current:
-            yield (f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
-                   "replace that, say which context the factor is a multiple of. To keep it, set enabled to false.")
+        if (
+            before != "default"
+            and self.original_max_position_embeddings is None
+            and self._written(current, original) != current
+        ):
+            yield (
+                f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
+                "replace that, say which context the factor is a multiple of. To keep it, set enabled to false."
+            )
         elif original is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
         elif facts.sequence_length > self.factor * original > 0:
-            yield (f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
-                   f"data.sequence_length={facts.sequence_length}. Set it to at least "
-                   f"{math.ceil(facts.sequence_length / original * 100) / 100}.")
+            yield (
+                f"factor: {self.factor} x {original} positions = {self.factor * original:.0f}, fewer than "
+                f"data.sequence_length={facts.sequence_length}. Set it to at least "
+                f"{math.ceil(facts.sequence_length / original * 100) / 100}."
+            )
         if self.type is RopeType.dynamic and current is not config["rope_parameters"]:
             yield f"type: dynamic is not defined for rotary embeddings by layer type ({kind}). Use yarn or linear."
         yield from self._options()
 
     def _options(self) -> Iterator[str]:
         fresh = Rope()
-        for name, owner in (("beta_fast", RopeType.yarn), ("beta_slow", RopeType.yarn), ("attention_factor", RopeType.yarn),
-                            ("low_freq_factor", RopeType.llama3), ("high_freq_factor", RopeType.llama3)):
+        for name, owner in (
+            ("beta_fast", RopeType.yarn),
+            ("beta_slow", RopeType.yarn),
+            ("attention_factor", RopeType.yarn),
+            ("low_freq_factor", RopeType.llama3),
+            ("high_freq_factor", RopeType.llama3),
+        ):
             if self.type is not owner and getattr(self, name) != getattr(fresh, name):
                 yield f"{name}: type={self.type.value} does not read it, only {owner.value} does. Remove it."
         if self.type is RopeType.yarn and not self.beta_fast > self.beta_slow > 0:
@@ -104,8 +119,10 @@ class Rope(Technique):
         if self.attention_factor is not None and not self.attention_factor > 0:
             yield f"attention_factor: {self.attention_factor} must be above 0."
         if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor > 0:
-            yield (f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and that "
-                   "above 0.")
+            yield (
+                f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and that "
+                "above 0."
+            )
 
     def configure(self, hf_config: Any) -> None:
         """Write all of rope_parameters at once: rope_theta kept, and the original length beside the raised one."""
@@ -123,7 +140,9 @@ class Rope(Technique):
 
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
         """The rope parameters that this scaling is, over a model's `current` ones and its `original` context."""
-        parameters: dict[str, Any] = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
+        parameters: dict[str, Any] = {
+            key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
+        }
         parameters.update(rope_type=self.type.value, factor=float(self.factor))
         if self.type in (RopeType.yarn, RopeType.llama3):
             parameters["original_max_position_embeddings"] = original
@@ -150,12 +169,15 @@ class Rope(Technique):
         parameters = _flat(config.rope_parameters) or {}
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dim = int(head * parameters.get("partial_rotary_factor", 1.0))
-        original = self.original_max_position_embeddings or round(config.max_position_embeddings / (
-            1 if self.type is RopeType.dynamic else self.factor))
+        original = self.original_max_position_embeddings or round(
+            config.max_position_embeddings / (1 if self.type is RopeType.dynamic else self.factor)
+        )
         length = round(self.factor * original)
         inv_freq, attention = self.frequencies(dim, parameters["rope_theta"], original, length)
-        asked = (f"{self.type.value}: {original} -> {length} positions, attention factor {attention:.4f}, "
-                 f"inv_freq {digest(inv_freq, inv_freq)}")
+        asked = (
+            f"{self.type.value}: {original} -> {length} positions, attention factor {attention:.4f}, "
+            f"inv_freq {digest(inv_freq, inv_freq)}"
+        )
         rotaries = _rotaries(model)
         if not rotaries:
             yield Evidence("rope", asked, "no rotary embedding in the built model", False)
@@ -171,9 +193,12 @@ class Rope(Technique):
                 yield Evidence("rope", asked, f"inv_freq of {len(seen)} pairs in place of {len(inv_freq)}", False)
                 continue
             error = ((seen - inv_freq).abs() / inv_freq).max().item()
-            yield Evidence("rope", asked, f"inv_freq {digest(seen, inv_freq)}, within {error:.1e} of the formula; attention "
-                                          f"factor {scale:.4f}",
-                           error < CLOSE and abs(scale - attention) < 1e-6)
+            yield Evidence(
+                "rope",
+                asked,
+                f"inv_freq {digest(seen, inv_freq)}, within {error:.1e} of the formula; attention factor {scale:.4f}",
+                error < CLOSE and abs(scale - attention) < 1e-6,
+            )
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
         """The reference: inv_freq (float64, [dim/2]) and the attention factor, for a rotary embedding of `dim` dimensions.
@@ -244,9 +269,14 @@ def _scaling(parameters: dict[str, Any]) -> str:
 def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The text model's rotary modules, each with the prefix of its buffers' names."""
     kind = model.config.get_text_config().model_type  # type: ignore[union-attr, operator]
-    return [(prefix, module) for module in model.modules() for prefix in ("", f"{FULL}_")
-            if hasattr(module, f"{prefix}inv_freq") and hasattr(module, f"{prefix}attention_scaling")
-            and getattr(getattr(module, "config", None), "model_type", kind) == kind]
+    return [
+        (prefix, module)
+        for module in model.modules()
+        for prefix in ("", f"{FULL}_")
+        if hasattr(module, f"{prefix}inv_freq")
+        and hasattr(module, f"{prefix}attention_scaling")
+        and getattr(getattr(module, "config", None), "model_type", kind) == kind
+    ]
 
 
 def _forget(rotary: Any, arguments: Any) -> None:

@@ -24,7 +24,9 @@ FAMILIES = {
     "gptoss": ("bytelevel", "<|startoftext|>", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"]),
 }
 
-_TEXT = ["the quick brown fox asks: what is two and two?  it is four.\n\nassistant user system tool [/INST] model"] * 20
+_TEXT = [
+    "the quick brown fox asks: what is two and two?  it is four.\n\nassistant user system tool [/INST] model"
+] * 20
 
 
 def template(family: str, marks: bool) -> str:
@@ -41,7 +43,9 @@ def tokenizer(family: str, marks: bool = False) -> PreTrainedTokenizerFast:
     return made
 
 
-def build_tokenizer(style: str, bos: str | None, eos: str | None, others: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    style: str, bos: str | None, eos: str | None, others: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     special = [token for token in ("<unk>", bos, eos, *others) if token]
     core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=style.startswith("metaspace")))
     alphabet: list[str] = []

@@ -34,9 +34,16 @@ def table(documents: list[tuple[list[int], list[bool]]], name: str = "table") ->
     ids = np.array([token for tokens, _ in documents for token in tokens], np.int32)
     supervised = np.array([mark for _, marks in documents for mark in marks], bool)
     offsets = np.cumsum([0, *(len(tokens) for tokens, _ in documents)])
-    digests = np.array([int.from_bytes(hashlib.blake2b(str(tokens).encode(), digest_size=8).digest(), "big")
-                        for tokens, _ in documents], np.uint64)
-    return Table(ids, supervised, offsets, digests, name, hashlib.sha256(ids.tobytes() + offsets.tobytes()).hexdigest())
+    digests = np.array(
+        [
+            int.from_bytes(hashlib.blake2b(str(tokens).encode(), digest_size=8).digest(), "big")
+            for tokens, _ in documents
+        ],
+        np.uint64,
+    )
+    return Table(
+        ids, supervised, offsets, digests, name, hashlib.sha256(ids.tobytes() + offsets.tobytes()).hexdigest()
+    )
 
 
 def natural(count: int, mean: float, seed: int, name: str = "table", share: float = 0.5) -> Table:
@@ -52,5 +59,13 @@ def natural(count: int, mean: float, seed: int, name: str = "table", share: floa
 
 def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, weights=None, **data) -> Plan:
     sources = [SourceConfig(path=t.name, weight=weights[i] if weights else None) for i, t in enumerate(tables)]
-    return plan_training(tables, DataConfig(sources=sources, **data), micro_batch_size=micro, global_batch_size=step,
-                         max_steps=max_steps, epochs=epochs, seed=seed, pad_id=PAD)
+    return plan_training(
+        tables,
+        DataConfig(sources=sources, **data),
+        micro_batch_size=micro,
+        global_batch_size=step,
+        max_steps=max_steps,
+        epochs=epochs,
+        seed=seed,
+        pad_id=PAD,
+    )

@@ -66,7 +66,9 @@ def test_prompt_and_completion_are_tokenised_as_one_text(style: str) -> None:
         boundary = document.supervised.index(True)
         assert document.supervised == [index >= boundary for index in range(len(document.ids))]
         before, through = (
-            tokenizer.decode(document.ids[:end], skip_special_tokens=True).removeprefix(" " if "prefixed" in style else "")
+            tokenizer.decode(document.ids[:end], skip_special_tokens=True).removeprefix(
+                " " if "prefixed" in style else ""
+            )
             for end in (boundary, boundary + 1)
         )
         assert prompt.startswith(before)
@@ -92,7 +94,9 @@ def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:
 def test_pre_tokenised_rows() -> None:
     encoder = Encoder(families.build_tokenizer("bytelevel", "<s>", "</s>"), RowFormat.tokens)
     assert encoded(encoder, {"input_ids": [5, 6, 7]}) == Document([5, 6, 7], [True] * 3)
-    assert encoded(encoder, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == Document([5, 6, 7], [False, True, True])
+    assert encoded(encoder, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == Document(
+        [5, 6, 7], [False, True, True]
+    )
     assert encoded(encoder, {"input_ids": [5, 6], "assistant_masks": [1, 0]}) == Document([5, 6], [True, False])
 
 
@@ -105,7 +109,11 @@ def test_pre_tokenised_rows() -> None:
         ("tokens", {"input_ids": [-1]}, "input_ids[0] is -1, outside"),
         ("tokens", {"input_ids": None}, "input_ids is null"),
         ("tokens", {"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),
-        ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "labels[0] is 2; it must be -100 or input_ids[0], which is 1"),
+        (
+            "tokens",
+            {"input_ids": [1, 2], "labels": [2, -100]},
+            "labels[0] is 2; it must be -100 or input_ids[0], which is 1",
+        ),
         ("tokens", {"input_ids": [1, 2], "assistant_masks": [0, 2]}, "assistant_masks[1] is 2; use 0 or 1"),
         ("text", {"text": ""}, "text is empty"),
         ("text", {"text": None}, "text is null"),
@@ -231,7 +239,8 @@ def test_no_text_of_another_role_is_ever_learned(style: str) -> None:
     theirs = st.text("wxyz \n日", max_size=6)
     ours = st.text("0123 \n😀", max_size=6)
     turns = st.lists(
-        st.tuples(st.sampled_from(["system", "user", "tool"]), theirs) | st.tuples(st.just("assistant"), ours), min_size=1
+        st.tuples(st.sampled_from(["system", "user", "tool"]), theirs) | st.tuples(st.just("assistant"), ours),
+        min_size=1,
     )
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -244,14 +253,28 @@ def test_no_text_of_another_role_is_ever_learned(style: str) -> None:
             return
         assert isinstance(found, Document)
         kept = [token for token, learn in zip(found.ids, found.supervised, strict=True) if learn]
-        assert "".join(tokenizer.decode(kept).split()) == "".join("".join(f"{one}<|im_end|>" for one in answers).split())
+        assert "".join(tokenizer.decode(kept).split()) == "".join(
+            "".join(f"{one}<|im_end|>" for one in answers).split()
+        )
         rest = tokenizer.decode([token for token, learn in zip(found.ids, found.supervised, strict=True) if not learn])
         assert not set(rest) & set("0123😀")
 
     check()
 
 
-KEYS = ["messages", "conversations", "role", "from", "content", "value", "text", "prompt", "completion", "instruction", "input"]
+KEYS = [
+    "messages",
+    "conversations",
+    "role",
+    "from",
+    "content",
+    "value",
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+]
 KEYS += [
     "output",
     "input_ids",
@@ -265,10 +288,26 @@ KEYS += [
     "train",
     "type",
 ]
-WORDS = ["user", "assistant", "system", "tool", "human", "gpt", "text", "", "\ud800", "{}", "[", "<|im_end|>", "</think>"]
+WORDS = [
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "human",
+    "gpt",
+    "text",
+    "",
+    "\ud800",
+    "{}",
+    "[",
+    "<|im_end|>",
+    "</think>",
+]
 LEAVES = st.none() | st.booleans() | st.integers(-2, 600) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=4)
 JSON = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5), max_leaves=20
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=20,
 )
 TURN = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | JSON, "content": st.text(max_size=4) | JSON},

@@ -16,14 +16,24 @@ ANSWER = {"role": "assistant", "content": "a"}
 
 def test_the_formats_agree() -> None:
     rows: list[tuple[RowFormat, dict[str, Any]]] = [
-        (RowFormat.messages, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}, ANSWER]}),
+        (
+            RowFormat.messages,
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}, ANSWER]},
+        ),
         (
             RowFormat.messages,
             {
                 "messages": [
                     {"role": "system", "content": [{"type": "text", "text": "s"}]},
                     {"role": "user", "content": [{"type": "text", "text": "u\n"}, {"type": "text", "text": "\nv"}]},
-                    {"role": "assistant", "content": "a", "tool_calls": None, "weight": 1, "train": True, "name": None},
+                    {
+                        "role": "assistant",
+                        "content": "a",
+                        "tool_calls": None,
+                        "weight": 1,
+                        "train": True,
+                        "name": None,
+                    },
                 ]
             },
         ),
@@ -44,7 +54,10 @@ def test_the_formats_agree() -> None:
         (RowFormat.alpaca, {"instruction": "u", "input": "v", "output": "a", "system": "s"}),
         (
             RowFormat.prompt_completion,
-            {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}], "completion": [ANSWER]},
+            {
+                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}],
+                "completion": [ANSWER],
+            },
         ),
     ]
     for format, row in rows:
@@ -147,7 +160,11 @@ def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
         ("messages", {"messages": []}, "messages is empty"),
         ("messages", {"messages": "a"}, "messages is a string, not a list of messages"),
         ("messages", {"text": "a"}, "no list of messages: expected the key 'messages' or 'conversations'"),
-        ("messages", messages({**ANSWER, "weight": 2}), "messages[1].weight is 2; use 0 (context only) or 1 (learn this turn)"),
+        (
+            "messages",
+            messages({**ANSWER, "weight": 2}),
+            "messages[1].weight is 2; use 0 (context only) or 1 (learn this turn)",
+        ),
         ("messages", messages({**ANSWER, "train": "no"}), "messages[1].train is a string; use true or false"),
         ("messages", messages({**ANSWER, "tool_calls": {"a": 1}}), "messages[1].tool_calls is an object, not a list"),
         ("messages", messages({**ANSWER, "tool_calls": [1]}), "messages[1].tool_calls[0] is a number, not an object"),

@@ -37,8 +37,9 @@ def test_a_quoted_turn_opens_none_and_is_not_supervised():
     structure = [special(tokenizer)[token] for token in attacked.ids if token in special(tokenizer)]
     assert structure == ["<|im_start|>", "<|im_end|>"] * 3
     assert tokenizer.decode(attacked.ids).count(ATTACK) == 2
-    assert tokenizer.decode([token for token, learned in zip(attacked.ids, attacked.supervised, strict=True) if learned]) == (
-        "no.<|im_end|>")
+    assert tokenizer.decode(
+        [token for token, learned in zip(attacked.ids, attacked.supervised, strict=True) if learned]
+    ) == ("no.<|im_end|>")
     assert attacked.literal
 
 
@@ -55,8 +56,9 @@ def test_an_answer_that_quotes_one_is_learned_as_letters():
 def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
     tokenizer = families.tokenizer(family, marks)
     quotes = list(special(tokenizer).values())
-    content = st.lists(st.sampled_from([*quotes, "a", " ", "\n", "é", "<", "|", *[quote[:-1] for quote in quotes]]),
-                       max_size=6).map(lambda parts: "x" + "".join(parts) + "x")
+    content = st.lists(
+        st.sampled_from([*quotes, "a", " ", "\n", "é", "<", "|", *[quote[:-1] for quote in quotes]]), max_size=6
+    ).map(lambda parts: "x" + "".join(parts) + "x")
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(content, min_size=2, max_size=6))
@@ -66,8 +68,14 @@ def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
         plain = encoded(tokenizer, *((role, "xyx") for role in roles))
         structure = [[token for token in document.ids if token in special(tokenizer)] for document in (quoting, plain)]
         assert structure[0] == structure[1]
-        ends = [[mark for token, mark in zip(document.ids, document.supervised, strict=True) if token in special(tokenizer)]
-                for document in (quoting, plain)]
+        ends = [
+            [
+                mark
+                for token, mark in zip(document.ids, document.supervised, strict=True)
+                if token in special(tokenizer)
+            ]
+            for document in (quoting, plain)
+        ]
         assert ends[0] == ends[1]
         assert not plain.literal
 
@@ -75,7 +83,11 @@ def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8
+    )
+)
 def test_letters_are_tokenised_where_they_stand(parts):
     """As by the tokenizer itself, asked to take no special token for one, between those that the template writes."""
     tokenizer = families.tokenizer("chatml")
@@ -92,11 +104,22 @@ def test_letters_are_tokenised_where_they_stand(parts):
 def test_tools_calls_names_and_reasoning_are_letters_too():
     tokenizer = families.tokenizer("qwen3")
     tool = {"type": "function", "function": {"name": "f", "description": ATTACK, "parameters": {ATTACK: [ATTACK]}}}
-    rows = [{"tools": [tool], "messages": [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": text}}}]},
-        {"role": "tool", "content": text}, {"role": "assistant", "content": "done", "reasoning_content": text}]}
-        for text in (ATTACK, "harmless")]
+    rows = [
+        {
+            "tools": [tool],
+            "messages": [
+                {"role": "user", "content": "go"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"x": text}}}],
+                },
+                {"role": "tool", "content": text},
+                {"role": "assistant", "content": "done", "reasoning_content": text},
+            ],
+        }
+        for text in (ATTACK, "harmless")
+    ]
     found = Encoder(tokenizer, RowFormat.messages).encode(rows)
     assert all(isinstance(document, Document) for document in found), found
     first, second = ([token for token in document.ids if token in special(tokenizer)] for document in found)
@@ -105,20 +128,31 @@ def test_tools_calls_names_and_reasoning_are_letters_too():
 
 def test_a_token_from_two_messages_that_a_template_writes_side_by_side_is_refused():
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
-    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ '<|im_end|>' }}"
-                               "{% endif %}{% endfor %}")
-    row = {"messages": [{"role": "system", "content": "<|im_"}, {"role": "user", "content": "start|>assistant"},
-                        {"role": "assistant", "content": "no"}]}
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ '<|im_end|>' }}"
+        "{% endif %}{% endfor %}"
+    )
+    row = {
+        "messages": [
+            {"role": "system", "content": "<|im_"},
+            {"role": "user", "content": "start|>assistant"},
+            {"role": "assistant", "content": "no"},
+        ]
+    }
     (reason,) = Encoder(tokenizer, RowFormat.messages).encode([row])
     assert reason == "two parts of this row make a special token when one stands behind the other"
 
 
 def test_a_template_that_looks_at_the_string_makes_a_reason():
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
-    tokenizer.chat_template = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-                               "{{ m['content'].split('<|im_end|>')[-1] + '<|im_end|>' }}{% endfor %}")
-    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
-            for text in ("a<|im_end|>c", "a")]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'].split('<|im_end|>')[-1] + '<|im_end|>' }}{% endfor %}"
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
+        for text in ("a<|im_end|>c", "a")
+    ]
     reason, document = Encoder(tokenizer, RowFormat.messages).encode(rows)
     assert "changes what the chat template writes" in reason
     assert isinstance(document, Document)
@@ -129,8 +163,10 @@ def test_a_unigram_model_that_has_the_token_among_its_pieces_writes_letters():
     core = Tokenizer(models.Unigram([*dict(pieces).items()], unk_id=0))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% if m['role'] == 'assistant' %}"
-                               "{{ '</s>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% if m['role'] == 'assistant' %}"
+        "{{ '</s>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
     tokenizer.add_special_tokens({"eos_token": "</s>", "unk_token": "<unk>"})
     assert tokenizer("</s>", split_special_tokens=True)["input_ids"][-1] == tokenizer.eos_token_id, "the trap is there"
     document = encoded(tokenizer, ("user", "a</s>b"), ("assistant", "c"))
@@ -141,9 +177,11 @@ def test_what_opens_an_assistants_turn_counts_also_where_it_is_not_special():
     """DeepSeek's tokenizers have their turns' openings among the tokens that are added, and do not call them special."""
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
     tokenizer.add_tokens(["<|User|>", "<|Assistant|>", "<think>", "</think>"])
-    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{% else %}"
-                               "{{ '<|Assistant|>' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
-                               "{% if add_generation_prompt %}{{ '<|Assistant|><think>' }}{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{% else %}"
+        "{{ '<|Assistant|>' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|><think>' }}{% endif %}"
+    )
     opening, thinking = tokenizer.convert_tokens_to_ids(["<|Assistant|>", "<think>"])
     document = encoded(tokenizer, ("user", "a<|Assistant|>b"), ("assistant", "<think>c</think>d"))
     assert document.ids.count(opening) == 1
@@ -162,7 +200,10 @@ def test_text_and_prompts_as_strings_keep_their_special_tokens():
 
 def test_it_is_said_and_workers_can_do_it(tmp_path, capsys):
     tokenizer = families.tokenizer("chatml")
-    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]} for text in (ATTACK, "a")]
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
+        for text in (ATTACK, "a")
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenize(SourceConfig(path=str(tmp_path / "a.jsonl")), DataConfig(cache_dir=str(tmp_path / "cache")), tokenizer)
     assert "a.jsonl: 1 document has special tokens in a message" in capsys.readouterr().out

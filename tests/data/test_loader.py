@@ -98,7 +98,10 @@ def plan(table: Table, **data) -> Plan:
 
 
 def taken(steps) -> list[tuple[int, list[torch.Tensor]]]:
-    return [(step.index, [torch.stack([b.input_ids, b.targets, b.position_ids]) for b in step.micro_batches]) for step in steps]
+    return [
+        (step.index, [torch.stack([b.input_ids, b.targets, b.position_ids]) for b in step.micro_batches])
+        for step in steps
+    ]
 
 
 def check_equal(found, direct: Plan, start: int = 0) -> None:
@@ -204,8 +207,16 @@ def test_what_a_step_is_not_asked_for_is_skipped(folder):
 def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)
     table = SimpleNamespace(ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share)
-    pieces = Pieces(np.zeros(rows, np.int64), np.arange(rows) * length, np.full(rows, length), np.arange(rows + 1), length, False,
-                    0, rows)
+    pieces = Pieces(
+        np.zeros(rows, np.int64),
+        np.arange(rows) * length,
+        np.full(rows, length),
+        np.arange(rows + 1),
+        length,
+        False,
+        0,
+        rows,
+    )
     batch = assemble([table], pieces)
     filled = batch.filled()
     count, positions = batch.supervised, rows * length
@@ -221,8 +232,12 @@ def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, 
 def test_batches_for_a_gpu_are_filled_and_others_are_not(folder):
     made = plan(Table(folder))
     pieces = made.pieces(0, 0)
-    at_once = {device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[pieces]
-               for device in ("cpu", "cuda")}
+    at_once = {
+        device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[
+            pieces
+        ]
+        for device in ("cpu", "cuda")
+    }
     assert len(at_once["cpu"].labels) == made.batch(0, 0).supervised
     assert len(at_once["cuda"].labels) == FEWEST
 
@@ -281,11 +296,14 @@ def test_where_workers_die_again_and_again_this_process_builds_the_batches(folde
 
 
 def test_workers_do_not_outlive_a_main_process_that_is_killed(folder):
-    program = ("import sys, time; from pathlib import Path; import test_loader as t\n"
-               "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), t.LoaderConfig(num_workers=1), t.CPU)\n"
-               "next(next(steps).micro_batches); print(*t.children(), flush=True); time.sleep(60)")
-    main = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True,
-                            cwd=Path(__file__).parent)
+    program = (
+        "import sys, time; from pathlib import Path; import test_loader as t\n"
+        "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), t.LoaderConfig(num_workers=1), t.CPU)\n"
+        "next(next(steps).micro_batches); print(*t.children(), flush=True); time.sleep(60)"
+    )
+    main = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
     workers = [Path("/proc", pid) for pid in main.stdout.readline().split()]
     assert workers
     main.kill()
@@ -316,7 +334,10 @@ def test_defaults_depend_on_the_device():
     assert cuda.num_workers in (0, 1, 2)
     kept = LoaderConfig(num_workers=3, pin_memory=False)
     assert kept.resolved(torch.device("cuda", 0)) == kept
-    for wrong, said in ((dict(num_workers=-1), "loader.num_workers=-1"), (dict(prefetch_factor=0), "prefetch_factor=0"),
-                        (dict(pin_memory=True), "loader.pin_memory=true")):
+    for wrong, said in (
+        (dict(num_workers=-1), "loader.num_workers=-1"),
+        (dict(prefetch_factor=0), "prefetch_factor=0"),
+        (dict(pin_memory=True), "loader.pin_memory=true"),
+    ):
         with pytest.raises(ConfigError, match=said):
             LoaderConfig(**wrong).resolved(CPU)

@@ -36,16 +36,25 @@ def mixed(tables, share: float, threshold: int = 16, **options) -> Plan:
 
 def lengths_of(plan: Plan, step: int) -> list[int]:
     """Tokens of each document, or part of one, in a step."""
-    return [piece.length for micro in range(plan.micro_batches(step)) for row in plan.contents(step, micro) for piece in row]
+    return [
+        piece.length
+        for micro in range(plan.micro_batches(step))
+        for row in plan.contents(step, micro)
+        for piece in row
+    ]
 
 
 # Each has at least one document of each kind, for a threshold of 16.
 lengths = st.lists(st.integers(2, 150), min_size=1, max_size=60).map(lambda found: [*found, 5, 40])
 supply = st.lists(lengths, min_size=1, max_size=2).map(lambda found: [documents(*each) for each in found])
 shares = st.floats(0.02, 0.98)
-rows = st.integers(1, 80).flatmap(lambda n: st.tuples(
-    st.lists(st.integers(1, 50), min_size=n, max_size=n), st.lists(st.floats(0, 1), min_size=n, max_size=n),
-    st.permutations(range(n))))
+rows = st.integers(1, 80).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(1, 50), min_size=n, max_size=n),
+        st.lists(st.floats(0, 1), min_size=n, max_size=n),
+        st.permutations(range(n)),
+    )
+)
 
 
 @law
@@ -73,8 +82,11 @@ def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, 
     """Wherever the step begins, also across the end of an epoch; in which order the steps are asked for does not matter."""
     plan = mixed(tables, share, micro=sizes[0], step=sizes[1], packing=packing, seed=seed, epochs=3)
     stream, of = plan.stream, plan.stream.segments
-    wanted = {number: int(of.length[(found := stream.epoch(number).segments)[stream.long[found]]].sum())
-              / int(of.length[found].sum()) for number in range(4)}
+    wanted = {
+        number: int(of.length[(found := stream.epoch(number).segments)[stream.long[found]]].sum())
+        / int(of.length[found].sum())
+        for number in range(4)
+    }
     for step in np.random.default_rng(0).permutation(plan.steps).tolist():
         pieces = lengths_of(plan, step)
         assert plan.tokens(step) == sum(pieces)
@@ -85,7 +97,10 @@ def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, 
             by_epoch[stream.locate(row)[0]] += int(of.length[segments].sum())
         seen = [wanted[number] for number in by_epoch]
         expected = sum(wanted[number] * tokens for number, tokens in by_epoch.items())
-        assert abs(sum(length for length in pieces if length > 16) - expected) <= LENGTH * (1 + max(seen) - min(seen)) + 1e-6
+        assert (
+            abs(sum(length for length in pieces if length > 16) - expected)
+            <= LENGTH * (1 + max(seen) - min(seen)) + 1e-6
+        )
 
 
 @law
@@ -125,11 +140,17 @@ def test_a_natural_mix_holds_its_share_in_every_step():
     data = [natural(4000, 200, 0), natural(300, 3000, 1)]
     for packing in (True, False):
         plan = mixed(data, 0.6, threshold=1024, sequence_length=8192, step=16, packing=packing, epochs=2)
-        found = np.array([sum(length for length in lengths_of(plan, step) if length > 1024) / plan.tokens(step)
-                          for step in range(plan.steps)])
+        found = np.array(
+            [
+                sum(length for length in lengths_of(plan, step) if length > 1024) / plan.tokens(step)
+                for step in range(plan.steps)
+            ]
+        )
         rows_of_a_step = np.array([8192 / plan.tokens(step) for step in range(plan.steps)])
         assert (abs(found - 0.6) <= rows_of_a_step).all()
-        assert np.average(found, weights=[plan.tokens(step) for step in range(plan.steps)]) == pytest.approx(0.6, abs=0.005)
+        assert np.average(found, weights=[plan.tokens(step) for step in range(plan.steps)]) == pytest.approx(
+            0.6, abs=0.005
+        )
         assert not packing or abs(found - 0.6).mean() < 1 / 32  # half a row
 
 
@@ -149,8 +170,12 @@ def test_the_kind_that_is_scarce_comes_more_often_and_the_notes_say_how_often():
 
 def test_the_fingerprint_tells_mixes_apart_and_leaves_plans_without_one_as_they_were():
     data = [documents(*[40] * 10, *[8] * 50)]
-    prints = [mixed(data, 0.5).fingerprint, mixed(data, 0.6).fingerprint, mixed(data, 0.5, threshold=17).fingerprint,
-              training(data, sequence_length=LENGTH).fingerprint]
+    prints = [
+        mixed(data, 0.5).fingerprint,
+        mixed(data, 0.6).fingerprint,
+        mixed(data, 0.5, threshold=17).fingerprint,
+        training(data, sequence_length=LENGTH).fingerprint,
+    ]
     assert len(set(prints)) == 4
     assert training(data, sequence_length=LENGTH, mix=MixConfig(None, 17)).fingerprint == prints[3]
     assert prints[3] == "c773476eedd9a35d2572ebd77c15c2d2"  # as it was before there were mixes
@@ -166,27 +191,39 @@ def test_mixed_batches_are_what_they_were_when_this_was_written():
 
 def test_an_evaluation_is_not_mixed():
     data = [documents(*[40] * 10, *[8] * 50)]
-    config = DataConfig(sources=[SourceConfig(path="a")], eval_fraction=0.5, sequence_length=LENGTH, mix=MixConfig(0.9, 16))
+    config = DataConfig(
+        sources=[SourceConfig(path="a")], eval_fraction=0.5, sequence_length=LENGTH, mix=MixConfig(0.9, 16)
+    )
     plan = plan_evaluation(data, config, micro_batch_size=2, held_out=True)
     assert Counter(plan.stream.epoch(0).segments.tolist()) == Counter(range(len(plan.stream.segments)))
     assert plan.summary()["mix"] is None
 
 
-@pytest.mark.parametrize(("share", "threshold", "weight", "said"), [
-    (0.0, 16, None, r"data.mix.long_share=0.0: give a share above 0 and below 1"),
-    (1.0, 16, None, r"data.mix.long_share=1.0"),
-    (0.5, 64, None, r"data.mix.threshold=64: no document can be longer than data.sequence_length=64"),
-    (0.5, 0, None, r"data.mix.threshold=0"),
-    (0.5, 16, 1.0, r"data.mix.long_share and the weights of data.sources both say"),
-])
+@pytest.mark.parametrize(
+    ("share", "threshold", "weight", "said"),
+    [
+        (0.0, 16, None, r"data.mix.long_share=0.0: give a share above 0 and below 1"),
+        (1.0, 16, None, r"data.mix.long_share=1.0"),
+        (0.5, 64, None, r"data.mix.threshold=64: no document can be longer than data.sequence_length=64"),
+        (0.5, 0, None, r"data.mix.threshold=0"),
+        (0.5, 16, 1.0, r"data.mix.long_share and the weights of data.sources both say"),
+    ],
+)
 def test_a_mix_that_cannot_be_is_refused_before_a_file_is_touched(share, threshold, weight, said):
     with pytest.raises(ConfigError, match=said):
-        check(DataConfig(sources=[SourceConfig(path="a", weight=weight)], sequence_length=LENGTH,
-                         mix=MixConfig(share, threshold)))
+        check(
+            DataConfig(
+                sources=[SourceConfig(path="a", weight=weight)],
+                sequence_length=LENGTH,
+                mix=MixConfig(share, threshold),
+            )
+        )
 
 
 def test_a_kind_that_is_not_there_is_told():
-    with pytest.raises(DataError, match=r"threshold=50: no document is longer \(the longest has 40 tokens after the cut"):
+    with pytest.raises(
+        DataError, match=r"threshold=50: no document is longer \(the longest has 40 tokens after the cut"
+    ):
         mixed([documents(40, 8)], 0.5, threshold=50)
     with pytest.raises(DataError, match=r"threshold=7: every document is longer, so there is nothing short"):
         mixed([documents(40, 8)], 0.5, threshold=7)
@@ -197,8 +234,12 @@ def test_a_million_documents_take_seconds():
     draw = np.random.default_rng(0)
     sizes = np.clip(draw.lognormal(np.log(500) - 0.5, 1.0, 1_000_000).astype(int), 2, 4096)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    data = Table(np.broadcast_to(np.int32(1), offsets[-1:]), np.broadcast_to(np.bool_(True), offsets[-1:]), offsets,
-                 np.arange(len(sizes), dtype=np.uint64))
+    data = Table(
+        np.broadcast_to(np.int32(1), offsets[-1:]),
+        np.broadcast_to(np.bool_(True), offsets[-1:]),
+        offsets,
+        np.arange(len(sizes), dtype=np.uint64),
+    )
     stream = Stream([data], StreamSettings(4096, True, OnLong.split, 0.0, Side.all, None, 0, Mix(0.6, 1024)))
     started = time.perf_counter()
     stream.epoch(0)

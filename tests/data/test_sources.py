@@ -19,8 +19,10 @@ from fxtune.data.rows import line_shards
 from fxtune.data.sources import LineShard, RowFormat, SourceConfig, TextUnit, detect, open_source
 from fxtune.errors import ConfigError, DataError
 
-CHATS = [{"messages": [{"role": "user", "content": f"question {i} é"}, {"role": "assistant", "content": "yes"}]}
-         for i in range(7)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"question {i} é"}, {"role": "assistant", "content": "yes"}]}
+    for i in range(7)
+]
 
 
 def lines(path, rows):
@@ -44,7 +46,9 @@ def test_the_same_rows_come_from_every_kind_of_file(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in CHATS)
     (tmp_path / "a.json").write_text(json.dumps(CHATS, indent=2))
-    (tmp_path / "within.json").write_text(json.dumps({"version": [1, 2], "made": {"by": "us"}, "data": CHATS, "n": 12}))
+    (tmp_path / "within.json").write_text(
+        json.dumps({"version": [1, 2], "made": {"by": "us"}, "data": CHATS, "n": 12})
+    )
     lines(tmp_path / "really_jsonl.json", CHATS)
     pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "a.parquet", row_group_size=3)
     for name in ("a.jsonl", "a.jsonl.gz", "a.json", "within.json", "really_jsonl.json", "a.parquet"):
@@ -61,8 +65,11 @@ def test_csv_cells_stay_text_and_know_their_line(tmp_path):
     with open(tmp_path / "a.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([["instruction", "output"], ["add 1,\nthen 2", "003"], ["x", ""], ["NA", "null"]])
-    assert values(tmp_path / "a.csv") == [{"instruction": "add 1,\nthen 2", "output": "003"}, {"instruction": "x", "output": ""},
-                                          {"instruction": "NA", "output": "null"}]
+    assert values(tmp_path / "a.csv") == [
+        {"instruction": "add 1,\nthen 2", "output": "003"},
+        {"instruction": "x", "output": ""},
+        {"instruction": "NA", "output": "null"},
+    ]
     assert places(tmp_path / "a.csv") == [":2", ":4", ":5"]
     assert open_source(SourceConfig(path=str(tmp_path / "a.csv"))).format() is RowFormat.alpaca
     (tmp_path / "b.csv").write_text("prompt;completion\na,b;c\nonly one\n")
@@ -75,13 +82,35 @@ def test_csv_cells_stay_text_and_know_their_line(tmp_path):
 
 
 def test_parquet_rows_lose_the_nulls_that_arrow_put_in(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"},
-                          {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
-            {"messages": [{"role": "user", "content": "b"}], "tools": ["t"]}]
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema({
-        "messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.string(),
-                                        "tool_calls": pa.list_(pa.struct({"name": pa.string()}))})),
-        "tools": pa.list_(pa.string())})), tmp_path / "a.parquet")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "b"}], "tools": ["t"]},
+    ]
+    pq.write_table(
+        pa.Table.from_pylist(
+            rows,
+            schema=pa.schema(
+                {
+                    "messages": pa.list_(
+                        pa.struct(
+                            {
+                                "role": pa.string(),
+                                "content": pa.string(),
+                                "tool_calls": pa.list_(pa.struct({"name": pa.string()})),
+                            }
+                        )
+                    ),
+                    "tools": pa.list_(pa.string()),
+                }
+            ),
+        ),
+        tmp_path / "a.parquet",
+    )
     assert values(tmp_path / "a.parquet") == rows
     assert places(tmp_path / "a.parquet") == [" row 1", " row 2"]
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
@@ -113,8 +142,10 @@ def test_folders_and_globs_are_read_in_order_and_skip_a_datasets_card(tmp_path):
 
 def test_a_row_that_cannot_be_read_says_where_and_why(tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "bom"}\r\n\n  \n{"text": \n[1]\n{"text": "\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n'
-                     b'{"text": "\xff"}\n' + b"[" * 100_000 + b'\n{"text": "end"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "bom"}\r\n\n  \n{"text": \n[1]\n{"text": "\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n'
+        b'{"text": "\xff"}\n' + b"[" * 100_000 + b'\n{"text": "end"}'
+    )
     found = {row.where.rpartition(":")[2]: row for row in open_source(SourceConfig(path=str(path))).rows()}
     assert {at for at, row in found.items() if row.error is None} == {"1", "7", "10"}
     assert found["7"].value == {"text": "😀"}
@@ -133,8 +164,12 @@ def test_a_broken_json_array_names_the_line(tmp_path):
     with pytest.raises(DataError, match=r"a\.json:5: not JSON \(Expecting ':' delimiter\)"):
         list(rows)
     path.write_text('[\n {"text": "a"},\n "b",\n {"text": "\\ud800"},\n {"text": "c"}\n]')
-    assert [(row.where[-2:], row.error is None) for row in open_source(SourceConfig(path=str(path))).rows()] == \
-        [(":2", True), (":3", False), (":4", False), (":5", True)]
+    assert [(row.where[-2:], row.error is None) for row in open_source(SourceConfig(path=str(path))).rows()] == [
+        (":2", True),
+        (":3", False),
+        (":4", False),
+        (":5", True),
+    ]
     for more in ("[]", "x", " " * 70_000 + '{"text": "b"}'):
         path.write_text('[{"text": "a"}]\n' + more)
         with pytest.raises(DataError, match=r"a\.json:2: not JSON \(.* after the end"):
@@ -157,16 +192,21 @@ def test_a_json_array_larger_than_the_window_is_read_whole(tmp_path):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.one_of(st.just(""), st.just("   "), st.text(alphabet='ab"\\é\u2028 ', max_size=40)), min_size=1),
-       st.integers(1, 60), st.booleans(), st.sampled_from(["\n", "\r\n"]))
+@given(
+    st.lists(st.one_of(st.just(""), st.just("   "), st.text(alphabet='ab"\\é\u2028 ', max_size=40)), min_size=1),
+    st.integers(1, 60),
+    st.booleans(),
+    st.sampled_from(["\n", "\r\n"]),
+)
 def test_shards_of_any_size_give_the_lines_of_the_file(tmp_path, texts, shard_bytes, last_newline, newline):
     """Each line that is not blank comes once, in order, under its own number, wherever the file is cut."""
     body = newline.join(json.dumps({"text": text}, ensure_ascii=False) if text.strip(" ") else text for text in texts)
     path = tmp_path / "a.jsonl"
     path.write_bytes((body + newline * last_newline).encode())
     shards = list(line_shards(path, "a.jsonl", path.stat().st_size, shard_bytes, {}))
-    assert [(row.where, row.value["text"]) for shard in shards for row in shard.rows()] == \
-        [(f"a.jsonl:{number}", text) for number, text in enumerate(texts, 1) if text.strip(" ")]
+    assert [(row.where, row.value["text"]) for shard in shards for row in shard.rows()] == [
+        (f"a.jsonl:{number}", text) for number, text in enumerate(texts, 1) if text.strip(" ")
+    ]
     assert [shard.start for shard in shards[1:]] == [shard.end for shard in shards[:-1]]
 
 
@@ -186,34 +226,46 @@ def test_limit_counts_rows_across_files_and_reads_no_more(tmp_path):
 
 def test_columns_are_renamed_before_the_format_is_detected(tmp_path):
     lines(tmp_path / "a.jsonl", [{"question": "q", "prompt": "old", "answer": "a"}])
-    source = open_source(SourceConfig(path=str(tmp_path / "a.jsonl"), columns={"question": "prompt", "answer": "completion"}))
+    source = open_source(
+        SourceConfig(path=str(tmp_path / "a.jsonl"), columns={"question": "prompt", "answer": "completion"})
+    )
     assert next(source.rows()).value == {"prompt": "q", "completion": "a"}
     assert source.format() is RowFormat.prompt_completion
-    typo = SourceConfig(path=str(tmp_path / "a.jsonl"), format=RowFormat.prompt_completion, columns={"qestion": "prompt"})
+    typo = SourceConfig(
+        path=str(tmp_path / "a.jsonl"), format=RowFormat.prompt_completion, columns={"qestion": "prompt"}
+    )
     with pytest.raises(DataError, match=r"renames 'qestion'.*did you mean 'question'"):
         open_source(typo).format()
 
 
-@pytest.mark.parametrize(("row", "expected"), [
-    ({"messages": [{"role": "user", "content": "a"}], "text": "rendered"}, RowFormat.messages),
-    ({"conversations": [{"from": "human", "value": "a"}]}, RowFormat.sharegpt),
-    ({"instruction": "a", "input": "", "output": "b", "text": "both"}, RowFormat.alpaca),
-    ({"prompt": "a", "completion": "b"}, RowFormat.prompt_completion),
-    ({"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
-     RowFormat.prompt_completion),
-    ({"input_ids": [1, 2], "labels": [-100, 2], "text": "source"}, RowFormat.tokens),
-    ({"text": "a", "id": 4}, RowFormat.text),
-])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "text": "rendered"}, RowFormat.messages),
+        ({"conversations": [{"from": "human", "value": "a"}]}, RowFormat.sharegpt),
+        ({"instruction": "a", "input": "", "output": "b", "text": "both"}, RowFormat.alpaca),
+        ({"prompt": "a", "completion": "b"}, RowFormat.prompt_completion),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+            RowFormat.prompt_completion,
+        ),
+        ({"input_ids": [1, 2], "labels": [-100, 2], "text": "source"}, RowFormat.tokens),
+        ({"text": "a", "id": 4}, RowFormat.text),
+    ],
+)
 def test_formats_are_recognised(row, expected):
     assert detect([{"odd": 1}, row, row], "a.jsonl") is expected
 
 
-@pytest.mark.parametrize(("row", "advice"), [
-    ({"conversation": [{"role": "user", "content": "a"}]}, "columns: {conversation: messages}"),
-    ({"messages": [{"from": "human", "value": "a"}]}, "columns: {messages: conversations}"),
-    ({"question": "a", "response": "b"}, "columns: {question: prompt, response: completion}"),
-    ({"content": "a", "id": 1}, "columns: {content: text}"),
-])
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"conversation": [{"role": "user", "content": "a"}]}, "columns: {conversation: messages}"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "columns: {messages: conversations}"),
+        ({"question": "a", "response": "b"}, "columns: {question: prompt, response: completion}"),
+        ({"content": "a", "id": 1}, "columns: {content: text}"),
+    ],
+)
 def test_rows_of_no_known_format_get_advice(row, advice):
     with pytest.raises(DataError) as caught:
         detect([row], "a.jsonl")
@@ -226,9 +278,14 @@ def test_rows_of_no_known_format_get_advice(row, advice):
 def test_a_path_that_is_not_there_is_said_to_be_missing_and_never_asked_of_the_hub(tmp_path, monkeypatch):
     lines(tmp_path / "data" / "train.jsonl", CHATS)
     monkeypatch.chdir(tmp_path)
-    for path, near in {"data/trian.jsonl": "data/train.jsonl", "dta/train.jsonl": "data", "data/trian": "data/train.jsonl",
-                       "./dat": "data", str(tmp_path / "data" / "train.jso"): "data/train.jsonl",
-                       "data/tra*.json": "data/train.jsonl"}.items():
+    for path, near in {
+        "data/trian.jsonl": "data/train.jsonl",
+        "dta/train.jsonl": "data",
+        "data/trian": "data/train.jsonl",
+        "./dat": "data",
+        str(tmp_path / "data" / "train.jso"): "data/train.jsonl",
+        "data/tra*.json": "data/train.jsonl",
+    }.items():
         with pytest.raises(DataError) as caught:
             open_source(SourceConfig(path=path))
         assert "hub" not in str(caught.value)
@@ -254,8 +311,9 @@ def test_without_a_network_the_cache_of_datasets_serves_the_revision_asked_for(t
     """The cache is laid out as datasets leaves it after a download."""
     import datasets
 
-    made = datasets.load_dataset("json", data_files=str(lines(tmp_path / "a.jsonl", CHATS)), cache_dir=str(tmp_path / "made"),
-                                 split="train")
+    made = datasets.load_dataset(
+        "json", data_files=str(lines(tmp_path / "a.jsonl", CHATS)), cache_dir=str(tmp_path / "made"), split="train"
+    )
     commit = "ab" * 20
     folder = tmp_path / "cache" / "nobody___thing" / "default" / "0.0.0" / commit
     shutil.copytree(Path(made.cache_files[0]["filename"]).parent, folder)
@@ -302,17 +360,20 @@ def test_a_saved_dataset_is_read_memory_mapped(tmp_path):
     assert source.content_key() == open_source(SourceConfig(path=str(tmp_path / "saved"), limit=5)).content_key()
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.jsonl", b"", "is empty"),
-    ("a.jsonl", b"\n \n", "has no rows"),
-    ("a.csv", b"text\n", "has no rows"),
-    ("a.json", b"[]", "has no rows"),
-    ("a.json", b"12", "begins with '1'"),
-    ("a.csv", b"text,text\n1,2\n", "names a column twice: text"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 9, mtime=0)[:-12], "cannot be read past here"),
-    ("a.xlsx", b"PK", "no file that fxtune reads"),
-    ("folder/", b"", "empty folder"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\n \n", "has no rows"),
+        ("a.csv", b"text\n", "has no rows"),
+        ("a.json", b"[]", "has no rows"),
+        ("a.json", b"12", "begins with '1'"),
+        ("a.csv", b"text,text\n1,2\n", "names a column twice: text"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 9, mtime=0)[:-12], "cannot be read past here"),
+        ("a.xlsx", b"PK", "no file that fxtune reads"),
+        ("folder/", b"", "empty folder"),
+    ],
+)
 def test_files_without_usable_content(tmp_path, name, content, message):
     if name.endswith("/"):
         (tmp_path / name).mkdir()

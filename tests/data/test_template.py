@@ -46,7 +46,9 @@ PIECES = [
     "\u00a0",
     "\u2028",
 ]
-CONTENT = st.one_of(st.lists(st.sampled_from(PIECES), max_size=5).map("".join), st.text(st.characters(codec="utf-8"), max_size=8))
+CONTENT = st.one_of(
+    st.lists(st.sampled_from(PIECES), max_size=5).map("".join), st.text(st.characters(codec="utf-8"), max_size=8)
+)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "two and two"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "two and two", "parameters": {}}}]
 
@@ -123,7 +125,10 @@ TWO_TURNS = [
         ("zephyr", ["it is four.\n</s>", "yes 😀</s>"]),
         ("mistral", ["it is four.</s>", "yes 😀</s>"]),
         ("phi3", ["it is four.\n<|end|>", "yes 😀<|end|>"]),
-        ("gptoss", ["<|channel|>final<|message|> it is four.\n<|end|>", "<|channel|>final<|message|>yes 😀<|return|>"]),
+        (
+            "gptoss",
+            ["<|channel|>final<|message|> it is four.\n<|end|>", "<|channel|>final<|message|>yes 😀<|return|>"],
+        ),
     ],
 )
 def test_stock_templates_supervise_exactly_the_answers(family: str, expected: list[str]) -> None:
@@ -147,8 +152,11 @@ def test_qwen3_thinking_is_supervised_where_the_template_keeps_it() -> None:
 
 def test_an_answer_that_a_template_writes_into_a_users_turn_is_not_supervised() -> None:
     """Llama-3.1 takes the first message for the user's, whoever's it is, and writes it behind the tools."""
-    turns = [{"role": "assistant", "content": "it is four."}, {"role": "user", "content": "two and two"},
-             {"role": "assistant", "content": "four"}]
+    turns = [
+        {"role": "assistant", "content": "it is four."},
+        {"role": "user", "content": "two and two"},
+        {"role": "assistant", "content": "four"},
+    ]
     encoder = Encoder(families.tokenizer("llama31"), RowFormat.messages)
     reason, document = encoder.encode([{"messages": turns, "tools": TOOLS}, {"messages": turns}])
     assert isinstance(reason, str)
@@ -175,9 +183,7 @@ def test_an_empty_answer_teaches_the_end_of_turn() -> None:
 
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
-PLAIN = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
 LEARN = [False, True, False]
 
@@ -223,9 +229,7 @@ def test_marks_on_some_turns_only_fall_back() -> None:
 
 def test_the_opening_of_the_next_turn_is_not_taken_for_an_end_of_turn() -> None:
     """GLM's kind of template: nothing closes a turn but the next one's tag, which the user's side writes."""
-    source = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     assert found(source) == ["a"]
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
     assert found(source) == ["a"]
@@ -240,7 +244,10 @@ def test_an_end_of_turn_in_plain_letters() -> None:
 
 
 def test_content_made_of_the_sentinels_own_characters() -> None:
-    chat = [{"role": "user", "content": "\U000f80000\U000f8001"}, {"role": "assistant", "content": "\U000f80000\U000f8001"}]
+    chat = [
+        {"role": "user", "content": "\U000f80000\U000f8001"},
+        {"role": "assistant", "content": "\U000f80000\U000f8001"},
+    ]
     assert found(PLAIN, chat, LEARN[:2]) == ["\U000f80000\U000f8001</s>"]
 
 
@@ -250,7 +257,12 @@ def test_thinking_prompts_that_earlier_turns_do_not_show() -> None:
         "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
     )
-    chat = [{"role": "user", "content": "<|assistant|><think>u"}, CHAT[1], CHAT[2], {"role": "assistant", "content": "b"}]
+    chat = [
+        {"role": "user", "content": "<|assistant|><think>u"},
+        CHAT[1],
+        CHAT[2],
+        {"role": "assistant", "content": "b"},
+    ]
     assert found(source, chat, [False, True, False, True]) == ["a</s>", "</think>b</s>"]
 
 
@@ -296,11 +308,20 @@ def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"), r"writes the content of messages\[1\] 2 times"),
-        (PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"), r"writes the content of messages\[1\] 0 times"),
+        (
+            PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+            r"writes the content of messages\[1\] 2 times",
+        ),
+        (
+            PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"),
+            r"writes the content of messages\[1\] 0 times",
+        ),
         ("{{ messages[1].content | length }}" + PLAIN, r"messages\[1\] changes what the chat template writes before"),
         (PLAIN + "{{ messages[1].content | length }}", r"messages\[1\] changes what the chat template writes later"),
-        (PLAIN + "{{ raise_exception('no ' + messages[1].content) }}", "the chat template refuses this conversation: no a"),
+        (
+            PLAIN + "{{ raise_exception('no ' + messages[1].content) }}",
+            "the chat template refuses this conversation: no a",
+        ),
         (PLAIN + "{{ 1 + messages[1].content }}", "the chat template fails on this conversation: TypeError"),
     ],
 )
@@ -352,7 +373,9 @@ def test_the_cost_of_a_conversation_without_marks_is_two_renders(family: str, mo
     encoder = Encoder(families.tokenizer(family), RowFormat.messages)
     renders: list[int] = []
     draw = ChatTemplate.draw
-    monkeypatch.setattr(ChatTemplate, "draw", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys))
+    monkeypatch.setattr(
+        ChatTemplate, "draw", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys)
+    )
     (document,) = encoder.encode([{"messages": [CHAT[0], {"role": "assistant", "content": " a\u00e9 "}] * 20}])
     assert isinstance(document, Document)
     assert len(renders) == 2

@@ -34,16 +34,27 @@ def tokenizer(tmp_path_factory):
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<|im_start|>", "<|im_end|>"]
-    bpe.train_from_iterator(["what is the colour of answer number"] * 9, trainers.BpeTrainer(
-        vocab_size=330, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    bpe.train_from_iterator(
+        ["what is the colour of answer number"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=330,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
     fast.chat_template = TEMPLATE
     return fast
 
 
 def chat(number, answer=None):
-    return {"messages": [{"role": "user", "content": f"what is {number}"},
-                         {"role": "assistant", "content": answer or f"answer number {number} é" * (number % 4 + 1)}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"what is {number}"},
+            {"role": "assistant", "content": answer or f"answer number {number} é" * (number % 4 + 1)},
+        ]
+    }
 
 
 def write(path, rows):
@@ -56,8 +67,12 @@ def write(path, rows):
 def table_of(tokenizer, tmp_path):
     """Tokenise a path with the given settings, in a cache of the test's own."""
 
-    def call(path, quarantine=None, progress=False, workers=1, on_bad_row=OnBadRow.error, chat_template=None, **source):
-        data = DataConfig(cache_dir=str(tmp_path / "cache"), workers=workers, on_bad_row=on_bad_row, chat_template=chat_template)
+    def call(
+        path, quarantine=None, progress=False, workers=1, on_bad_row=OnBadRow.error, chat_template=None, **source
+    ):
+        data = DataConfig(
+            cache_dir=str(tmp_path / "cache"), workers=workers, on_bad_row=on_bad_row, chat_template=chat_template
+        )
         return tokenize(SourceConfig(path=str(path), **source), data, tokenizer, quarantine, progress)
 
     return call
@@ -149,14 +164,22 @@ def test_the_cache_is_used_for_the_same_content_and_settings_only(table_of, toke
     path = write(tmp_path / "a.jsonl", [{**chat(i), "text": "plain"} for i in range(9)])
     base = table_of(path)
     stamp = (base.folder / "ids.npy").stat().st_mtime_ns
-    assert table_of(write(tmp_path / "copy.jsonl", [{**chat(i), "text": "plain"} for i in range(9)])).folder == base.folder
+    assert (
+        table_of(write(tmp_path / "copy.jsonl", [{**chat(i), "text": "plain"} for i in range(9)])).folder
+        == base.folder
+    )
     assert (base.folder / "ids.npy").stat().st_mtime_ns == stamp
     tokenizer("a", padding="max_length", max_length=9, truncation=True)  # leaves its traces in the backend
     assert table_of(path).fingerprint == base.fingerprint
     template = tmp_path / "mine.jinja"
     template.write_text(TEMPLATE.replace("user", "person").replace("'\n'", "' '"))
-    seen = {base.fingerprint, table_of(path, chat_template=str(template)).fingerprint, table_of(path, limit=4).fingerprint,
-            table_of(path, format=RowFormat.text).fingerprint, table_of(path, columns={"text": "note"}).fingerprint}
+    seen = {
+        base.fingerprint,
+        table_of(path, chat_template=str(template)).fingerprint,
+        table_of(path, limit=4).fingerprint,
+        table_of(path, format=RowFormat.text).fingerprint,
+        table_of(path, columns={"text": "note"}).fingerprint,
+    }
     write(path, [{**chat(i), "text": "plain"} for i in range(10)])
     seen.add(table_of(path).fingerprint)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("'\n'", "' '"))
@@ -168,18 +191,29 @@ def test_the_cache_is_used_for_the_same_content_and_settings_only(table_of, toke
 
 def test_sequence_length_is_no_reason_to_tokenise_again(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [chat(i) for i in range(9)])
-    one, two = (tokenize(SourceConfig(path=str(path)), DataConfig(cache_dir=str(tmp_path), sequence_length=length), tokenizer,
-                         progress=False) for length in (64, 128))
+    one, two = (
+        tokenize(
+            SourceConfig(path=str(path)),
+            DataConfig(cache_dir=str(tmp_path), sequence_length=length),
+            tokenizer,
+            progress=False,
+        )
+        for length in (64, 128)
+    )
     assert one.folder == two.folder
 
 
 def test_tokens_that_no_run_used_for_long_are_removed_and_it_is_said(table_of, tmp_path, capsys):
     """Those in use stay, however old; a leftover of a process that died goes with its time."""
+
     def aged(folder):
         for path in (*folder.iterdir(), folder):
             os.utime(path, (0, time.time() - 31 * 86400))
 
-    folders = [table_of(write(tmp_path / f"{name}.jsonl", [chat(0, name)])).folder for name in ("unused", "used", "read_again")]
+    folders = [
+        table_of(write(tmp_path / f"{name}.jsonl", [chat(0, name)])).folder
+        for name in ("unused", "used", "read_again")
+    ]
     held = table_of(tmp_path / "used.jsonl")
     (leftover := folders[0].with_name("abc.staging")).mkdir()
     (leftover / "ids.npy").write_bytes(b"x" * 2_000_000)
@@ -215,16 +249,26 @@ def test_a_damaged_cache_entry_is_made_again(table_of, tmp_path, damage):
 
 def test_nothing_to_learn_from_is_an_error(table_of, tmp_path):
     with pytest.raises(DataError, match=r"none of the 2 rows can be used as text; the first, .*a\.jsonl:1:"):
-        table_of(write(tmp_path / "a.jsonl", [{"text": ""}, {"text": 3}]), format=RowFormat.text, on_bad_row=OnBadRow.quarantine)
+        table_of(
+            write(tmp_path / "a.jsonl", [{"text": ""}, {"text": 3}]),
+            format=RowFormat.text,
+            on_bad_row=OnBadRow.quarantine,
+        )
     masked = write(tmp_path / "b.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}])
-    with pytest.raises(DataError, match=r"not one of 3 tokens in 1 documents .* is supervised: its labels are all -100"):
+    with pytest.raises(
+        DataError, match=r"not one of 3 tokens in 1 documents .* is supervised: its labels are all -100"
+    ):
         table_of(masked)
     assert tables(tmp_path) == []
 
 
 def test_pre_tokenised_rows_keep_their_ids_and_masks(table_of, tmp_path):
-    table = table_of(write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
-                                                  {"input_ids": [8, 9], "assistant_masks": [0, 1]}]))
+    table = table_of(
+        write(
+            tmp_path / "a.jsonl",
+            [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "assistant_masks": [0, 1]}],
+        )
+    )
     assert table.ids.tolist() == [5, 6, 7, 8, 9]
     assert table.supervised.tolist() == [False, True, True, False, True]
     assert table.offsets.tolist() == [0, 3, 5]
@@ -324,12 +368,18 @@ def test_a_killed_run_leaves_no_workers_and_nothing_half_done(tokenizer, table_o
 
 
 def _workers(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def _alive(pid: int) -> bool:
     try:
-        return os.stat(f"/proc/{pid}") is not None and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+        return (
+            os.stat(f"/proc/{pid}") is not None
+            and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+        )
     except OSError:
         return False

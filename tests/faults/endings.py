@@ -12,7 +12,6 @@ TELLTALE = ("second", "time", "data_wait", "memory_", "mfu", "compile/")
 """Figures with these in their names depend on the clock, the machine or the process."""
 
 
-
 @dataclass
 class Traced:
     """The lines that a run wrote (traced.py)."""
@@ -71,21 +70,31 @@ class Ending:
     @staticmethod
     def of(folder: Path, attempts: list[Traced]) -> Ending:
         newest = max((folder / "checkpoints").glob("step-*"))
-        files = [*newest.glob("*.safetensors"), *folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
+        files = [
+            *newest.glob("*.safetensors"),
+            *folder.glob("adapter/*.safetensors"),
+            *folder.glob("model/*.safetensors"),
+        ]
         sums = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
         state = json.loads((newest / "state.json").read_text())
         state["figures"] = timeless(state["figures"])
         lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [line for line in lines if set(line) != {"train/step"}]  # what saving took, when it was known
         steps = [(line["step"], line["documents"], line["random"]) for line in lineage(attempts)]
-        leftovers = [str(path.relative_to(folder)) for path in folder.rglob("*")
-                     if (path.name.startswith(".") and path.name != ".lock") or path.name.endswith((".part", ".tmp"))]
+        leftovers = [
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if (path.name.startswith(".") and path.name != ".lock") or path.name.endswith((".part", ".tmp"))
+        ]
         return Ending(sums, state, lines, timeless(json.loads((folder / "result.json").read_text())), steps, leftovers)
 
     def differences(self, other: Ending) -> list[str]:
         """In what `other` differs, in words. Empty: bit for bit the same."""
-        return [f"{name}: {_first_difference(mine, theirs)}" for name in vars(self)
-                if (mine := getattr(self, name)) != (theirs := getattr(other, name))]
+        return [
+            f"{name}: {_first_difference(mine, theirs)}"
+            for name in vars(self)
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
 
     def uses(self) -> dict[str, int]:
         """How often each document was learnt from."""
@@ -102,10 +111,15 @@ def timeless(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _first_difference(mine: Any, theirs: Any) -> str:
     if isinstance(mine, dict):
-        return "; ".join(f"{key}: {mine.get(key, 'absent')} / {theirs.get(key, 'absent')}"
-                         for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key))[:300]
+        return "; ".join(
+            f"{key}: {mine.get(key, 'absent')} / {theirs.get(key, 'absent')}"
+            for key in sorted(mine | theirs)
+            if mine.get(key) != theirs.get(key)
+        )[:300]
     if isinstance(mine, list):
         if len(mine) != len(theirs):
             return f"{len(mine)} / {len(theirs)} entries: {str(mine)[-150:]} / {str(theirs)[-150:]}"
-        return next(f"entry {at}: {a} / {b}" for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)[:300]
+        return next(f"entry {at}: {a} / {b}" for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)[
+            :300
+        ]
     return f"{mine} / {theirs}"

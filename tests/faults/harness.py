@@ -25,10 +25,17 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SMALLER = ("{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
-           "head_dim: 16}")
-ENVIRON = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-           "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
+SMALLER = (
+    "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 16}"
+)
+ENVIRON = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "COLUMNS": "200",
+}
 """Of each process that is started here: few threads, no network, this checkout's code before what is installed or named."""
 
 
@@ -41,8 +48,10 @@ def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
             messages = []
             for turn in range(draw.randint(1, 3)):
                 asked = [str(row)] * (turn == 0) + draw.choices(words, k=draw.randint(2, 6))
-                messages += [{"role": "user", "content": " ".join(asked)},
-                             {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.randint(1, 6)))}]
+                messages += [
+                    {"role": "user", "content": " ".join(asked)},
+                    {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.randint(1, 6)))},
+                ]
             out.write(json.dumps({"messages": messages}) + "\n")
     return file
 
@@ -55,10 +64,22 @@ def command(folder: Path, *words: str) -> list[str]:
     chats = folder / "chats.jsonl"
     if not chats.exists():
         write_chats(chats)
-    given = ["run.dir=run", "model.init=random", f"model.architecture={SMALLER}", "data.sources=[{path: chats.jsonl}]",
-             "data.sequence_length=128", "data.packing=false", "data.cache_dir=cache", "train.epochs=2",
-             "train.global_batch_size=4", "train.micro_batch_size=2", "optimizer.lr=1e-3", "techniques.lora.enabled=true",
-             "checkpoint.every=4", "tracking.display=plain"]
+    given = [
+        "run.dir=run",
+        "model.init=random",
+        f"model.architecture={SMALLER}",
+        "data.sources=[{path: chats.jsonl}]",
+        "data.sequence_length=128",
+        "data.packing=false",
+        "data.cache_dir=cache",
+        "train.epochs=2",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "optimizer.lr=1e-3",
+        "techniques.lora.enabled=true",
+        "checkpoint.every=4",
+        "tracking.display=plain",
+    ]
     keys = {word.partition("=")[0] for word in words}
     return [*(word for word in given if word.partition("=")[0] not in keys), *words]
 
@@ -72,20 +93,36 @@ class Done:
 def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) -> subprocess.Popen[bytes]:
     """`python -m fxtune WORDS` in `folder`, in the background and in a process group of its own; it prints to `folder`/`log`."""
     with (folder / log).open("ab") as out:
-        return subprocess.Popen([sys.executable, "-m", "fxtune", *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=out,
-                                stderr=subprocess.STDOUT, env={**os.environ, **ENVIRON, **environ}, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "fxtune", *words],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRON, **environ},
+            start_new_session=True,
+        )
 
 
 def run(words: list[str], folder: Path, timeout: float = 120, **environ: str) -> Done:
     """`python -m fxtune WORDS` in `folder`, to its end."""
-    done = subprocess.run([sys.executable, "-m", "fxtune", *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
-                          env={**os.environ, **ENVIRON, **environ})
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", *words],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **ENVIRON, **environ},
+    )
     return Done(done.returncode, done.stdout)
 
 
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[bytes] | None = None, timeout: float = 60,
-             every: float = 0.01) -> Any:
+def wait_for(
+    what: Callable[[], Any], process: subprocess.Popen[bytes] | None = None, timeout: float = 60, every: float = 0.01
+) -> Any:
     """The first true value of `what()`. AssertionError after `timeout` seconds, or where `process` ended before."""
     until = time.monotonic() + timeout
     while not (seen := what()):
@@ -108,8 +145,12 @@ def small_disk(folder: Path, size: str = "4m") -> Iterator[Path]:
     import pytest
 
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
     try:

@@ -44,8 +44,15 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import traced; traced.serve()"
         self.noise = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        stderr=self.noise, env={**os.environ, **ENVIRON}, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=self.noise,
+            env={**os.environ, **ENVIRON},
+            start_new_session=True,
+        )
         assert self.answer(START)["ready"]
         return self
 
@@ -58,13 +65,26 @@ class ForkServer:
             self.process.kill()
         self.noise.close()
 
-    def start(self, words: list[str], folder: Path, trace: str = "trace.jsonl", last_operation: int = 0,
-              **environ: str) -> Forked:
+    def start(
+        self, words: list[str], folder: Path, trace: str = "trace.jsonl", last_operation: int = 0, **environ: str
+    ) -> Forked:
         """Begin a run in `folder`; its output is added to `folder`/log.txt, its trace begins anew. See traced.watch()."""
         assert self.process.stdin
         (folder / trace).unlink(missing_ok=True)
-        print(json.dumps({"argv": words, "cwd": str(folder), "log": str(folder / "log.txt"), "trace": str(folder / trace),
-                          "last_operation": last_operation, "environ": environ}), file=self.process.stdin, flush=True)
+        print(
+            json.dumps(
+                {
+                    "argv": words,
+                    "cwd": str(folder),
+                    "log": str(folder / "log.txt"),
+                    "trace": str(folder / trace),
+                    "last_operation": last_operation,
+                    "environ": environ,
+                }
+            ),
+            file=self.process.stdin,
+            flush=True,
+        )
         return Forked(self, self.answer(START)["pid"], folder / trace)
 
     def answer(self, timeout: float) -> dict[str, Any]:
@@ -96,9 +116,15 @@ class Processes:
         """Begin a run in `folder`; its output is added to `folder`/log.txt, its trace begins anew."""
         (folder / trace).unlink(missing_ok=True)
         with (folder / "log.txt").open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, str(HERE / "traced.py"), str(folder / trace), *words], cwd=folder,
-                                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                                            env={**os.environ, **ENVIRON})
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "traced.py"), str(folder / trace), *words],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **ENVIRON},
+            )
         return Forked(self, self.process.pid, folder / trace)
 
     def answer(self, timeout: float) -> dict[str, Any]:
@@ -161,6 +187,7 @@ class Forked:
                 return False
             time.sleep(0.05)
         return True
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -288,7 +315,7 @@ def _account(kills: list[Kill], attempts: list[Traced], begun: list[Forked], die
         if not when:
             continue
         kill = next(pending)
-        later = [line["step"] for attempt in attempts[at + 1:] for line in attempt.steps()]
+        later = [line["step"] for attempt in attempts[at + 1 :] for line in attempt.steps()]
         kill.resumed = later[0] if later else kill.steps
         reached = [line["at"] for line in attempts[at].steps() if line["step"] < kill.resumed]
         kill.lost = when - max([begun[at].began, *reached[-1:]])
@@ -301,10 +328,20 @@ def tail(folder: Path, characters: int = 1500) -> str:
 
 LEARNS = ("data.eval_fraction=0.1", "train.eval_every=6")
 MODES: dict[str, tuple[str, ...]] = {
-    "lora": (*LEARNS, "techniques.lora.dropout=0.1", "data.questions={path: questions.jsonl, limit: 4, max_new_tokens: 4}"),
+    "lora": (
+        *LEARNS,
+        "techniques.lora.dropout=0.1",
+        "data.questions={path: questions.jsonl, limit: 4, max_new_tokens: 4}",
+    ),
     "full": (*LEARNS, "techniques.lora.enabled=false", "optimizer.name=muon"),
-    "packed": (*LEARNS, "data.packing=true", "techniques.attention.enabled=true", "checkpoint.every=2",
-               "train.micro_batch_size=1", "train.global_batch_size=2"),
+    "packed": (
+        *LEARNS,
+        "data.packing=true",
+        "techniques.attention.enabled=true",
+        "checkpoint.every=2",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=2",
+    ),
     "bucketed": ("data.buckets=[32,64,128]", "optimizer.name=adafactor", "techniques.checkpointing.enabled=true"),
     "float16": ("model.dtype=float16", "data.buckets=[128]"),
     "workers": (*LEARNS, "loader.num_workers=4"),

@@ -50,17 +50,28 @@ def chats(name: str, rows: int, words: int) -> SourceConfig:
     with Path(name).open("w") as out:
         for row in range(rows):
             asked, answered = (" ".join(draw.choices(WORDS, k=count)) for count in (words, words // 4))
-            out.write(json.dumps({"messages": [{"role": "user", "content": f"{row} {asked}"},
-                                               {"role": "assistant", "content": answered}]}) + "\n")
+            out.write(
+                json.dumps(
+                    {
+                        "messages": [
+                            {"role": "user", "content": f"{row} {asked}"},
+                            {"role": "assistant", "content": answered},
+                        ]
+                    }
+                )
+                + "\n"
+            )
     return SourceConfig(path=name)
 
 
 def config(rows: int, run: str = "run", **data: Any) -> Config:
     """LoRA on the tiny model for three steps of eight packed rows of 256 tokens, `rows` of them at once."""
     data = {"sources": [chats("chats.jsonl", 48, 150)], "packing": True, **data}
-    made = Config(data=DataConfig(**{"sequence_length": 256, "cache_dir": "cache", **data}),
-                  train=TrainConfig(max_steps=3, epochs=100, micro_batch_size=rows, global_batch_size=8),
-                  tracking=TrackingConfig(display=Display.none))
+    made = Config(
+        data=DataConfig(**{"sequence_length": 256, "cache_dir": "cache", **data}),
+        train=TrainConfig(max_steps=3, epochs=100, micro_batch_size=rows, global_batch_size=8),
+        tracking=TrackingConfig(display=Display.none),
+    )
     made.techniques.lora.enabled = True
     made.optimizer.lr, made.checkpoint.every, made.checkpoint.keep, made.run.dir = 1e-3, 1, 9, run
     return made
@@ -76,12 +87,16 @@ def left(mib: float, *_: Any) -> None:
 def from_pass(number: int, mib: float, trainer: train.Trainer) -> None:
     """Let only so much be left() from the trainer's n-th forward pass on, counted from 1."""
     passes = itertools.count(1)
-    trainer.model.get_input_embeddings().register_forward_pre_hook(lambda *_: left(mib) if next(passes) == number else None)
+    trainer.model.get_input_embeddings().register_forward_pre_hook(
+        lambda *_: left(mib) if next(passes) == number else None
+    )
 
 
 def taken(config: Config, before: Callable[[train.Trainer], Any] = lambda _: None) -> dict[str, Any]:
     """Build and run it, `before` in between, and tell what came of it."""
-    folder = claim(config.run.name, config.run.dir, config.run.resume.value, json.loads(json.dumps(dataclasses.asdict(config))))
+    folder = claim(
+        config.run.name, config.run.dir, config.run.resume.value, json.loads(json.dumps(dataclasses.asdict(config)))
+    )
     notes: list[str] = []
     screen = train.display(Display.none)
     screen.note = notes.append  # type: ignore[method-assign]
@@ -95,9 +110,13 @@ def taken(config: Config, before: Callable[[train.Trainer], Any] = lambda _: Non
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     folder.release()
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    result.update(rows=trainer.state.rows, supervised=trainer.state.supervised_tokens, weights=weights(folder.path),
-                  steps=[[line["train/loss"], line["train/grad_norm"]] for line in lines if "train/loss" in line],
-                  figures={key: value for line in lines for key, value in line.items()})
+    result.update(
+        rows=trainer.state.rows,
+        supervised=trainer.state.supervised_tokens,
+        weights=weights(folder.path),
+        steps=[[line["train/loss"], line["train/grad_norm"]] for line in lines if "train/loss" in line],
+        figures={key: value for line in lines for key, value in line.items()},
+    )
     return result
 
 
@@ -116,6 +135,7 @@ def middle() -> Any:
     """Short of memory from the second micro-batch of the second step on, when the first has left its gradients; with processes
     that load. Then from the checkpoint of that step to the end, and undisturbed.
     """
+
     def before(trainer: train.Trainer) -> None:
         from_pass(4, 35, trainer)
         trainer._finish = dict  # type: ignore[method-assign]  # not finished, so that it can be gone on with
@@ -130,9 +150,14 @@ def middle() -> Any:
 def looking() -> Any:
     """Short rows are trained, long ones evaluated, and long questions asked."""
     chats("asked.jsonl", 8, 400)
-    made = config(8, packing=False, sequence_length=512, sources=[chats("brief.jsonl", 48, 10)],
-                  eval_sources=[chats("held_out.jsonl", 8, 300)],
-                  questions=QuestionsConfig(path="asked.jsonl", limit=8, batch_size=8, max_new_tokens=3))
+    made = config(
+        8,
+        packing=False,
+        sequence_length=512,
+        sources=[chats("brief.jsonl", 48, 10)],
+        eval_sources=[chats("held_out.jsonl", 8, 300)],
+        questions=QuestionsConfig(path="asked.jsonl", limit=8, batch_size=8, max_new_tokens=3),
+    )
     whole = copy.deepcopy(made)
     whole.run.dir = "whole"
     return [taken(made, partial(from_pass, 1, 45)), taken(whole)]
@@ -156,20 +181,45 @@ def command(*words: str, mib: float) -> Any:
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         left(mib)
-        code = main([*words, "model=tiny", "data.sources=[{path: chats.jsonl}]", "data.cache_dir=cache", "run.dir=run"])
+        code = main(
+            [*words, "model=tiny", "data.sources=[{path: chats.jsonl}]", "data.cache_dir=cache", "run.dir=run"]
+        )
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return {"code": code, "text": said.getvalue()}
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{scenario.__name__: scenario for scenario in (training, middle, looking, nothing, stop)},
-    "program": partial(command, "train.max_steps=2", "data.sequence_length=8192", "model.init=random",
-                       "model.architecture={max_position_embeddings: 16384}", "data.packing=true", "tracking.display=plain",
-                       "train.global_batch_size=1", mib=400),
-    "building": partial(command, "train.max_steps=2", "data.sequence_length=512", "data.packing=true", "model.init=random",
-                        "model.architecture={hidden_size: 1024, intermediate_size: 4096}", mib=100),
-    "eval": partial(command, "eval", "data.eval_sources=[{path: chats.jsonl}]", "data.sequence_length=512", "data.packing=true",
-                    "train.micro_batch_size=16", "train.global_batch_size=16", mib=100),
+    "program": partial(
+        command,
+        "train.max_steps=2",
+        "data.sequence_length=8192",
+        "model.init=random",
+        "model.architecture={max_position_embeddings: 16384}",
+        "data.packing=true",
+        "tracking.display=plain",
+        "train.global_batch_size=1",
+        mib=400,
+    ),
+    "building": partial(
+        command,
+        "train.max_steps=2",
+        "data.sequence_length=512",
+        "data.packing=true",
+        "model.init=random",
+        "model.architecture={hidden_size: 1024, intermediate_size: 4096}",
+        mib=100,
+    ),
+    "eval": partial(
+        command,
+        "eval",
+        "data.eval_sources=[{path: chats.jsonl}]",
+        "data.sequence_length=512",
+        "data.packing=true",
+        "train.micro_batch_size=16",
+        "train.global_batch_size=16",
+        mib=100,
+    ),
 }
 
 

@@ -48,11 +48,14 @@ def change(adapter: Path, **tensors) -> None:
     """Make other tensors of some: each value is called with what is there."""
     file = adapter / "adapter_model.safetensors"
     found = load_file(file)
-    save_file({**found, **{name: make(found[name]) for name, make in tensors.items()}}, file, metadata={"format": "pt"})
+    save_file(
+        {**found, **{name: make(found[name]) for name, make in tensors.items()}}, file, metadata={"format": "pt"}
+    )
 
 
 def put(number):
     """One number of a tensor, and it alone."""
+
     def change(tensor):
         tensor.view(-1)[5] = number
         return tensor
@@ -61,9 +64,16 @@ def put(number):
 
 
 def words(base: Path) -> list[str]:
-    return [f"model.path={base}", "model.init=pretrained", "model.architecture={}", "model.adapter=adapter",
-            "techniques.lora.r=4", "techniques.lora.alpha=32", "techniques.lora.modules_to_save=[norm]",
-            "techniques.lora.target_modules=[all-linear]"]
+    return [
+        f"model.path={base}",
+        "model.init=pretrained",
+        "model.architecture={}",
+        "model.adapter=adapter",
+        "techniques.lora.r=4",
+        "techniques.lora.alpha=32",
+        "techniques.lora.modules_to_save=[norm]",
+        "techniques.lora.target_modules=[all-linear]",
+    ]
 
 
 @pytest.mark.parametrize("word", [[], ["eval"], ["merge"]], ids=["train", "eval", "merge"])
@@ -81,16 +91,24 @@ def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base,
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize(("name", "make", "told"), [
-    (UP, put(float("nan")), "NaN or infinite numbers are in 1"),
-    (DOWN, put(-float("inf")), "NaN or infinite numbers are in 1"),
-    (NORM, put(float("nan")), "NaN or infinite numbers are in 1"),
-    (UP, lambda tensor: put(float("nan"))(tensor.bfloat16()), "NaN or infinite numbers are in 1"),
-    (UP, lambda tensor: torch.full_like(tensor, float("nan")).to(torch.float8_e4m3fn), "NaN or infinite numbers are in 1"),
-    (UP, lambda tensor: put(1e300)(tensor.double()), r"numbers too large for torch\.float32 are in 1"),
-    (UP, lambda tensor: (100 * tensor).int(), r"numbers of torch\.int32, which are no weights, are in 1"),
-    (UP, lambda tensor: tensor.to(torch.complex64), r"numbers of torch\.complex64"),
-], ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"])
+@pytest.mark.parametrize(
+    ("name", "make", "told"),
+    [
+        (UP, put(float("nan")), "NaN or infinite numbers are in 1"),
+        (DOWN, put(-float("inf")), "NaN or infinite numbers are in 1"),
+        (NORM, put(float("nan")), "NaN or infinite numbers are in 1"),
+        (UP, lambda tensor: put(float("nan"))(tensor.bfloat16()), "NaN or infinite numbers are in 1"),
+        (
+            UP,
+            lambda tensor: torch.full_like(tensor, float("nan")).to(torch.float8_e4m3fn),
+            "NaN or infinite numbers are in 1",
+        ),
+        (UP, lambda tensor: put(1e300)(tensor.double()), r"numbers too large for torch\.float32 are in 1"),
+        (UP, lambda tensor: (100 * tensor).int(), r"numbers of torch\.int32, which are no weights, are in 1"),
+        (UP, lambda tensor: tensor.to(torch.complex64), r"numbers of torch\.complex64"),
+    ],
+    ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"],
+)
 def test_the_tensor_is_named_that_holds_no_weights(name, make, told, adapter, tmp_path):
     change(adapter, **{name: make})
     with pytest.raises(StorageError, match=f"{told}.* of its tensors, the first being {name} in .*another copy"):
@@ -109,16 +127,29 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     base = on_disk(tmp_path / "base", dtype=dtype)
     model = ModelConfig(path=str(base))
     adapter = save(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
-    change(adapter, **{name: lambda tensor: torch.full_like(tensor, size) for name in (UP, UP.replace("lora_A", "lora_B"))})
-    with pytest.raises(StorageError, match=r"makes NaN or infinite float\d\d numbers, first in model\.layers\.1\.mlp\.up_proj"):
+    change(
+        adapter,
+        **{name: lambda tensor: torch.full_like(tensor, size) for name in (UP, UP.replace("lora_A", "lora_B"))},
+    )
+    with pytest.raises(
+        StorageError, match=r"makes NaN or infinite float\d\d numbers, first in model\.layers\.1\.mlp\.up_proj"
+    ):
         merge(adapter, tmp_path / "merged")
     assert not list(tmp_path.glob("*merged*"))
 
 
 @pytest.mark.parametrize("suffix", ["partial", "old"])
-@pytest.mark.parametrize("make", [
-    os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path.parent), Path.touch,
-    lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path))], ids=["pipe", "device", "link", "file", "socket"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to(path.parent),
+        Path.touch,
+        lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+    ],
+    ids=["pipe", "device", "link", "file", "socket"],
+)
 def test_what_stands_in_the_way_is_said_and_not_waited_for(make, suffix, adapter, tmp_path, forks, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a socket's name may not be long
     there = tmp_path / f".merged.{suffix}"
@@ -126,7 +157,10 @@ def test_what_stands_in_the_way_is_said_and_not_waited_for(make, suffix, adapter
     before = there.lstat()
     code = forks.start(["merge", "adapter", "merged"], tmp_path).wait(30)
     said = " ".join(tail(tmp_path, 10**7).split())
-    assert (code, f".merged.{suffix} stands where the merged model is put together, and is no folder" in said) == (6, True), said
+    assert (code, f".merged.{suffix} stands where the merged model is put together, and is no folder" in said) == (
+        6,
+        True,
+    ), said
     assert there.lstat() == before
     assert not (tmp_path / "merged").exists()
 
@@ -149,8 +183,11 @@ def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(name, adapter, tmp_pa
     assert (code, f"{name} is no regular file" in " ".join(tail(tmp_path, 10**7).split())) == (2, True)
 
 
-@pytest.mark.parametrize("make", [
-    lambda out: out.symlink_to("/nowhere/at/all"), os.mkfifo, Path.touch, Path.mkdir], ids=["link", "pipe", "file", "folder"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda out: out.symlink_to("/nowhere/at/all"), os.mkfifo, Path.touch, Path.mkdir],
+    ids=["link", "pipe", "file", "folder"],
+)
 def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
     out = tmp_path / "out"
     make(out)
@@ -207,7 +244,9 @@ def test_pickles_beside_an_adapter_are_named_and_left_alone(adapter, tmp_path):
     (adapter / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     merge(adapter, tmp_path / "merged")
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is missing\. adapter_model\.bin beside it is a pickle"):
+    with pytest.raises(
+        StorageError, match=r"adapter_model\.safetensors is missing\. adapter_model\.bin beside it is a pickle"
+    ):
         merge(adapter, tmp_path / "again")
     assert not (tmp_path / "merged" / "adapter_model.bin").exists()
 
@@ -217,8 +256,11 @@ def test_a_base_that_is_not_there_is_told_by_where_it_is_named(name, adapter, tm
     monkeypatch.chdir(tmp_path)
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": name}))
-    with pytest.raises((ConfigError, StorageError), match=r"its base, as base_model_name_or_path in adapter/adapter_config\.json "
-                                                          r"names it: .*If the base has moved, write where it is into that file"):
+    with pytest.raises(
+        (ConfigError, StorageError),
+        match=r"its base, as base_model_name_or_path in adapter/adapter_config\.json "
+        r"names it: .*If the base has moved, write where it is into that file",
+    ):
         merge("adapter", "merged")
 
 

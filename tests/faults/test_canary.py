@@ -29,14 +29,33 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "Canary4/EXAMPLE+KEY/abcdefghijklmnopqrst",
 }
 """Each with a secret's name."""
-TYPED = {"token": "hf_" + "CanaryFive" * 4, "key": "sk-proj-" + "CanarySix" * 4, "url": "CanarySevenPassword",
-         "git": "ghp_" + "CanaryEight" * 4, "named": "canary-nine", "hex": "c0ffee" * 6 + "c0ff", "server": "CanaryTenPassword"}
+TYPED = {
+    "token": "hf_" + "CanaryFive" * 4,
+    "key": "sk-proj-" + "CanarySix" * 4,
+    "url": "CanarySevenPassword",
+    "git": "ghp_" + "CanaryEight" * 4,
+    "named": "canary-nine",
+    "hex": "c0ffee" * 6 + "c0ff",
+    "server": "CanaryTenPassword",
+}
 """Secrets that stand on command lines, in git and in W&B's address: these have a shape or a place."""
 SECRETS = {**ENVIRONMENT, **TYPED}
-RUN = ["+recipe=quickstart", "train.max_steps=2", "train.eval_every=0", "data.questions.path=null", "run.device=cpu",
-       "tracking.display=plain", "data.sequence_length=64", "data.on_long=truncate", "train.micro_batch_size=2",
-       "train.global_batch_size=2", "data.sources=[{path: rows.jsonl}]", "data.eval_sources=[{path: rows.jsonl}]",
-       "data.cache_dir=tokens", "schedule.warmup_steps=0"]
+RUN = [
+    "+recipe=quickstart",
+    "train.max_steps=2",
+    "train.eval_every=0",
+    "data.questions.path=null",
+    "run.device=cpu",
+    "tracking.display=plain",
+    "data.sequence_length=64",
+    "data.on_long=truncate",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=2",
+    "data.sources=[{path: rows.jsonl}]",
+    "data.eval_sources=[{path: rows.jsonl}]",
+    "data.cache_dir=tokens",
+    "schedule.warmup_steps=0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +65,25 @@ def planted(tmp_path_factory) -> Iterator[Path]:
     work = home / "work"
     work.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ENVIRONMENT, "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"),
-                            "HF_HOME": str(home / ".hf")}.items():
+        for name, value in {
+            **ENVIRONMENT,
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
+            "HF_HOME": str(home / ".hf"),
+        }.items():
             patch.setenv(name, value)
         patch.delenv("WANDB_MODE", raising=False)
         patch.chdir(work)
-        for words in (["init", "-q"], ["remote", "add", "origin", f"https://{TYPED['git']}@github.com/me/mine.git"],
-                      ["-c", "user.name=me", "-c", "user.email=me@x", "commit", "-q", "--allow-empty", "-m", "first"]):
+        for words in (
+            ["init", "-q"],
+            ["remote", "add", "origin", f"https://{TYPED['git']}@github.com/me/mine.git"],
+            ["-c", "user.name=me", "-c", "user.email=me@x", "commit", "-q", "--allow-empty", "-m", "first"],
+        ):
             subprocess.run(["git", *words], check=True, timeout=60)
-        said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"hello {number}"}] for number in range(8)]
+        said = [
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"hello {number}"}]
+            for number in range(8)
+        ]
         (work / "rows.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in said))
         yield home
 
@@ -71,8 +100,14 @@ def require_silent(text: str, where: str) -> None:
     from urllib.parse import quote
 
     for name, secret in SECRETS.items():
-        for form in (secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1],
-                     base64.b64encode(secret.encode()).decode()[:-3]):
+        for form in (
+            secret,
+            quote(secret, safe=""),
+            quote(secret),
+            json.dumps(secret)[1:-1],
+            repr(secret)[1:-1],
+            base64.b64encode(secret.encode()).decode()[:-3],
+        ):
             assert form not in text, f"{name} stands in {where}"
 
 
@@ -95,32 +130,60 @@ def test_a_planted_secret_would_be_found(planted):
 
 
 def test_no_secret_is_written_or_printed_by_a_run_and_what_follows_it(planted, capfd, monkeypatch):
-    argv = [*RUN, "run.dir=out", "tracking.wandb.mode=offline", f"tracking.wandb.group={TYPED['token']}",
-            f"tracking.wandb.tags=[{TYPED['key']}]", f"run.name={TYPED['hex']}"]
+    argv = [
+        *RUN,
+        "run.dir=out",
+        "tracking.wandb.mode=offline",
+        f"tracking.wandb.group={TYPED['token']}",
+        f"tracking.wandb.tags=[{TYPED['key']}]",
+        f"run.name={TYPED['hex']}",
+    ]
     monkeypatch.setattr(sys, "argv", ["fxtune", *argv])
     code, told = in_process(capfd, *argv)
     assert code == 0, told
     require_silent(told, "the output of train")
-    for words in (["verify", *RUN, "--json", "verify.json"], ["eval", *RUN, "model.adapter=out/adapter"],
-                  ["merge", "out/adapter", "merged"], ["preview", *RUN],
-                  ["bench", *argv, "--steps", "2", "--warm-up", "2", "--json", "bench.json"],
-                  [*argv, "--cfg", "job"], [*argv, "--cfg", "all", "--resolve"], [*argv, "--info", "config"], argv):
+    for words in (
+        ["verify", *RUN, "--json", "verify.json"],
+        ["eval", *RUN, "model.adapter=out/adapter"],
+        ["merge", "out/adapter", "merged"],
+        ["preview", *RUN],
+        ["bench", *argv, "--steps", "2", "--warm-up", "2", "--json", "bench.json"],
+        [*argv, "--cfg", "job"],
+        [*argv, "--cfg", "all", "--resolve"],
+        [*argv, "--info", "config"],
+        argv,
+    ):
         code, told = in_process(capfd, *words)
         assert code == 0, told
         assert told
         require_silent(told, f"the output of {words[0]}")
     assert require_none_written(planted) > 20
     written = {path.name for path in (planted / "work").rglob("*")}
-    assert {"config.yaml", "README.md", "evidence.json", "metrics.jsonl", "verify.json", "bench.json", "process.log"} <= written
+    assert {
+        "config.yaml",
+        "README.md",
+        "evidence.json",
+        "metrics.jsonl",
+        "verify.json",
+        "bench.json",
+        "process.log",
+    } <= written
     assert any(name.endswith(".wandb") for name in written)
     assert ".hydra" not in written
 
 
 def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, monkeypatch):
     """tune with two trials, one of which failed with secrets in its last words, and its cache; doctor; sync, which fails."""
-    argv = [*RUN, f"tracking.wandb.group={TYPED['token']}", f"tracking.wandb.tags=[{TYPED['key']}]", f"run.name={TYPED['hex']}"]
-    answers = [Answer(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
-               failed(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0)]
+    argv = [
+        *RUN,
+        f"tracking.wandb.group={TYPED['token']}",
+        f"tracking.wandb.tags=[{TYPED['key']}]",
+        f"run.name={TYPED['hex']}",
+    ]
+    answers = [
+        Answer(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
+        failed(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0),
+    ]
     monkeypatch.setattr(trials, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
     monkeypatch.setattr(doctor, "probe", lambda *_: {"state": "missing", "seen": ""})
@@ -128,9 +191,14 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
     run = planted / "work" / "sent"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 1.0}\n')
-    (run / "config.yaml").write_text("run: {name: a}\ntracking: {wandb: {project: p, entity: null, group: null, tags: []}}\n")
-    for words, code in ((["tune", *argv, "--axes", "micro_batch", "--steps", "2", "--json", "tune.json"], 0),
-                        (["doctor", *argv, "--json", "doctor.json"], 1), (["sync", "sent"], 6)):
+    (run / "config.yaml").write_text(
+        "run: {name: a}\ntracking: {wandb: {project: p, entity: null, group: null, tags: []}}\n"
+    )
+    for words, code in (
+        (["tune", *argv, "--axes", "micro_batch", "--steps", "2", "--json", "tune.json"], 0),
+        (["doctor", *argv, "--json", "doctor.json"], 1),
+        (["sync", "sent"], 6),
+    ):
         monkeypatch.setattr(sys, "argv", ["fxtune", *words])
         ended, told = in_process(capfd, *words)
         assert ended == code, told
@@ -160,11 +228,19 @@ def test_the_password_of_w_and_b_s_server_is_in_none_of_its_logs_and_one_message
 
 
 WRONG = [
-    [f"tracking.wandb_api_key={TYPED['named']}"], [f"+hub_token={TYPED['named']}"], [f"model.hub_token='{TYPED['named']}'"],
-    [f"model.path=https://me:{TYPED['url']}@huggingface.co/a/b"], [f"model.adapter={TYPED['token']}"],
-    [f"data.sources=[{{path: 'https://me:{TYPED['url']}@x.org/y.jsonl'}}]"], [f"model.path='{TYPED['key']}'"],
-    [f"optimizer.lr={TYPED['token']}"], [f"train.max_steps={TYPED['key']}"], [f"+recipe={TYPED['token']}"],
-    [f"run.resume={TYPED['hex']}"], [f"optimizer={TYPED['key']}"], [f"data.chat_template=https://x.org/t?token={TYPED['url']}"],
+    [f"tracking.wandb_api_key={TYPED['named']}"],
+    [f"+hub_token={TYPED['named']}"],
+    [f"model.hub_token='{TYPED['named']}'"],
+    [f"model.path=https://me:{TYPED['url']}@huggingface.co/a/b"],
+    [f"model.adapter={TYPED['token']}"],
+    [f"data.sources=[{{path: 'https://me:{TYPED['url']}@x.org/y.jsonl'}}]"],
+    [f"model.path='{TYPED['key']}'"],
+    [f"optimizer.lr={TYPED['token']}"],
+    [f"train.max_steps={TYPED['key']}"],
+    [f"+recipe={TYPED['token']}"],
+    [f"run.resume={TYPED['hex']}"],
+    [f"optimizer={TYPED['key']}"],
+    [f"data.chat_template=https://x.org/t?token={TYPED['url']}"],
     [f"model.architecture={{api_key: {TYPED['named']}}}", "model.init=random"],
 ]
 
@@ -179,14 +255,24 @@ def test_no_secret_is_in_what_a_wrong_command_is_told(words, planted, capfd):
 
 def test_no_secret_is_in_what_libraries_print_and_in_a_traceback(planted):
     """A bug: an error with a token in its text, after a print and a warning with one, and with a proxy's password."""
-    script = ("import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
-              "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"
-              "    warnings.warn(token)\n"
-              "    logging.getLogger().error(token)\n    raise RuntimeError(f'url https://me:CanarySevenPassword@x/ {token}')\n"
-              "command._run = broken\nsys.exit(command.main([]))\n")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1]),
-                               "HTTPS_PROXY": f"http://me:{TYPED['url']}@proxy:3128"})
+    script = (
+        "import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
+        "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"
+        "    warnings.warn(token)\n"
+        "    logging.getLogger().error(token)\n    raise RuntimeError(f'url https://me:CanarySevenPassword@x/ {token}')\n"
+        "command._run = broken\nsys.exit(command.main([]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(command.__file__).parents[1]),
+            "HTTPS_PROXY": f"http://me:{TYPED['url']}@proxy:3128",
+        },
+    )
     assert done.returncode == 1
     assert "RuntimeError: url https://[redacted]@x/ [redacted]" in done.stderr
     assert "Traceback" in done.stderr

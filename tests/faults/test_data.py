@@ -43,6 +43,7 @@ def tokenizer():
 @pytest.fixture
 def read(tokenizer, tmp_path):
     """Tokenise a file as a run does. What takes 20 s hangs."""
+
     def too_late(*_):
         raise AssertionError("it hangs")
 
@@ -50,8 +51,12 @@ def read(tokenizer, tmp_path):
     signal.alarm(20)
 
     def call(path, on_bad_row=OnBadRow.quarantine, chat_template=None, **source):
-        data = DataConfig(cache_dir=str(tmp_path / "cache"), workers=1, on_bad_row=on_bad_row, chat_template=chat_template)
-        return tokenize(SourceConfig(path=str(path), **source), data, tokenizer, tmp_path / "quarantine.jsonl", progress=False)
+        data = DataConfig(
+            cache_dir=str(tmp_path / "cache"), workers=1, on_bad_row=on_bad_row, chat_template=chat_template
+        )
+        return tokenize(
+            SourceConfig(path=str(path), **source), data, tokenizer, tmp_path / "quarantine.jsonl", progress=False
+        )
 
     yield call
     signal.alarm(0)
@@ -79,12 +84,18 @@ BROKEN = {
     "header.csv": (b"prompt,completion\n", "has no rows"),
     "none.json": (b"[]", "has no rows"),
     "cut.json": (json.dumps([GOOD] * 9).encode()[:-30], r"cut\.json:1: not JSON"),
-    "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 999))[:-40], r"cut\.jsonl\.gz:\d+: the file cannot be read past here"),
+    "cut.jsonl.gz": (
+        gzip.compress(lines(*[GOOD] * 999))[:-40],
+        r"cut\.jsonl\.gz:\d+: the file cannot be read past here",
+    ),
     "no.jsonl.gz": (b"not gzip", r"no\.jsonl\.gz:1: the file cannot be read past here .*Not a gzipped file"),
     "cut.parquet": (parquet(99)[:-9], r"cut\.parquet cannot be read as Parquet"),
     "no.parquet": (b"PAR1" + b"x" * 99, r"no\.parquet cannot be read as Parquet"),
     "rows.jsonl.zst": (b"\x28\xb5\x2f\xfd", r"no file that fxtune reads \(found \.zst\)"),
-    "quote.csv": (b'prompt,completion\na,b\nc,"d\n' + b"e,f\n" * (ROW_BYTES // 4), r"quote\.csv:3: a cell of more than 16 MiB"),
+    "quote.csv": (
+        b'prompt,completion\na,b\nc,"d\n' + b"e,f\n" * (ROW_BYTES // 4),
+        r"quote\.csv:3: a cell of more than 16 MiB",
+    ),
     "list.json": (json.dumps({"a": 1}).encode(), "an object without a list of rows"),
 }
 
@@ -130,8 +141,11 @@ def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name
     if place.exists():
         place.rename(tmp_path / "before")
     with socket.socket(socket.AF_UNIX) as listener:
-        {"pipe": lambda: os.mkfifo(place), "device": lambda: place.symlink_to("/dev/zero"),
-         "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place))}[odd]()
+        {
+            "pipe": lambda: os.mkfifo(place),
+            "device": lambda: place.symlink_to("/dev/zero"),
+            "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place)),
+        }[odd]()
         told = rf"{re.escape(str(place))} is a pipe, a socket or a device, and the token cache has a (file|folder) there\. Remove"
         with pytest.raises(StorageError, match=told):
             read(tmp_path / "good.jsonl")
@@ -156,15 +170,23 @@ def test_each_row_that_cannot_be_used_is_in_the_quarantine_with_its_reason(read,
         return {"messages": [{"role": role, "content": content} for role, content in roles]}
 
     cases = {
-        b'{"messages": [': "not JSON", b"\xff\xfe": "not UTF-8", b"[1]": "a list", b"12": "a number", b"null": "null",
+        b'{"messages": [': "not JSON",
+        b"\xff\xfe": "not UTF-8",
+        b"[1]": "a list",
+        b"12": "a number",
+        b"null": "null",
         b'{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "b"}]}': "half a surrogate pair",
-        b"[" * 900 + b"]" * 900: "nested more than 100 deep", b"[" * 90_000: "cannot be read as JSON",
+        b"[" * 900 + b"]" * 900: "nested more than 100 deep",
+        b"[" * 90_000: "cannot be read as JSON",
         lines({**GOOD, "x": json.loads("[" * 300 + "]" * 300)}).strip(): "nested more than 100 deep",
         lines({**GOOD, "tools": "[" * 300 + "]" * 300}).strip(): "nested more than 100 deep",
         b'{"messages": [], "n": ' + b"9" * 5000 + b"}": "cannot be read as JSON",
-        lines(turns(None, "b")).strip(): r"messages\[0\].content is null", lines(turns("a", None)).strip(): "content is null",
-        lines(turns(7, "b")).strip(): r"messages\[0\].content is a number", lines(turns({"a": 1}, "b")).strip(): "is an object",
-        lines({"messages": None}).strip(): "no list of messages", lines({"messages": "hi"}).strip(): "messages is a string",
+        lines(turns(None, "b")).strip(): r"messages\[0\].content is null",
+        lines(turns("a", None)).strip(): "content is null",
+        lines(turns(7, "b")).strip(): r"messages\[0\].content is a number",
+        lines(turns({"a": 1}, "b")).strip(): "is an object",
+        lines({"messages": None}).strip(): "no list of messages",
+        lines({"messages": "hi"}).strip(): "messages is a string",
         lines({"messages": [GOOD["messages"][0]]}).strip(): "no assistant turn",
         lines({"messages": [{"role": "x" * 9_000_000, "content": "a"}]}).strip(): r"role 'xxx.{30}",
     }
@@ -182,7 +204,7 @@ def test_each_row_that_cannot_be_used_is_in_the_quarantine_with_its_reason(read,
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_of_100_mb_is_quarantined_and_never_held(read, tmp_path, packed):
     path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
-    with (gzip.open(path, "wb", compresslevel=1) if packed else open(path, "wb")) as file:
+    with gzip.open(path, "wb", compresslevel=1) if packed else open(path, "wb") as file:
         file.write(lines(GOOD) + b'{"messages": [{"role": "user", "content": "')
         for _ in range(100):
             file.write(b"a" * 1_000_000)
@@ -216,12 +238,17 @@ def test_a_column_that_changes_its_type_late_is_a_bad_row_there_and_nowhere_else
     elif kind == "csv":
         path.write_bytes(b"prompt,completion\n" + b"a,b\n" * (count - 2) + b'a,b,c\n"a"x,"b"\na,7\n')
     else:
-        pq.write_table(pa.table({"prompt": ["a"] * (count + 1), "completion": ["b"] * (count - 1) + [None, "b"]}), path)
+        pq.write_table(
+            pa.table({"prompt": ["a"] * (count + 1), "completion": ["b"] * (count - 1) + [None, "b"]}), path
+        )
     table = read(path)
     found = quarantined(tmp_path)
     assert len(table) + len(found) == count + 1
-    expected = {"jsonl": {count: "completion is a number, not a string"}, "parquet": {count: "completion is null"},
-                "csv": {count: "3 cells under a header of 2 columns", count + 1: "not CSV ('\\,' expected after '\"')"}}[kind]
+    expected = {
+        "jsonl": {count: "completion is a number, not a string"},
+        "parquet": {count: "completion is null"},
+        "csv": {count: "3 cells under a header of 2 columns", count + 1: "not CSV ('\\,' expected after '\"')"},
+    }[kind]
     assert {place: reason.replace("','", "'\\,'") for place, reason in found.items()} == expected
 
 
@@ -230,9 +257,16 @@ def test_a_column_that_changes_its_type_late_is_a_bad_row_there_and_nowhere_else
 def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how, monkeypatch):
     path, rows, draw = tmp_path / f"rows.{kind}", 3000, random.Random(0)
     chats = [{"messages": [{"role": "user", "content": str(draw.random())}, GOOD["messages"][1]]} for _ in range(rows)]
-    path.write_bytes({"jsonl": lambda: lines(*chats), "jsonl.gz": lambda: gzip.compress(lines(*chats)),
-                      "json": lambda: json.dumps(chats).encode(), "csv": lambda: b"prompt,completion\n" + b"a,b\n" * rows,
-                      "txt": lambda: b"a text\n" * rows, "parquet": lambda: parquet(rows)}[kind]())
+    path.write_bytes(
+        {
+            "jsonl": lambda: lines(*chats),
+            "jsonl.gz": lambda: gzip.compress(lines(*chats)),
+            "json": lambda: json.dumps(chats).encode(),
+            "csv": lambda: b"prompt,completion\n" + b"a,b\n" * rows,
+            "txt": lambda: b"a text\n" * rows,
+            "parquet": lambda: parquet(rows),
+        }[kind]()
+    )
     monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
     monkeypatch.setattr(sources, "ROW_SHARD_BYTES", 5000)
     encode = Encoder.encode
@@ -248,7 +282,9 @@ def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how,
         return encode(self, batch)
 
     monkeypatch.setattr(Encoder, "encode", meddle)
-    with pytest.raises(DataError, match=rf"rows\.{kind}.*(changed while it was|became shorter|cannot be read|not JSON)"):
+    with pytest.raises(
+        DataError, match=rf"rows\.{kind}.*(changed while it was|became shorter|cannot be read|not JSON)"
+    ):
         read(path, text_unit=TextUnit.line)
     assert not list((tmp_path / "cache").glob("tokens/*/table.json"))
 
@@ -259,20 +295,43 @@ def test_a_full_disk_under_the_cache_or_the_quarantine_is_said(tokenizer, tmp_pa
     source = SourceConfig(path=str(tmp_path / "rows.jsonl"))
     with harness.small_disk(tmp_path / "disk", "64k") as disk:
         with pytest.raises(StorageError, match=r"rows\.jsonl cannot be kept in .*No space left.*data\.cache_dir"):
-            tokenize(source, DataConfig(cache_dir=str(disk / "cache"), on_bad_row=OnBadRow.quarantine), tokenizer, progress=False)
+            tokenize(
+                source,
+                DataConfig(cache_dir=str(disk / "cache"), on_bad_row=OnBadRow.quarantine),
+                tokenizer,
+                progress=False,
+            )
         assert not list(disk.glob("cache/tokens/*/")), "nothing half-written stays"
         with pytest.raises(StorageError, match=r"Rows that cannot be used cannot .*quarantine\.jsonl: No space left"):
-            tokenize(source, DataConfig(cache_dir=str(tmp_path / "cache"), on_bad_row=OnBadRow.quarantine), tokenizer,
-                     disk / "quarantine.jsonl", progress=False)
+            tokenize(
+                source,
+                DataConfig(cache_dir=str(tmp_path / "cache"), on_bad_row=OnBadRow.quarantine),
+                tokenizer,
+                disk / "quarantine.jsonl",
+                progress=False,
+            )
 
 
 def test_a_run_whose_loader_workers_are_killed_learns_the_same(tokenizer, tmp_path, capsys):
     """Of the loader alone, with the built-in tokenizer's table; a whole run is in test_kills.py."""
-    (tmp_path / "rows.jsonl").write_bytes(lines(*({"messages": [{"role": "user", "content": f"say {number}"},
-                                                                {"role": "assistant", "content": f"{number} " * 9}]}
-                                                  for number in range(200))))
-    data = DataConfig(sources=[SourceConfig(path=str(tmp_path / "rows.jsonl"))], cache_dir=str(tmp_path / "cache"),
-                      sequence_length=64)
+    (tmp_path / "rows.jsonl").write_bytes(
+        lines(
+            *(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"say {number}"},
+                        {"role": "assistant", "content": f"{number} " * 9},
+                    ]
+                }
+                for number in range(200)
+            )
+        )
+    )
+    data = DataConfig(
+        sources=[SourceConfig(path=str(tmp_path / "rows.jsonl"))],
+        cache_dir=str(tmp_path / "cache"),
+        sequence_length=64,
+    )
     table = tokenize(data.sources[0], data, tokenizer, progress=False)
     plan = plan_training([table], data, micro_batch_size=2, global_batch_size=4)
     before, found = loaders(), []
@@ -283,9 +342,15 @@ def test_a_run_whose_loader_workers_are_killed_learns_the_same(tokenizer, tmp_pa
             threading.Timer(0.0, os.kill, (victim, signal.SIGKILL)).start()
         found.append([batch.input_ids for batch in step.micro_batches])
     loader.close()
-    expected = [[plan.batch(step, micro).input_ids for micro in range(plan.micro_batches(step))] for step in range(plan.steps)]
+    expected = [
+        [plan.batch(step, micro).input_ids for micro in range(plan.micro_batches(step))] for step in range(plan.steps)
+    ]
     assert [len(step) for step in found] == [len(step) for step in expected]
-    assert all(torch.equal(a, b) for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for mine, theirs in zip(found, expected, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
     assert "A process that builds batches died before step" in capsys.readouterr().out
 
 
@@ -302,9 +367,26 @@ def loaders() -> set[int]:
 
 
 def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, forks):
-    (tmp_path / "rows.jsonl").write_bytes(lines(*[{"messages": [{"role": "user", "content": "a word " * 40},
-                                                                {"role": "assistant", "content": "another " * 400}]}] * 12_000))
-    words = ["preview", "model.path=builtin:tiny", "data.sources=[{path: rows.jsonl}]", "data.workers=2", "data.cache_dir=cache"]
+    (tmp_path / "rows.jsonl").write_bytes(
+        lines(
+            *[
+                {
+                    "messages": [
+                        {"role": "user", "content": "a word " * 40},
+                        {"role": "assistant", "content": "another " * 400},
+                    ]
+                }
+            ]
+            * 12_000
+        )
+    )
+    words = [
+        "preview",
+        "model.path=builtin:tiny",
+        "data.sources=[{path: rows.jsonl}]",
+        "data.workers=2",
+        "data.cache_dir=cache",
+    ]
     run = forks.start(words, tmp_path)
     worker = harness.wait_for(lambda: run.ended() or tokenising(run.pid))
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
@@ -349,5 +431,3 @@ def test_the_fuzzer_sees_a_quoted_turn_that_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(Literal, "within", lambda *_: False)
     report = fuzz.Fuzzer(0, tmp_path, keep=None).go(700)
     assert any("a supervised token outside an assistant's turn" in wrong for wrong in report.violations)
-
-

@@ -140,7 +140,9 @@ def test_a_signal_on_a_full_disk_ends_with_6_and_the_earlier_checkpoint(run_, cw
 
     with small_disk(cwd / "disk", "24m"):
         at_step(monkeypatch, 3, fill_and_tell)
-        with pytest.raises(StorageError, match=r"step 3 could not be written.*Earlier checkpoints are intact") as ended:
+        with pytest.raises(
+            StorageError, match=r"step 3 could not be written.*Earlier checkpoints are intact"
+        ) as ended:
             train.run(run_)
         assert ended.value.exit_code == 6
         assert [path.name for path in stored.paths(folder)] == ["step-00000002"]
@@ -212,8 +214,11 @@ def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_ne
 def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 0))
     monkeypatch.setattr(stored, "write", lambda *_: raises(OSError(28, "No space left on device")))
-    with pytest.raises(HardwareError, match=r"(?s)Training ran out of memory with 1 row.*step 2 could not be written.*"
-                                            r"What would help most"):
+    with pytest.raises(
+        HardwareError,
+        match=r"(?s)Training ran out of memory with 1 row.*step 2 could not be written.*"
+        r"What would help most",
+    ):
         train.run(run_)
 
 
@@ -257,10 +262,14 @@ def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monke
     real, index = Loss.sum, [0]
     monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0))
     taken = train.Trainer.step
-    monkeypatch.setattr(train.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr))
+    monkeypatch.setattr(
+        train.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
+    )
     moved: list[bool] = []
     update = train.Optimizer.step
-    monkeypatch.setattr(train.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1])
+    monkeypatch.setattr(
+        train.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
+    )
     at_step(monkeypatch, 2, tell)
     with pytest.raises(Stopped, match="after step 2"):
         train.run(run_)
@@ -300,8 +309,15 @@ for last in range(1, 99):
     if status == 0:
         break
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
-                          env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[1])})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[1])},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(lines) > 3
@@ -335,7 +351,9 @@ def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
     """Its folder holds part of it, and an export from before lies where it goes."""
     with monkeypatch.context() as patch:
         patch.setattr("fxtune.model.write_card", lambda *_: tell())
-        with pytest.raises(Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"):
+        with pytest.raises(
+            Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"
+        ):
             train.run(run_)
     assert not Path("run/adapter").exists()
     Path("run/.adapter.partial").mkdir(exist_ok=True)
@@ -349,7 +367,9 @@ def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
 
 def test_a_finished_run_is_left_as_it_is(run_, monkeypatch, said):
     result = train.run(run_)
-    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"
+    }
     monkeypatch.setattr(train, "Trainer", pytest.fail)
     for resume in (Resume.auto, Resume.must):
         run_.run.resume = resume
@@ -377,8 +397,11 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
             pass
 
     made = Tracker.__init__
-    monkeypatch.setattr(Tracker, "__init__", lambda self, *given, **named: (
-        made(self, *given, **named), setattr(self, "_wandb", Slow()))[0])
+    monkeypatch.setattr(
+        Tracker,
+        "__init__",
+        lambda self, *given, **named: (made(self, *given, **named), setattr(self, "_wandb", Slow()))[0],
+    )
     began = time.monotonic()
     assert train.run(run_)["train/step"] == 6
     assert Path("run/result.json").exists()
@@ -399,8 +422,11 @@ def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, r
     with pytest.raises(Stopped) as stop:
         train.run(narrow)
     assert str(stop.value) == "SIGTERM: saved after step 4 of 6 in runs/run. The same command goes on from there."
-    assert [note for note in said if note.endswith("after step 2 (run.resume=never, or another run.dir where that is set, "
-                                                   "starts anew).")]
+    assert [
+        note
+        for note in said
+        if note.endswith("after step 2 (run.resume=never, or another run.dir where that is set, starts anew).")
+    ]
     narrow.run.resume = Resume.never
     at_step(monkeypatch, 1, tell)
     with pytest.raises(Stopped) as stop:

@@ -32,9 +32,14 @@ SCENARIOS = ["training", "middle", "looking", "nothing", "stop", "program", "bui
 def short(tmp_path_factory):
     """What became of each scenario."""
     folder = tmp_path_factory.mktemp("short")
-    done = subprocess.run([sys.executable, str(HERE / "short.py"), str(folder), *SCENARIOS], capture_output=True, text=True,
-                          timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200",
-                                                         "PYTHONPATH": str(HERE.parents[1])})
+    done = subprocess.run(
+        [sys.executable, str(HERE / "short.py"), str(folder), *SCENARIOS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(HERE.parents[1])},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
     def result(name):
@@ -105,7 +110,9 @@ def test_where_nothing_is_left_to_halve_the_steps_so_far_are_saved_and_three_cha
     first, saved, most, *changes = result["message"].splitlines()
     assert first.startswith("Training ran out of memory with 1 row at once: DefaultCPUAllocator")
     assert saved == f"Saved after step {done}: the same command goes on there, where there is more memory."
-    assert most.startswith("What would help most, each alone, by arithmetic for this model and 1 x 256 tokens, which need")
+    assert most.startswith(
+        "What would help most, each alone, by arithmetic for this model and 1 x 256 tokens, which need"
+    )
     gib = [float(change.split("about ")[1].split(" GiB less")[0]) for change in changes]
     assert len(gib) == 3
     assert gib == sorted(gib, reverse=True)
@@ -170,7 +177,9 @@ def compiled() -> None:
 def handled() -> None:
     """A failure in a block that deals with another one, such as the end of a recording that broke off."""
     try:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
+        )
     except torch.OutOfMemoryError:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
@@ -182,12 +191,22 @@ def raising(error: BaseException):
     return fail
 
 
-@pytest.mark.parametrize(("fail", "why"), [
-    (refused, "DefaultCPUAllocator: can't allocate memory"), (lambda: np.empty(HUGE, np.uint8), "Unable to allocate"),
-    (lambda: bytearray(HUGE), "MemoryError"), (compiled, "DefaultCPUAllocator"), (handled, "Tried to allocate 2.00 GiB"),
-    (raising(MemoryShortError("the host has no more memory to pin")), "the host has no more memory to pin"),
-    (raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")), "CUBLAS_STATUS"),
-    (raising(RuntimeError("Triton Error [CUDA]: out of memory")), "Triton Error")])
+@pytest.mark.parametrize(
+    ("fail", "why"),
+    [
+        (refused, "DefaultCPUAllocator: can't allocate memory"),
+        (lambda: np.empty(HUGE, np.uint8), "Unable to allocate"),
+        (lambda: bytearray(HUGE), "MemoryError"),
+        (compiled, "DefaultCPUAllocator"),
+        (handled, "Tried to allocate 2.00 GiB"),
+        (raising(MemoryShortError("the host has no more memory to pin")), "the host has no more memory to pin"),
+        (
+            raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+            "CUBLAS_STATUS",
+        ),
+        (raising(RuntimeError("Triton Error [CUDA]: out of memory")), "Triton Error"),
+    ],
+)
 def test_memory_that_runs_out_has_many_names(fail, why):
     found = attempt(fail)
     assert isinstance(found, Shortage)
@@ -204,7 +223,9 @@ def explained() -> None:
         raise ConfigError("a message that says what to change") from error
 
 
-@pytest.mark.parametrize("fail", [explained, raising(RuntimeError("shape '[2]' is invalid")), raising(KeyboardInterrupt())])
+@pytest.mark.parametrize(
+    "fail", [explained, raising(RuntimeError("shape '[2]' is invalid")), raising(KeyboardInterrupt())]
+)
 def test_other_errors_are_not_taken_for_it(fail):
     with pytest.raises((ConfigError, RuntimeError, KeyboardInterrupt)) as seen:
         attempt(fail)
@@ -295,8 +316,13 @@ def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
         (inner / limit).write_text(str(1 << 30))
         (outer / limit).write_text(str(1 << 29))
         code = f"open('{inner}/cgroup.procs', 'w').write('0'); from fxtune import host; print(*host.memory())"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                              env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no control group can be made here: {error}")
     finally:
@@ -309,10 +335,17 @@ def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
 
 
 def test_a_limit_of_the_address_space_counts():
-    code = ("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY)); "
-            "from fxtune import host; print(*host.memory())")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY)); "
+        "from fxtune import host; print(*host.memory())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+    )
     total, available = map(int, done.stdout.split())
     assert total == 1 << 30
     assert 0 < available < total

@@ -49,15 +49,33 @@ def cache(hub, tmp_path_factory):
 
 def ask(url, home, revision=""):
     """What a process prints that wants a model, its tokenizer and a dataset; and the seconds that it took."""
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run([sys.executable, "-c", CHILD, "nobody/tiny", revision], env=environment, capture_output=True, text=True,
-                          timeout=100)
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, "nobody/tiny", revision],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, float(done.stdout.rpartition("seconds: ")[2])
 
 
-FAULTS = {"silent": "no answer in 4 s", "drips": "no answer in 4 s", "breaks": "peer closed", 500: "500", 429: "429", 401: "401",
-          "refused": "refused"}
+FAULTS = {
+    "silent": "no answer in 4 s",
+    "drips": "no answer in 4 s",
+    "breaks": "peer closed",
+    500: "500",
+    429: "429",
+    401: "401",
+    "refused": "refused",
+}
 
 
 @pytest.mark.parametrize(("mode", "reason"), FAULTS.items())
@@ -66,7 +84,9 @@ def test_a_hub_that_fails_costs_four_seconds_at_most_and_what_was_fetched_is_use
     url = refused() if mode == "refused" else hub.url
     out, seconds = ask(url, cache)
     assert seconds < 5
-    assert out.count("so what an earlier run fetched is used: commit " + COMMIT) == 2, out  # the model's, the tokenizer's
+    assert out.count("so what an earlier run fetched is used: commit " + COMMIT) == 2, (
+        out
+    )  # the model's, the tokenizer's
     assert reason in out.splitlines()[0], out
     assert f"bytes: {len(FILES['model.safetensors'])}" in out
 
@@ -75,8 +95,10 @@ def test_a_commit_that_is_here_whole_is_not_asked_for(hub, cache):
     hub.mode = "works"
     hub.asked.clear()
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
-    code = (f"from fxtune import hub; origin = hub.locate('nobody/tiny', '{COMMIT}'); hub.fetch(origin, ['model.safetensors']);"
-            "print(origin.revision)")
+    code = (
+        f"from fxtune import hub; origin = hub.locate('nobody/tiny', '{COMMIT}'); hub.fetch(origin, ['model.safetensors']);"
+        "print(origin.revision)"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == COMMIT, done.stderr
     assert hub.asked == []
@@ -87,7 +109,9 @@ def test_what_is_not_here_and_cannot_be_had_is_one_error_in_seconds(hub, tmp_pat
     hub.mode = mode
     out, seconds = ask(refused() if mode == "refused" else hub.url, tmp_path)
     assert seconds < 5
-    assert out.startswith("error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached for it ("), out
+    assert out.startswith(
+        "error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached for it ("
+    ), out
     assert "`hf download nobody/tiny`" in out
 
 

@@ -47,6 +47,7 @@ RUN = ["+recipe=quickstart", "run.dir=run"]
 @pytest.fixture
 def homeless(monkeypatch):
     """A user whom the system does not know, as containers have them."""
+
     def unknown(_):
         raise KeyError
 
@@ -96,7 +97,10 @@ def test_a_link_to_data_that_is_not_there_is_named(cwd):
 
 def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
     Path("rows.jsonl").write_text('{"text": "a b c"}\n')
-    data, tokenizer = DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache"), load_tokenizer(ModelConfig())
+    data, tokenizer = (
+        DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache"),
+        load_tokenizer(ModelConfig()),
+    )
     shutil.rmtree(tokenize(data.sources[0], data, tokenizer, progress=False).folder)
     [lock] = Path("cache/tokens").glob("*.lock")
     with lock.open("w") as held:
@@ -110,12 +114,27 @@ def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize(("error", "code"), [
-    (None, 0), (CheckError("x"), 1), (ConfigError("x"), 2), (DataError("x"), 3), (HardwareError("x"), 4),
-    (MemoryShortError("x"), 4), (NumbersError("x"), 5), (StorageError("x"), 6), (HubError("x"), 6),
-    (Stopped(signal.SIGTERM), 75), (Stopped(signal.SIGUSR1), 75), (Stopped(signal.SIGINT), 130), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (CheckError("x"), 1),
+        (ConfigError("x"), 2),
+        (DataError("x"), 3),
+        (HardwareError("x"), 4),
+        (MemoryShortError("x"), 4),
+        (NumbersError("x"), 5),
+        (StorageError("x"), 6),
+        (HubError("x"), 6),
+        (Stopped(signal.SIGTERM), 75),
+        (Stopped(signal.SIGUSR1), 75),
+        (Stopped(signal.SIGINT), 130),
+        (KeyboardInterrupt(), 130),
+    ],
+)
 def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkeypatch, capfd):
     """`python -m fxtune`, its own last line included. test_signals.py has the faults themselves; a bug is 1 (test_canary.py)."""
+
     def run():
         if error:
             raise error
@@ -143,18 +162,33 @@ def broken_off(*_):
 argparse.ArgumentParser.parse_intermixed_args = broken_off
 sys.exit(main(["+recipe=quickstart"]))
 """)
-    done = subprocess.run([sys.executable, "broken_off.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                          check=False, env={**os.environ, **ENVIRON})
+    done = subprocess.run(
+        [sys.executable, "broken_off.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **ENVIRON},
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (75, False), done.stderr
     assert "SIGTERM: ended before anything was at stake" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd):
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background starts with it ignored
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in a shell's background starts with it ignored
     try:
-        process = subprocess.Popen([sys.executable, "-m", "fxtune", *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRON})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fxtune", *RUN],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRON},
+        )
     finally:
         signal.signal(signal.SIGINT, usual)
     status = Path(f"/proc/{process.pid}/status")

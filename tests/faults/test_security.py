@@ -48,12 +48,16 @@ from fxtune.world import World
 # --- recipes
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    (b'# @package _global_\n"a\\e[31mb": 1\n', "unknown key `a\u241b[31mb`"),
-    (b'# @package _global_\nrun: {name: "\\ud800"}\n', r"`run.name='\ud800'` has a character that no file"),
-    (b'# @package _global_\nrun: {dir: "a\\0b"}\n', r"`run.dir='a\x00b'` has a character that no file"),
-    (b'# @package _global_\nrun: {name: "a\\nb"}\n', "no line breaks"),
-], ids=["escape", "surrogate", "nul", "line"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b'# @package _global_\n"a\\e[31mb": 1\n', "unknown key `a\u241b[31mb`"),
+        (b'# @package _global_\nrun: {name: "\\ud800"}\n', r"`run.name='\ud800'` has a character that no file"),
+        (b'# @package _global_\nrun: {dir: "a\\0b"}\n', r"`run.dir='a\x00b'` has a character that no file"),
+        (b'# @package _global_\nrun: {name: "a\\nb"}\n', "no line breaks"),
+    ],
+    ids=["escape", "surrogate", "nul", "line"],
+)
 def test_characters_that_drive_a_terminal_or_fit_no_file_are_refused(text, told, cwd, capfd):
     Path("odd.yaml").write_bytes(text)
     assert program.main(["+recipe=./odd.yaml", "data.sources=[{path: rows.jsonl}]"]) == 2
@@ -94,12 +98,23 @@ GREEDY = {
     "slices": "{{ [1] | slice(100000000000) | list }}",
     "power": "{{ 10 ** (10 ** 8) % 7 }}",
 }
-ESCAPES = ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
-           "{{ (''|attr('__class__')).__mro__ }}", "{{ '{0.__class__}'.format('') }}", "{{ ''.format_map.__self__.__class__ }}",
-           "{{ namespace.__init__.__globals__ }}", "{{ lipsum.__globals__['os'].popen('touch ran').read() }}",
-           "{{ self.__init__.__globals__ }}", "{% set x = messages.append(1) %}{{ messages }}", "{% include '/etc/passwd' %}",
-           "{% import 'os' as os %}{{ os.system('touch ran') }}", "{{ ''['__cla' ~ 'ss__'].mro() }}",
-           "{{ raise_exception.__globals__ }}", "{{ strftime_now.__closure__ }}", "{{ messages.__class__.__base__ }}"]
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+    "{{ (''|attr('__class__')).__mro__ }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ ''.format_map.__self__.__class__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].popen('touch ran').read() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{% set x = messages.append(1) %}{{ messages }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os.system('touch ran') }}",
+    "{{ ''['__cla' ~ 'ss__'].mro() }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__closure__ }}",
+    "{{ messages.__class__.__base__ }}",
+]
 CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]}
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -116,7 +131,9 @@ def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd,
     began = time.process_time()
     with pytest.raises(DataError, match=r"asks for more than (0\.5 s of processor time|200 MiB of memory)"):
         Encoder(tokenizer, RowFormat.messages, "greedy.jinja")
-    assert time.process_time() - began < 60  # what was made is still to be freed, among all that a long test session holds
+    assert (
+        time.process_time() - began < 60
+    )  # what was made is still to be freed, among all that a long test session holds
 
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
@@ -179,6 +196,7 @@ while time.process_time() < until: pass
 
 def test_a_fence_holds_and_is_gone_afterwards():
     with multiprocessing.get_context("fork").Pool(1) as pool:
+
         def run(work: str, seconds: float = 0.3) -> str:
             return pool.apply(_fenced_in_a_process, (seconds, 100 << 20, work))
 
@@ -189,7 +207,7 @@ def test_a_fence_holds_and_is_gone_afterwards():
         assert run("x = bytearray(1 << 30)") == "more than 100 MiB of memory"
         assert run("x = bytearray(10 << 20)") == "done"
         assert run("import time; time.sleep(0.5)") == "done", "waiting costs nobody anything"
-        assert run("with fence(60, 1 << 40):\n while True: pass") .startswith("more than 0.3 s"), "the outer one counts"
+        assert run("with fence(60, 1 << 40):\n while True: pass").startswith("more than 0.3 s"), "the outer one counts"
         assert pool.apply(eval, ("len(bytearray(200 << 20))",)), "no limit is left behind"
         with pytest.raises(ZeroDivisionError):
             run("1 / 0")
@@ -205,9 +223,23 @@ class _Loaded:
         return Path.touch, (Path("ran").absolute(),)
 
 
-PICKLES = ("pytorch_model.bin", "model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "optimizer.bin",
-           "scheduler.pt", "rng_state.pth", "model.pt", "model.pth", "model.pkl", "consolidated.00.pth", "tokenizer.pkl",
-           "data.npy", "weights.npz")
+PICKLES = (
+    "pytorch_model.bin",
+    "model.bin",
+    "adapter_model.bin",
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "rng_state.pth",
+    "model.pt",
+    "model.pth",
+    "model.pkl",
+    "consolidated.00.pth",
+    "tokenizer.pkl",
+    "data.npy",
+    "weights.npz",
+)
 
 
 def plant_pickles(folder: Path) -> None:
@@ -275,14 +307,27 @@ def test_no_pickle_of_a_model_is_read(stranger, adapter):
 
 def test_code_of_a_model_does_not_run(stranger):
     code = "import pathlib\npathlib.Path('ran').touch()\nclass Mine: pass\n"
-    for name in ("mine.py", "modeling_mine.py", "tokenization_mine.py", "generate.py", "__init__.py", "setup.py", "conftest.py"):
+    for name in (
+        "mine.py",
+        "modeling_mine.py",
+        "tokenization_mine.py",
+        "generate.py",
+        "__init__.py",
+        "setup.py",
+        "conftest.py",
+    ):
         (stranger / name).write_text(code)
     (stranger / "custom_generate").mkdir()
     (stranger / "custom_generate" / "generate.py").write_text(code)
-    change(stranger / "config.json", auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"})
+    change(
+        stranger / "config.json", auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    )
     opened(stranger)  # a kind that transformers knows is built by transformers
-    change(stranger / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]},
-           tokenizer_class="Mine")
+    change(
+        stranger / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]},
+        tokenizer_class="Mine",
+    )
     with pytest.raises(StorageError, match="tokenizer"):
         opened(stranger)
     change(stranger / "config.json", model_type="mine")
@@ -294,7 +339,10 @@ def test_code_of_a_model_does_not_run(stranger):
 ODD_CONFIGS = {
     "a kernel of the hub": ({"attn_implementation": "evil/kernel"}, "compiled code of the hub"),
     "a kernel of the hub, inside": ({"_attn_implementation": "evil/kernel"}, "compiled code of the hub"),
-    "a kernel, deeper": ({"text_config": {"_attn_implementation_internal": "evil/kernel@main"}}, "compiled code of the hub"),
+    "a kernel, deeper": (
+        {"text_config": {"_attn_implementation_internal": "evil/kernel@main"}},
+        "compiled code of the hub",
+    ),
     "experts of the hub": ({"experts_implementation": "evil/kernel"}, "compiled code of the hub"),
     "weights elsewhere": ({"transformers_weights": "../other.safetensors"}, "no safetensors file of this folder"),
     "pickled weights": ({"transformers_weights": "pytorch_model.bin"}, "no safetensors file of this folder"),
@@ -324,19 +372,29 @@ def test_sizes_that_torch_refuses_are_an_error_of_the_model(values, stranger):
         opened(stranger)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",
-                                  "model.safetensors.index.json"])
-@pytest.mark.parametrize("text", ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, "{" + " " * (300 << 20) + "}"],
-                         ids=("endless", "deep", "long"))
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
+)
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, "{" + " " * (300 << 20) + "}"],
+    ids=("endless", "deep", "long"),
+)
 def test_nor_is_its_json_a_bomb(name, text, stranger):
     (stranger / name).write_text(text)
     with pytest.raises((ConfigError, StorageError), match=r"levels deep|more than such a file ever has"):
         opened(stranger)
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("chat_template.jinja", "out of the model's folder"), ("config.json", "out of the model's folder"),
-    ("tokenizer.json", "out of the model's folder"), ("additional_chat_templates/more.jinja", "out of the model's folder")])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("chat_template.jinja", "out of the model's folder"),
+        ("config.json", "out of the model's folder"),
+        ("tokenizer.json", "out of the model's folder"),
+        ("additional_chat_templates/more.jinja", "out of the model's folder"),
+    ],
+)
 def test_a_link_out_of_a_model_s_folder_is_not_followed(name, told, stranger, cwd):
     (cwd / "secret").write_text("a private key")
     (stranger / name).unlink(missing_ok=True)
@@ -390,7 +448,9 @@ def test_links_that_people_do_have_are_followed(stranger, cwd):
     opened(stranger)
 
 
-@pytest.mark.parametrize("shard", ["../other/model.safetensors", "/etc/passwd", "pytorch_model.bin", "*.safetensors", 7, None])
+@pytest.mark.parametrize(
+    "shard", ["../other/model.safetensors", "/etc/passwd", "pytorch_model.bin", "*.safetensors", 7, None]
+)
 def test_an_index_names_files_of_its_own_folder_only(shard, stranger):
     (stranger / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(ConfigError, match="only safetensors files of this folder"):
@@ -401,15 +461,20 @@ def test_an_index_names_files_of_its_own_folder_only(shard, stranger):
 def test_a_named_chat_template_is_no_path(name, stranger):
     """transformers makes a file of each name when the tokenizer is saved, which is when a run ends."""
     (stranger / "chat_template.jinja").unlink()
-    change(stranger / "tokenizer_config.json",
-           chat_template=[{"name": "default", "template": PLAIN}, {"name": name, "template": "x"}])
+    change(
+        stranger / "tokenizer_config.json",
+        chat_template=[{"name": "default", "template": PLAIN}, {"name": name, "template": "x"}],
+    )
     with pytest.raises(ConfigError, match="a name has letters"):
         load_tokenizer(ModelConfig(path=str(stranger)))
 
 
 ODD_ADAPTERS = {
     "modules by name": ({"megatron_config": {"a": 1}, "megatron_core": "adapter.evil"}, "megatron_config"),
-    "files by name": ({"init_lora_weights": "corda", "corda_config": {"cache_file": "optimizer.pt"}}, "init_lora_weights"),
+    "files by name": (
+        {"init_lora_weights": "corda", "corda_config": {"cache_file": "optimizer.pt"}},
+        "init_lora_weights",
+    ),
     "layers": ({"layer_replication": [[0, 10**9]]}, "layer_replication"),
     "rank": ({"r": 10**12}, "is no rank"),
     "ranks": ({"rank_pattern": {"q_proj": 10**12}}, "is no rank"),
@@ -445,18 +510,31 @@ def test_what_an_adapter_s_config_may_say_still_merges(adapter):
 
 
 IMAGE = {"_type": "Image"}
-FEATURES = {"text": {"dtype": "string", "_type": "Value"}, "image": IMAGE, "sound": {"_type": "Audio"},
-            "inside": {"deep": IMAGE}, "listed": {"feature": IMAGE, "_type": "List"}}
+FEATURES = {
+    "text": {"dtype": "string", "_type": "Value"},
+    "image": IMAGE,
+    "sound": {"_type": "Audio"},
+    "inside": {"deep": IMAGE},
+    "listed": {"feature": IMAGE, "_type": "List"},
+}
 """Of a dataset with images and sounds, also within other values."""
 
 
 def _media(path: Path, address: str) -> None:
     """A Parquet file as `datasets` writes it, with images and sounds that are to be fetched from `address`."""
     named, kind = {"bytes": None, "path": address}, pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"text": ["a"], "image": pa.array([named], kind), "sound": pa.array([named], kind),
-                      "inside": pa.array([{"deep": named}], pa.struct([("deep", kind)])),
-                      "listed": pa.array([[named]], pa.list_(kind))})
-    pq.write_table(table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": FEATURES}}).encode()}), path)
+    table = pa.table(
+        {
+            "text": ["a"],
+            "image": pa.array([named], kind),
+            "sound": pa.array([named], kind),
+            "inside": pa.array([{"deep": named}], pa.struct([("deep", kind)])),
+            "listed": pa.array([[named]], pa.list_(kind)),
+        }
+    )
+    pq.write_table(
+        table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": FEATURES}}).encode()}), path
+    )
 
 
 def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
@@ -466,7 +544,11 @@ def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
     (cwd / "private.png").write_bytes(b"not for the model")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
-        for address in (f"http://127.0.0.1:{server.getsockname()[1]}/x.png", str(cwd / "private.png"), "file:///etc/passwd"):
+        for address in (
+            f"http://127.0.0.1:{server.getsockname()[1]}/x.png",
+            str(cwd / "private.png"),
+            "file:///etc/passwd",
+        ):
             _media(cwd / "rows.parquet", address)
             rows = list(open_source(SourceConfig(path="rows.parquet")).rows())
             assert [row.value["text"] for row in rows] == ["a"]
@@ -484,11 +566,24 @@ def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
 
 def test_no_pickle_in_data_is_read(cwd):
     payload = pickle.dumps(_Loaded())
-    field = pa.field("text", pa.string(), metadata={b"ARROW:extension:name": b"arrow.py_extension_type",
-                                                    b"ARROW:extension:metadata": payload})
+    field = pa.field(
+        "text",
+        pa.string(),
+        metadata={b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": payload},
+    )
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])], schema=pa.schema([field])), "rows.parquet")
     assert [row.value for row in open_source(SourceConfig(path="rows.parquet")).rows()] == [{"text": "a"}]
-    for name in ("rows.pkl", "rows.pt", "rows.npy", "rows.npz", "rows.bin", "rows.joblib", "rows.tar", "rows.zip", "rows.arrow"):
+    for name in (
+        "rows.pkl",
+        "rows.pt",
+        "rows.npy",
+        "rows.npz",
+        "rows.bin",
+        "rows.joblib",
+        "rows.tar",
+        "rows.zip",
+        "rows.arrow",
+    ):
         (cwd / name).write_bytes(payload)
         with pytest.raises(DataError, match="no file that fxtune reads"):
             open_source(SourceConfig(path=name))
@@ -582,11 +677,19 @@ def test_no_pickle_in_a_run_folder_is_read(small, cwd):
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize("text", [
-    "a0: &a [x, x]\n" + "".join(f"a{n}: &{chr(97 + n)} [{', '.join([f'*{chr(96 + n)}'] * 10)}]\n" for n in range(1, 12)),
-    "a: &a {b: *a}\n", "!!python/object/apply:os.system ['touch ran']\n", "run: !!python/name:os.system\n", "[" * 20_000,
-    "just text",
-], ids=["million million", "endless", "call", "name", "deep", "text"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a [x, x]\n"
+        + "".join(f"a{n}: &{chr(97 + n)} [{', '.join([f'*{chr(96 + n)}'] * 10)}]\n" for n in range(1, 12)),
+        "a: &a {b: *a}\n",
+        "!!python/object/apply:os.system ['touch ran']\n",
+        "run: !!python/name:os.system\n",
+        "[" * 20_000,
+        "just text",
+    ],
+    ids=["million million", "endless", "call", "name", "deep", "text"],
+)
 def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(text)
@@ -597,9 +700,18 @@ def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize(("name", "make"), [
-    *((name, os.mkfifo) for name in ("config.yaml", "metrics.jsonl", "result.json", ".lock", "adapter", "checkpoints")),
-    ("metrics.jsonl", os.mkdir), ("result.json", os.mkdir), ("checkpoints", Path.touch)])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *(
+            (name, os.mkfifo)
+            for name in ("config.yaml", "metrics.jsonl", "result.json", ".lock", "adapter", "checkpoints")
+        ),
+        ("metrics.jsonl", os.mkdir),
+        ("result.json", os.mkdir),
+        ("checkpoints", Path.touch),
+    ],
+)
 def test_what_stands_in_the_place_of_a_run_s_file_is_said_and_not_waited_for(name, make, cwd):
     Path("run").mkdir()
     make(Path("run", name))
@@ -611,12 +723,16 @@ def test_a_disk_for_checkpoints_that_is_not_mounted_is_said_at_once(cwd):
     """And not after hours, when the last one cannot be written either."""
     Path("run").mkdir()
     Path("run/checkpoints").symlink_to("/scratch/not-mounted")
-    with pytest.raises(StorageError, match=r"run/checkpoints is a link to /scratch/not-mounted, which is not there\. Mount"):
+    with pytest.raises(
+        StorageError, match=r"run/checkpoints is a link to /scratch/not-mounted, which is not there\. Mount"
+    ):
         claim("run", "run", "auto", {})
 
 
 def test_lines_of_metrics_that_nobody_wrote_are_dropped(cwd):
-    Path("metrics.jsonl").write_text("[" * 200_000 + '\n{"train/step": "x"}\n{"train/step": 1e999}\n[]\n{"train/step": 1}\n')
+    Path("metrics.jsonl").write_text(
+        "[" * 200_000 + '\n{"train/step": "x"}\n{"train/step": 1e999}\n[]\n{"train/step": 1}\n'
+    )
     with Tracker(TrackingConfig(display=Display.none), cwd, "name", {}, resume_step=1):
         assert Path("metrics.jsonl").read_text() == '{"train/step": 1}\n'
 
@@ -639,11 +755,15 @@ def test_the_result_of_a_run_folder_is_no_bomb(text, cwd):
     found.release()
 
 
-@pytest.mark.parametrize(("values", "told"), [
-    ({"rows": {"training": 0}}, "`rows` are no numbers of rows"), ({"rows": {"training": "x"}}, "`rows` are no numbers of rows"),
-    ({"optimizer": {"groups": [1]}}, "its state is not as fxtune writes it"),
-    ({"numbers": {"window": 3}}, "its state is not as fxtune writes it"),
-])
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"rows": {"training": 0}}, "`rows` are no numbers of rows"),
+        ({"rows": {"training": "x"}}, "`rows` are no numbers of rows"),
+        ({"optimizer": {"groups": [1]}}, "its state is not as fxtune writes it"),
+        ({"numbers": {"window": 3}}, "its state is not as fxtune writes it"),
+    ],
+)
 def test_a_state_that_nobody_saved_is_an_error_of_the_checkpoint(values, told, begun, cwd):
     """With a manifest that says it is whole."""
     shutil.copytree(begun.run.dir, "run")
@@ -662,17 +782,34 @@ def begun(tmp_path_factory):
     """The config of a run that was killed after its first step; its folder is `run.dir`."""
     home = tmp_path_factory.mktemp("begun")
     (home / "rows.jsonl").write_text('{"text": "a b c"}\n' * 4)
-    config = Config(data=DataConfig(sources=[SourceConfig(path=str(home / "rows.jsonl"))], cache_dir=str(home / "cache"),
-                                    sequence_length=16), tracking=TrackingConfig(display=Display.none),
-                    train=TrainConfig(max_steps=1, micro_batch_size=1, global_batch_size=1))
+    config = Config(
+        data=DataConfig(
+            sources=[SourceConfig(path=str(home / "rows.jsonl"))], cache_dir=str(home / "cache"), sequence_length=16
+        ),
+        tracking=TrackingConfig(display=Display.none),
+        train=TrainConfig(max_steps=1, micro_batch_size=1, global_batch_size=1),
+    )
     config.run.dir, config.techniques.lora.enabled = str(home / "run"), True
     train(config)
     (home / "run" / "result.json").unlink()
     return config
 
 
-@pytest.mark.parametrize("text", ["", "[]", "a: b", "a: [", "tracking: {wandb: 3}", "run: {name: x}", "[" * 20_000,
-                                  "!!python/object/apply:os.system ['touch ran']", "a: &a [x]\nb: [*a, *a]", None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "a: b",
+        "a: [",
+        "tracking: {wandb: 3}",
+        "run: {name: x}",
+        "[" * 20_000,
+        "!!python/object/apply:os.system ['touch ran']",
+        "a: &a [x]\nb: [*a, *a]",
+        None,
+    ],
+)
 def test_a_run_folder_that_is_to_be_synced_is_no_bomb_either(text, cwd, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     Path("run").mkdir()
@@ -710,7 +847,10 @@ def test_links_that_people_do_have_in_a_run_folder_stay(cwd):
 def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
     """Somebody who may write to a run folder lays links where the model will be written."""
     config = ModelConfig(path=str(stranger))
-    model, tokenizer = models.build(config, models.load_config(config), World(torch.device("cpu")), 0), load_tokenizer(config)
+    model, tokenizer = (
+        models.build(config, models.load_config(config), World(torch.device("cpu")), 0),
+        load_tokenizer(config),
+    )
     (cwd / "private").mkdir()
     (cwd / "private" / "notes").write_text("mine")
     for name in ("model", ".model.partial", ".model.old"):
@@ -728,24 +868,59 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
 
 def test_modules_in_the_working_directory_are_not_imported(cwd):
     """Somebody's data may come with a wandb.py: `python -m` would take that for the library."""
-    for name in ("wandb", "torch", "numpy", "yaml", "transformers", "datasets", "peft", "hydra", "omegaconf", "jinja2",
-                 "filelock", "safetensors", "tokenizers", "rich", "hydra_plugins/evil", "multiprocessing", "fxtune_plugin"):
+    for name in (
+        "wandb",
+        "torch",
+        "numpy",
+        "yaml",
+        "transformers",
+        "datasets",
+        "peft",
+        "hydra",
+        "omegaconf",
+        "jinja2",
+        "filelock",
+        "safetensors",
+        "tokenizers",
+        "rich",
+        "hydra_plugins/evil",
+        "multiprocessing",
+        "fxtune_plugin",
+    ):
         file = cwd / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"import pathlib\npathlib.Path({str(cwd / 'ran')!r}).write_text({name!r})\n")
     (cwd / "rows.jsonl").write_text('{"text": "a b c"}\n' * 8)
-    words = ["data.sources=[{path: rows.jsonl}]", "train.max_steps=1", "data.packing=false", "techniques=lora", "run.device=cpu",
-             "loader.num_workers=1", "data.cache_dir=cache", "data.sequence_length=256"]
-    done = subprocess.run([sys.executable, "-m", "fxtune", *words], capture_output=True, text=True, timeout=120,
-                          env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
+    words = [
+        "data.sources=[{path: rows.jsonl}]",
+        "train.max_steps=1",
+        "data.packing=false",
+        "techniques=lora",
+        "run.device=cpu",
+        "loader.num_workers=1",
+        "data.cache_dir=cache",
+        "data.sequence_length=256",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
     assert done.returncode == 0, done.stderr
     assert not (cwd / "ran").exists(), (cwd / "ran").read_text()
 
 
-SAFE = {("fxtune/data/tokens.py", "pickle.loads"), ("fxtune/data/tokens.py", "pickle.dumps")}  # between this run's own processes
-DANGEROUS = re.compile(r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"
-                       r"|(?:yaml\.)(load|full_load|unsafe_load|load_all)|os\.(system|popen)|tarfile\..*|zipfile\..*|shutil\.unpack_archive"
-                       r"|eval|exec|compile|hydra\.utils\..*|instantiate|runpy\..*")
+SAFE = {
+    ("fxtune/data/tokens.py", "pickle.loads"),
+    ("fxtune/data/tokens.py", "pickle.dumps"),
+}  # between this run's own processes
+DANGEROUS = re.compile(
+    r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"
+    r"|(?:yaml\.)(load|full_load|unsafe_load|load_all)|os\.(system|popen)|tarfile\..*|zipfile\..*|shutil\.unpack_archive"
+    r"|eval|exec|compile|hydra\.utils\..*|instantiate|runpy\..*"
+)
 
 
 def test_our_own_code_has_no_call_that_turns_data_into_code():

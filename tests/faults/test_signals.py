@@ -48,10 +48,17 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp
     folder = tmp_path / "stopped"
     words = prepare(folder, "lora")
     said, attempts = [], []
-    for number, (phase, occurrence, how, code) in enumerate([
-            ("building", 1, signal.SIGTERM, 75), ("asking", 1, signal.SIGUSR1, 75), ("training", 3, signal.SIGUSR1, 75),
-            ("evaluating", 1, signal.SIGTERM, 75), ("training", 2, signal.SIGINT, 130), ("saving", 1, signal.SIGTERM, 75),
-            ("exporting", 1, signal.SIGUSR1, 75)]):
+    for number, (phase, occurrence, how, code) in enumerate(
+        [
+            ("building", 1, signal.SIGTERM, 75),
+            ("asking", 1, signal.SIGUSR1, 75),
+            ("training", 3, signal.SIGUSR1, 75),
+            ("evaluating", 1, signal.SIGTERM, 75),
+            ("training", 2, signal.SIGINT, 130),
+            ("saving", 1, signal.SIGTERM, 75),
+            ("exporting", 1, signal.SIGUSR1, 75),
+        ]
+    ):
         trace = f"trace-{number}.jsonl"
         forked = forks.start(words, folder, trace)
         assert forked.until(phase, occurrence), tail(folder)
@@ -72,10 +79,13 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp
     assert said[6] == "fxtune: SIGUSR1: all 22 steps are done and saved in run. The same command finishes the run."
 
 
-@pytest.mark.parametrize(("phase", "words", "how", "code"), [
-    ("training", ("loader.num_workers=2", *LEARNS), signal.SIGINT, 130),
-    ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
-])
+@pytest.mark.parametrize(
+    ("phase", "words", "how", "code"),
+    [
+        ("training", ("loader.num_workers=2", *LEARNS), signal.SIGINT, 130),
+        ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
+    ],
+)
 def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, words, how, code):
     """Ctrl-C and schedulers signal every process of the group or job."""
     prepare(tmp_path / "run", "tokenisers" if phase == "tokenising" else "lora")
@@ -97,7 +107,9 @@ def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, wo
 def test_workers_that_do_not_answer_hold_up_neither_the_checkpoint_nor_the_end(forks, tmp_path):
     """As those do that wait for a disk that is gone: both are stopped, and the run waits for its next batch."""
     prepare(tmp_path / "run", "lora")
-    words = command(tmp_path / "run", "loader.num_workers=2", "train.epochs=1000", "checkpoint.every=0", "train.log_every=1")
+    words = command(
+        tmp_path / "run", "loader.num_workers=2", "train.epochs=1000", "checkpoint.every=0", "train.log_every=1"
+    )
     forked = forks.start(words, tmp_path / "run")
     assert forked.until("training", 3)
     servers = _below({forked.pid})
@@ -174,8 +186,15 @@ with SIGNALS, SIGNALS.held():
     except Stopped as stop:
         print(stop.exit_code)
 """)
-    done = subprocess.run([sys.executable, "compiled.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-                          env={**os.environ, **ENVIRON, "TRITON_CACHE_DIR": str(tmp_path / "cache")})
+    done = subprocess.run(
+        [sys.executable, "compiled.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **ENVIRON, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+    )
     assert done.stdout == "75\n", done.stderr[-3000:]
 
 
@@ -188,14 +207,17 @@ def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
     assert "saved after step" in tail(tmp_path, WHOLE)
 
 
-@pytest.mark.parametrize(("words", "code", "told"), [
-    (["train.max_steps=1"], 0, "The adapter is in"),
-    (["optimizer.lrr=1"], 2, "unknown key `optimizer.lrr`"),
-    (["data.sources=[{path: missing.jsonl}]"], 3, "missing.jsonl"),
-    (["run.device=cuda"], 4, "cuda"),
-    (["optimizer.lr=1e30", "train.max_skipped_steps=2"], 5, "not finite in 2 steps in a row"),
-    (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["train.max_steps=1"], 0, "The adapter is in"),
+        (["optimizer.lrr=1"], 2, "unknown key `optimizer.lrr`"),
+        (["data.sources=[{path: missing.jsonl}]"], 3, "missing.jsonl"),
+        (["run.device=cuda"], 4, "cuda"),
+        (["optimizer.lr=1e30", "train.max_skipped_steps=2"], 5, "not finite in 2 steps in a row"),
+        (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
+    ],
+)
 def test_exit_codes(forks, tmp_path, words, code, told):
     if code == 4:
         torch = pytest.importorskip("torch")
@@ -217,8 +239,10 @@ def test_the_job_script_puts_a_preempted_job_back(tmp_path):
     """With srun and scontrol that do what Slurm's do to the script: run the step, forward signals, note the requeue."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    (bin_ / "srun").write_text('#!/bin/bash\n"$@" &\nchild=$!\ntrap \'kill -USR1 $child\' USR1\ntrap \'kill -TERM $child\' TERM\n'
-                               'while true; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done\n')
+    (bin_ / "srun").write_text(
+        "#!/bin/bash\n\"$@\" &\nchild=$!\ntrap 'kill -USR1 $child' USR1\ntrap 'kill -TERM $child' TERM\n"
+        "while true; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done\n"
+    )
     (bin_ / "scontrol").write_text('#!/bin/bash\necho "$@" >> requeued\n')
     (bin_ / "fxtune").write_text(f'#!/bin/bash\nexec {sys.executable} -m fxtune "$@"\n')
     for file in bin_.iterdir():
@@ -229,11 +253,15 @@ def test_the_job_script_puts_a_preempted_job_back(tmp_path):
     environ = {**os.environ, **ENVIRON, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     run = tmp_path / "runs" / "slurm-17"
     with (tmp_path / "log.txt").open("w") as log:
+
         def job() -> subprocess.Popen[bytes]:
             return subprocess.Popen(script, cwd=tmp_path, stdout=log, stderr=log, env=environ, start_new_session=True)
 
         first = job()
-        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("train/loss") > 3, first)
+        wait_for(
+            lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("train/loss") > 3,
+            first,
+        )
         first.send_signal(signal.SIGUSR1)
         assert first.wait(60) == 0, tail(tmp_path)
         assert (tmp_path / "requeued").read_text() == "requeue 17\n"
@@ -244,15 +272,25 @@ def test_the_job_script_puts_a_preempted_job_back(tmp_path):
 def test_the_job_script_passes_other_codes_on(tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    for name, text in (("srun", 'exec "$@"'), ("scontrol", "touch requeued; exit $SCONTROL"), ("fxtune", "echo $@; exit $CODE")):
+    for name, text in (
+        ("srun", 'exec "$@"'),
+        ("scontrol", "touch requeued; exit $SCONTROL"),
+        ("fxtune", "echo $@; exit $CODE"),
+    ):
         (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_ / name).chmod(0o755)
 
     def job(**environ: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "requeued").unlink(missing_ok=True)
-        return subprocess.run(["bash", str(ROOT / "scripts" / "slurm.sbatch"), "+recipe=mine", *environ.pop("words", "").split()],
-                              cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False,
-                              env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", **environ})
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "+recipe=mine", *environ.pop("words", "").split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", **environ},
+        )
 
     for code in ("0", "2", "3", "4", "5", "6", "1", "143"):
         assert job(CODE=code).returncode == int(code)

@@ -32,8 +32,11 @@ MIB = 2**20
 def save(checkpoints: Checkpoints, step: int, mib: float = 0.01, **state: object) -> Path:
     """A checkpoint of three tensors whose numbers are its step, on the disk or StorageError."""
     size = int(mib * MIB / 12)
-    checkpoints.save(TrainState(step=step, **state), {"w": torch.full((size,), float(step))},
-                     {f"w/{key}": torch.full((size,), float(step)) for key in ("exp_avg", "exp_avg_sq")})
+    checkpoints.save(
+        TrainState(step=step, **state),
+        {"w": torch.full((size,), float(step))},
+        {f"w/{key}": torch.full((size,), float(step)) for key in ("exp_avg", "exp_avg_sq")},
+    )
     checkpoints.wait()
     return checkpoints.folder / f"step-{step:08d}"
 
@@ -53,9 +56,13 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=notes.append)
         save(checkpoints, 1, mib=6)
         filled = ballast(disk, leave=4 * MIB)
-        with pytest.raises(StorageError, match=r"step 2 could not be written.*it takes 7\.0 MiB, and 4\.0 MiB are free"):
+        with pytest.raises(
+            StorageError, match=r"step 2 could not be written.*it takes 7\.0 MiB, and 4\.0 MiB are free"
+        ):
             save(checkpoints, 2, mib=6)
-        assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]  # and nothing half-written
+        assert [path.name for path in (disk / "checkpoints").iterdir()] == [
+            "step-00000001"
+        ]  # and nothing half-written
         assert not notes, "the error says it, and the run does not go on"
         filled.unlink()
         save(checkpoints, 3, mib=6)
@@ -91,7 +98,9 @@ def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is
         (disk / "checkpoints" / "step-00000003" / "state.json").unlink()
         with pytest.raises(StorageError, match="step 4"):
             save(checkpoints, 4, mib=12)
-        assert checkpoints.newest().state.step == 2  # the only whole one is not given up for one that may not become whole
+        assert (
+            checkpoints.newest().state.step == 2
+        )  # the only whole one is not given up for one that may not become whole
 
 
 def test_where_room_is_short_the_best_one_goes_only_for_a_better_one(tmp_path):
@@ -132,7 +141,9 @@ def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(
 
 def test_the_room_that_a_run_asks_for_is_what_its_checkpoints_take_also_with_two_update_rules(tmp_path, forks, said):
     """Muon's hidden matrices have one moment, embedding, head and norms AdamW's two."""
-    words = command(tmp_path, "techniques.lora.enabled=false", "optimizer.name=muon", "train.max_steps=1", "checkpoint.every=1")
+    words = command(
+        tmp_path, "techniques.lora.enabled=false", "optimizer.name=muon", "train.max_steps=1", "checkpoint.every=1"
+    )
     assert forks.start(words, tmp_path).wait() == 0, said()
     size = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-00000001").iterdir())
     with small_disk(tmp_path / "small", "256k"):
@@ -187,7 +198,9 @@ def test_the_history_of_a_run_that_goes_on_on_a_full_disk_waits_for_room_and_is_
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
         size = os.path.getsize(disk / "metrics.jsonl")
-        filled = ballast(disk, leave=size // 4096 * 4096)  # for all that the run writes, but not for these lines a second time
+        filled = ballast(
+            disk, leave=size // 4096 * 4096
+        )  # for all that the run writes, but not for these lines a second time
         process = forks.start(words, tmp_path)
         wait_for(lambda: "metrics.jsonl could not be written at step" in said() or process.ended())
         filled.unlink()
@@ -201,7 +214,9 @@ def test_lines_that_a_disk_never_took_are_said_at_the_end_and_by_the_run_that_go
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
         filled = ballast(disk, leave=os.path.getsize(disk / "metrics.jsonl") // 4096 * 4096)
-        assert forks.start(words, tmp_path).wait(90) == 6  # all steps are done and saved elsewhere; the export has no room
+        assert (
+            forks.start(words, tmp_path).wait(90) == 6
+        )  # all steps are done and saved elsewhere; the export has no room
         found = steps(disk)
         assert found == list(range(1, len(found) + 1))
         assert 60 < len(found) < 180
@@ -209,7 +224,9 @@ def test_lines_that_a_disk_never_took_are_said_at_the_end_and_by_the_run_that_go
         filled.unlink()
         (tmp_path / "log.txt").unlink()
         assert forks.start(words, tmp_path).wait(90) == 0, said()
-        assert f"metrics.jsonl has no lines of steps {len(found) + 1} to 180, which were logged" in " ".join(said().split())
+        assert f"metrics.jsonl has no lines of steps {len(found) + 1} to 180, which were logged" in " ".join(
+            said().split()
+        )
 
 
 def _save_for_ever(folder: str, said: str) -> None:
@@ -275,10 +292,22 @@ def state(**values: object):
 FORGED = {
     "pickle": ("weights.safetensors", lambda file: sealed(file, pickle.dumps(Bomb())), "tensors cannot be read"),
     "another weight": ("weights.safetensors", tensors(v=torch.zeros(873)), "v is only in weights.safetensors"),
-    "another shape": ("weights.safetensors", tensors(w=torch.zeros(5)), r"w is \[5\] in weights.safetensors, and \[873\]"),
-    "another dtype": ("weights.safetensors", tensors(w=torch.zeros(873).half()), "w is F16 in .*, and F32 in the model"),
+    "another shape": (
+        "weights.safetensors",
+        tensors(w=torch.zeros(5)),
+        r"w is \[5\] in weights.safetensors, and \[873\]",
+    ),
+    "another dtype": (
+        "weights.safetensors",
+        tensors(w=torch.zeros(873).half()),
+        "w is F16 in .*, and F32 in the model",
+    ),
     "another moment": ("optimizer.safetensors", tensors(**{"v/exp_avg": torch.zeros(873)}), "moments of v"),
-    "a moment's shape": ("optimizer.safetensors", tensors(**{"w/exp_avg": torch.zeros(3)}), "not the shape of its weight"),
+    "a moment's shape": (
+        "optimizer.safetensors",
+        tensors(**{"w/exp_avg": torch.zeros(3)}),
+        "not the shape of its weight",
+    ),
     "a strange key": ("state.json", state(evil=1), "`evil`, which this version"),
     "a step as text": ("state.json", state(step="../../x"), "`step` is not of its type"),
     "another step": ("state.json", state(step=7), "of step 7, under another's name"),
@@ -335,7 +364,8 @@ def flip(path: Path) -> None:
 
 
 HARM = {
-    "a link in it": (link_out, "state.json is a link", True), "a link": (link_whole, "it is a link", True),
+    "a link in it": (link_out, "state.json is a link", True),
+    "a link": (link_whole, "it is a link", True),
     "a pipe": (pipe, "weights.safetensors is no plain file", True),
     "more files": (lambda path: (path / "optimizer.pt").write_bytes(b"x"), "optimizer.pt was not saved with it", True),
     "a path": (by_name, "manifest.json is none of a checkpoint", True),
@@ -343,7 +373,11 @@ HARM = {
     "no manifest": (lambda path: (path / "manifest.json").write_text("{}"), "not of this version of fxtune", True),
     "a newer state": (lambda path: forge(path, "state.json", state(evil=1)), "`evil`, which this version", True),
     "a changed bit": (flip, "another sha256", False),
-    "a missing file": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors cannot be read", False),
+    "a missing file": (
+        lambda path: (path / "optimizer.safetensors").unlink(),
+        "optimizer.safetensors cannot be read",
+        False,
+    ),
     "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON", False),
     "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON", False),
 }
@@ -364,7 +398,9 @@ def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_
     assert checkpoints.newest().state.step == 2
     assert os.path.lexists(tmp_path / "aside-step-00000002") is kept
     assert len(notes) == 1 + kept
-    assert not kept or f"It is kept as {tmp_path / 'aside-step-00000002'}: remove that if you do not need it." in notes[1]
+    assert (
+        not kept or f"It is kept as {tmp_path / 'aside-step-00000002'}: remove that if you do not need it." in notes[1]
+    )
 
 
 @pytest.mark.parametrize("then", [(410, 500, 510, 600), (500, 510, 600)], ids=["before its step", "at its step"])
@@ -465,7 +501,9 @@ def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp
 
 def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
     notes: list[str] = []
-    ours, theirs = (Checkpoints(tmp_path / name, CheckpointConfig(), name, notes.append) for name in ("ours", "theirs"))
+    ours, theirs = (
+        Checkpoints(tmp_path / name, CheckpointConfig(), name, notes.append) for name in ("ours", "theirs")
+    )
     save(ours, 1)
     save(theirs, 2).rename(tmp_path / "ours" / "step-00000002")
     assert ours.newest().state.step == 1

@@ -42,7 +42,10 @@ def server(monkeypatch):
 
 def start(folder, notes, **more):
     config = WandbConfig(mode=WandbMode.online, project="unit", init_timeout=more.pop("init_timeout", 5.0))
-    recorded = {"run": {"name": "a run"}, "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}}}
+    recorded = {
+        "run": {"name": "a run"},
+        "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}},
+    }
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(recorded))
     return Tracker(TrackingConfig(wandb=config), folder, "a run", recorded, note=notes.append, **more)
@@ -68,7 +71,9 @@ def command(notes, program):
 
 
 @pytest.mark.parametrize("fault", ["refused", "silent", 500, 401])
-def test_a_server_that_does_not_take_the_run_costs_no_time_and_one_command_afterwards(tmp_path, server, monkeypatch, fault):
+def test_a_server_that_does_not_take_the_run_costs_no_time_and_one_command_afterwards(
+    tmp_path, server, monkeypatch, fault
+):
     server.mode = fault
     if fault == "refused":
         monkeypatch.setenv("WANDB_BASE_URL", refused())
@@ -208,12 +213,30 @@ def test_sync_says_what_is_in_its_way(tmp_path, monkeypatch, capsys):
 def test_a_whole_run_behind_two_black_holes(tmp_path):
     """Neither the hub nor W&B ever answers: what is on this disk is trained on, and the hub is not even asked."""
     with black_hole() as (hub, asked), black_hole() as (wandb, _):
-        environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "WANDB_BASE_URL": wandb, "OMP_NUM_THREADS": "1"}
-        words = ["+recipe=quickstart", "debug=smoke", "train.eval_every=0", "tracking.wandb.mode=online",
-                 "tracking.wandb.init_timeout=1",
-                 f"run.dir={tmp_path / 'run'}", "run.device=cpu"]
-        done = subprocess.run([sys.executable, "-m", "fxtune", *words], env=environment, capture_output=True, text=True,
-                              timeout=200, cwd=tmp_path)
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub,
+            "HF_HUB_OFFLINE": "0",
+            "WANDB_BASE_URL": wandb,
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [
+            "+recipe=quickstart",
+            "debug=smoke",
+            "train.eval_every=0",
+            "tracking.wandb.mode=online",
+            "tracking.wandb.init_timeout=1",
+            f"run.dir={tmp_path / 'run'}",
+            "run.device=cpu",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "fxtune", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=tmp_path,
+        )
     assert done.returncode == 0, done.stderr
     assert asked == []
     assert "W&B did not take the run" in done.stdout

@@ -46,8 +46,17 @@ def load(folder: Path, **options) -> torch.nn.Module:
 @pytest.mark.parametrize("lora", ["true", "false"], ids=["lora", "full"])
 def test_a_run_on_a_base_with_nan_is_refused_before_its_first_step(lora, base, tmp_path, forks):
     put(base, **{UP: float("nan"), DOWN: float("inf")})
-    code = forks.start(command(tmp_path, "model.path=base", "model.init=pretrained", "model.architecture={}", "train.max_steps=3",
-                               f"techniques.lora.enabled={lora}"), tmp_path).wait(60)
+    code = forks.start(
+        command(
+            tmp_path,
+            "model.path=base",
+            "model.init=pretrained",
+            "model.architecture={}",
+            "train.max_steps=3",
+            f"techniques.lora.enabled={lora}",
+        ),
+        tmp_path,
+    ).wait(60)
     said = tail(tmp_path, 10**7)
     assert code == 6, said
     told = f"model.path=base: NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in "
@@ -64,16 +73,22 @@ def test_the_shard_is_named_that_holds_the_tensor(number, dtype, base):
     tensors = load_file(base / "model.safetensors")
     files = {name: f"model-0000{1 + (name == UP)}-of-00002.safetensors" for name in tensors}
     for file in set(files.values()):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, base / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in tensors if files[name] == file}, base / file, metadata={"format": "pt"}
+        )
     (base / "model.safetensors").unlink()
     (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    with pytest.raises(StorageError, match=rf"in 1 of its tensors, the first being {re.escape(UP)} in \S+/{files[UP]}\. "):
+    with pytest.raises(
+        StorageError, match=rf"in 1 of its tensors, the first being {re.escape(UP)} in \S+/{files[UP]}\. "
+    ):
         load(base, dtype=dtype)
 
 
 def test_weights_that_the_dtype_asked_for_cannot_hold_are_told_from_broken_ones(base):
     put(base, **{UP: 1e6})
-    with pytest.raises(StorageError, match=r"finite in its files are too large for torch\.float16.*model\.dtype.*bfloat16"):
+    with pytest.raises(
+        StorageError, match=r"finite in its files are too large for torch\.float16.*model\.dtype.*bfloat16"
+    ):
         load(base, dtype=DType.float16)
     assert load(base, dtype=DType.bfloat16).get_parameter(UP)[3, 4] > 9e5
 
@@ -84,7 +99,9 @@ def test_numbers_that_are_no_weights_are_not_taken_for_them(kind, told, base):
     tensors = load_file(base / "model.safetensors")
     tensors[UP] = (100 * tensors[UP].float()).to(kind)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StorageError, match=rf"{re.escape(UP)} is stored as {told} in \S+/model\.safetensors, which is no weight"):
+    with pytest.raises(
+        StorageError, match=rf"{re.escape(UP)} is stored as {told} in \S+/model\.safetensors, which is no weight"
+    ):
         load(base)
 
 

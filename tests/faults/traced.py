@@ -46,7 +46,16 @@ class Trace:
         setattr(owner, name, wrapped)
 
 
-OPERATIONS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
+OPERATIONS = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+    "shutil.rmtree",
+}
 """Of Python's audit events, those that change a folder; and `open` for writing."""
 
 
@@ -75,11 +84,19 @@ def watch(file: str, last_operation: int = 0) -> None:
         trace.write(leave="starting")
 
     train.Trainer.__init__ = made  # type: ignore[method-assign]
-    for owner, name, phase in ((preparation, "tokenize", "tokenising"), (Setting, "build", "building"),
-                               (Setting, "prove", "proving"), (held_out, "mean_loss", "evaluating"), (Exam, "ask", "asking"),
-                               (Checkpoints, "newest", "loading"),
-                               (Checkpoints, "save", "copying"), (stored, "write", "saving"), (stored, "remove", "pruning"),
-                               (model, "save", "exporting"), (RunFolder, "finish", "finishing")):
+    for owner, name, phase in (
+        (preparation, "tokenize", "tokenising"),
+        (Setting, "build", "building"),
+        (Setting, "prove", "proving"),
+        (held_out, "mean_loss", "evaluating"),
+        (Exam, "ask", "asking"),
+        (Checkpoints, "newest", "loading"),
+        (Checkpoints, "save", "copying"),
+        (stored, "write", "saving"),
+        (stored, "remove", "pruning"),
+        (model, "save", "exporting"),
+        (RunFolder, "finish", "finishing"),
+    ):
         trace.phase(owner, name, phase)
     compiling = callback.callback_handler  # its list of callbacks would be emptied by torch._dynamo.reset()
     compiling.run_start_callbacks = lambda _: trace.write(enter="compiling")  # type: ignore[method-assign]
@@ -96,7 +113,11 @@ class _Operations:
 
     def __call__(self, event: str, given: tuple[Any, ...]) -> None:
         writing = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
-        if not (writing or event in OPERATIONS) or not isinstance(given[0], (str, os.PathLike)) or os.getpid() != self.main:
+        if (
+            not (writing or event in OPERATIONS)
+            or not isinstance(given[0], (str, os.PathLike))
+            or os.getpid() != self.main
+        ):
             return
         path = os.path.abspath(given[0])
         if path.startswith(self.below + os.sep):
@@ -136,7 +157,7 @@ def documents(batch: Any) -> list[str]:
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             supervised = [at for at in range(start, end) if targets[at] != -100]
             if supervised:  # else it is the padding of a packed row
-                seen = ids[start:supervised[-1] + 1], targets[start:supervised[-1] + 1]
+                seen = ids[start : supervised[-1] + 1], targets[start : supervised[-1] + 1]
                 found.append(hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12])
     return found
 

@@ -61,7 +61,11 @@ def pytest_collection_modifyitems(items):
 def _as_found():
     """Seeds before each test; afterwards the process-wide switches that techniques set, and all memory, are given back."""
     torch.manual_seed(0)
-    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    kept = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(kept[0])

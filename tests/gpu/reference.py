@@ -36,15 +36,33 @@ import torch
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-2}
 """Largest relative error of an operator in each dtype, against float32 on the same rounded inputs."""
 
-_COMMON = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-               head_dim=128, vocab_size=4096, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-               tie_word_embeddings=False)
+_COMMON = dict(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=4096,
+    max_position_embeddings=8192,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": dict(_COMMON, model_type="llama", rope_theta=500000.0, rms_norm_eps=1e-5),
     "qwen3": dict(_COMMON, model_type="qwen3", rope_theta=1000000.0),
     "mistral": dict(_COMMON, model_type="mistral", sliding_window=None),
-    "gemma": dict(_COMMON, model_type="gemma", head_dim=256, num_attention_heads=4, num_key_value_heads=2,
-                  hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
+    "gemma": dict(
+        _COMMON,
+        model_type="gemma",
+        head_dim=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    ),
 }
 Shape = str | dict[str, Any]
 """A name in SHAPES, or an architecture of one's own."""
@@ -79,19 +97,37 @@ def apart(one: Result, other: Result) -> dict[str, float]:
     assert one.grads.keys() == other.grads.keys(), sorted(one.grads.keys() ^ other.grads.keys())[:4]
     names = sorted(other.grads)
     flat = [torch.cat([result.grads[name].flatten() for name in names]) for result in (one, other)]
-    return {"loss": abs(one.loss - other.loss) / abs(other.loss), "logits": relative(one.logits, other.logits),
-            "grads": relative(*flat)}
+    return {
+        "loss": abs(one.loss - other.loss) / abs(other.loss),
+        "logits": relative(one.logits, other.logits),
+        "grads": relative(*flat),
+    }
 
 
 def small(shape: str) -> dict[str, Any]:
     """The same architecture at a size for the CPU: hidden 64, head_dim 16 (gemma 32), vocabulary 128."""
     whole = SHAPES[shape]
-    return {**whole, "hidden_size": 64, "intermediate_size": 96, "head_dim": whole["head_dim"] // 8, "vocab_size": 128,
-            "num_attention_heads": 4, "max_position_embeddings": 512}
+    return {
+        **whole,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": whole["head_dim"] // 8,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
 
 
-def batch(shape: Shape, lengths: tuple[int, ...] = (700, 600, 500), seed: int = 0, device: str = "cuda", rows: int = 1,
-          padding: int = 0, packed: bool = True, supervised: float = 0.5) -> Any:
+def batch(
+    shape: Shape,
+    lengths: tuple[int, ...] = (700, 600, 500),
+    seed: int = 0,
+    device: str = "cuda",
+    rows: int = 1,
+    padding: int = 0,
+    packed: bool = True,
+    supervised: float = 0.5,
+) -> Any:
     """A Batch of `rows` packed rows of documents with these lengths and random tokens, about that share of them supervised.
 
     Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has room for more documents than there are.
@@ -100,13 +136,24 @@ def batch(shape: Shape, lengths: tuple[int, ...] = (700, 600, 500), seed: int = 
 
     draw = np.random.default_rng(seed)
     total = rows * sum(lengths)
-    table: Any = SimpleNamespace(ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
-                                 supervised=draw.random(total) < supervised)
+    table: Any = SimpleNamespace(
+        ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
+        supervised=draw.random(total) < supervised,
+    )
     each = np.array(lengths * rows, np.int64)
-    return assemble([table], Pieces(
-        source=np.zeros(len(each), np.int64), start=np.concatenate([[0], each.cumsum()[:-1]]), length=each,
-        offsets=np.arange(rows + 1) * len(lengths), width=sum(lengths) + padding, packed=packed, pad_id=0,
-        slots=len(each) + rows + 2)).to(torch.device(device))
+    return assemble(
+        [table],
+        Pieces(
+            source=np.zeros(len(each), np.int64),
+            start=np.concatenate([[0], each.cumsum()[:-1]]),
+            length=each,
+            offsets=np.arange(rows + 1) * len(lengths),
+            width=sum(lengths) + padding,
+            packed=packed,
+            pad_id=0,
+            slots=len(each) + rows + 2,
+        ),
+    ).to(torch.device(device))
 
 
 def weights(shape: Shape) -> dict[str, torch.Tensor]:
@@ -136,16 +183,24 @@ def path(shape: Shape) -> Path:
     return _saved(json.dumps(_architecture(shape), sort_keys=True))
 
 
-def plain(shape: Shape, given: Any, dtype: str = "float32", attention: str = "eager", lora: bool = False,
-          scale: float = 1.0) -> Result:
+def plain(
+    shape: Shape, given: Any, dtype: str = "float32", attention: str = "eager", lora: bool = False, scale: float = 1.0
+) -> Result:
     """Plain transformers (and peft): each document a forward pass of its own, no mask, no autocast, no TF32.
 
     `lora`: r=16, alpha=32 on all linears but the head, adapters in float32 with the weights that `ours` gives them.
     `scale`: multiply the loss before the backward pass, and divide the gradients by it (float16).
     """
     tensors = [getattr(given, name).cpu().numpy() for name in ("input_ids", "targets", "position_ids")]
-    key = (json.dumps(_architecture(shape), sort_keys=True), dtype, attention, lora, scale, given.input_ids.device.type,
-           hashlib.blake2b(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest())
+    key = (
+        json.dumps(_architecture(shape), sort_keys=True),
+        dtype,
+        attention,
+        lora,
+        scale,
+        given.input_ids.device.type,
+        hashlib.blake2b(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest(),
+    )
     if key not in _KEPT:
         asked = (str(path(shape)), tensors, dtype, attention, lora, scale, str(given.input_ids.device))
         loss, logits, grads = elsewhere(_plain, *asked)
@@ -164,13 +219,17 @@ def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora:
     with pipeline.precision.context(given.input_ids.device):
         loss = loss_of(pipeline, model, given)
     loss.backward()
-    grads = {_plain_name(name): parameter.grad.float().cpu() for name, parameter in model.named_parameters()
-             if parameter.requires_grad and parameter.grad is not None}
+    grads = {
+        _plain_name(name): parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
     return Result(loss.item(), logits(pipeline, model, given).cpu(), grads, evidence, notes)
 
 
-def build(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16",
-          lora: bool = False) -> tuple[Any, Any, list[Any], list[str]]:
+def build(
+    pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
+) -> tuple[Any, Any, list[Any], list[str]]:
     """The model that training would build, proven and in training mode, with the pipeline as resolved, evidence and notes."""
     from fxtune.model import DType, ModelConfig, load_config
     from fxtune.pipeline import make_probe
@@ -184,8 +243,15 @@ def build(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16",
     world = World(given.input_ids.device)
     rows, length = given.input_ids.shape
     packing = bool((given.position_ids == 0).sum() > rows)
-    facts = world.facts(model=hf_config.to_dict(), dtype=dtype, packing=packing, sequence_length=length, rows=(length,),
-                        micro_batch_size=rows, optimizer="adamw")
+    facts = world.facts(
+        model=hf_config.to_dict(),
+        dtype=dtype,
+        packing=packing,
+        sequence_length=length,
+        rows=(length,),
+        micro_batch_size=rows,
+        optimizer="adamw",
+    )
     pipeline, notes = pipeline.ready(facts)
     model = pipeline.build(config, hf_config, world, 0)
     evidence = pipeline.prove(model, make_probe(model, packing))
@@ -265,20 +331,24 @@ def _other_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _plain(folder: str, tensors: list[np.ndarray], dtype: str, attention: str, lora: bool, scale: float,
-           device: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
+def _plain(
+    folder: str, tensors: list[np.ndarray], dtype: str, attention: str, lora: bool, scale: float, device: str
+) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
     """What `plain` asks of the other process."""
     from transformers import AutoModelForCausalLM
 
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
     model = model.to(device)
     if lora:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear",
-                                                           task_type="CAUSAL_LM"))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         _fill_adapters(model)
     model.train()
     total, seen = 0.0, []
@@ -289,13 +359,16 @@ def _plain(folder: str, tensors: list[np.ndarray], dtype: str, attention: str, l
             wanted = targets[row, start:end].to(device)
             if not (wanted != -100).any():  # padding
                 continue
-            out = model(input_ids=ids[row:row + 1, start:end].to(device), use_cache=False).logits[0].float()
+            out = model(input_ids=ids[row : row + 1, start:end].to(device), use_cache=False).logits[0].float()
             loss = torch.nn.functional.cross_entropy(out, wanted, ignore_index=-100, reduction="sum")
             (loss * scale).backward()
             total += loss.item()
             seen.append(out.detach()[wanted != -100].cpu())
-    grads = {name: (parameter.grad.float() / scale).cpu().numpy() for name, parameter in model.named_parameters()
-             if parameter.requires_grad and parameter.grad is not None}
+    grads = {
+        name: (parameter.grad.float() / scale).cpu().numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
     del model
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

@@ -16,14 +16,18 @@ from fxtune.pipeline import Pipeline
 
 LENGTHS = (1, 7, 127, 128, 129, 5000, 0, 0, 0)
 """Documents shorter than a tile, of about one, and of many; and slots that are not used."""
-HOPPER = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
-                            reason="FlashAttention-4 needs a Hopper card or a later one")
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="FlashAttention-4 needs a Hopper card or a later one",
+)
 
 
 def qkv(tokens, heads, kv_heads, width, dtype=torch.bfloat16, seed=0):
     draw = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(*tokens, count, width, generator=draw, device="cuda", dtype=dtype).requires_grad_()
-            for count in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(*tokens, count, width, generator=draw, device="cuda", dtype=dtype).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]
 
 
 def bounds(lengths):
@@ -47,8 +51,10 @@ def errors(q, k, v, cu_seqlens, window=0, softcap=0.0):
     wanted = reference_backward(dout.float(), *wide, expected, sums, cu_seqlens, longest, scale, window, softcap)
     assert all(x.is_contiguous() for x in (out, lse, *gradients))
     names = ("out", "dq", "dk", "dv", "lse")
-    return {name: relative(ours, theirs) for name, ours, theirs in zip(
-        names, (out, *gradients, lse), (expected, *wanted, sums), strict=True)}
+    return {
+        name: relative(ours, theirs)
+        for name, ours, theirs in zip(names, (out, *gradients, lse), (expected, *wanted, sums), strict=True)
+    }
 
 
 def within(seen: dict[str, float], limit: float = LIMITS["bfloat16"]) -> None:
@@ -57,14 +63,18 @@ def within(seen: dict[str, float], limit: float = LIMITS["bfloat16"]) -> None:
 
 
 @HOPPER
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 128), (8, 8, 128), (16, 2, 64), (8, 4, 256), (4, 1, 96)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(32, 8, 128), (8, 8, 128), (16, 2, 64), (8, 4, 256), (4, 1, 96)]
+)
 def test_packed_documents(heads, kv_heads, width):
     within(errors(*qkv([sum(LENGTHS)], heads, kv_heads, width), bounds(LENGTHS)))
 
 
 @HOPPER
-@pytest.mark.parametrize(("window", "softcap", "dtype"), [
-    (100, 0.0, torch.bfloat16), (0, 2.0, torch.bfloat16), (100, 2.0, torch.bfloat16), (0, 0.0, torch.float16)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "dtype"),
+    [(100, 0.0, torch.bfloat16), (0, 2.0, torch.bfloat16), (100, 2.0, torch.bfloat16), (0, 0.0, torch.float16)],
+)
 def test_windows_soft_caps_and_float16(window, softcap, dtype):
     lengths = (700, 1, 99, 100, 101, 1200, 0)
     within(errors(*qkv([sum(lengths)], 8, 2, 128, dtype), bounds(lengths), window, softcap))
@@ -77,8 +87,11 @@ def test_rows_of_one_document_each(window):
 
 
 @HOPPER
-@pytest.mark.parametrize("lengths", [(300, 1, 500) + (0,) * 400, (3,) * 300 + (0,) * 100, (0, 0, 64, 0, 200, 0), (5,)],
-                         ids=["most slots empty", "many documents", "empty ones between", "one, shorter than a tile"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(300, 1, 500) + (0,) * 400, (3,) * 300 + (0,) * 100, (0, 0, 64, 0, 200, 0), (5,)],
+    ids=["most slots empty", "many documents", "empty ones between", "one, shorter than a tile"],
+)
 def test_slots_that_are_empty(lengths):
     """More than 256 documents are looked up in another way."""
     within(errors(*qkv([sum(lengths)], 8, 2, 128), bounds(lengths)))
@@ -88,7 +101,7 @@ def test_slots_that_are_empty(lengths):
 def test_a_document_of_400k_tokens():
     """q, k and v lie in one projection of more numbers than int32 counts. The last queries see all keys, so that these alone need
     gradients for every key and value to have one."""
-    length, last, scale = 409_600, 200, 128 ** -0.5
+    length, last, scale = 409_600, 200, 128**-0.5
     fused = torch.randn(length, 48, 128, device="cuda", dtype=torch.bfloat16)
     assert fused.numel() > 2**31
     q, k, v = fused.split((32, 8, 8), dim=1)
@@ -106,8 +119,14 @@ def test_a_document_of_400k_tokens():
         expected = scores.softmax(-1) @ wide[2]
         wanted = torch.autograd.grad(expected, wide, dout[-last:, head].float())
         seen = (out[-last:, head], dq[-last:, head], dk[:, of], dv[:, of], lse[head, -last:])
-        within({name: relative(ours, theirs) for name, ours, theirs in zip(
-            ("out", "dq", "dk", "dv", "lse"), seen, (expected, *wanted, scores.logsumexp(-1)), strict=True)})
+        within(
+            {
+                name: relative(ours, theirs)
+                for name, ours, theirs in zip(
+                    ("out", "dq", "dk", "dv", "lse"), seen, (expected, *wanted, scores.logsumexp(-1)), strict=True
+                )
+            }
+        )
     assert not dq[:-last].any()
 
 
@@ -238,8 +257,14 @@ def test_a_sliding_window(backend):
 
 @pytest.mark.parametrize("backend", ["flash4", "flex"])
 def test_capped_scores_and_windows_in_every_second_layer(backend):
-    shape = {**SHAPES["gemma"], "model_type": "gemma2", "sliding_window": 256, "attn_logit_softcapping": 5.0,
-             "final_logit_softcapping": None, "query_pre_attn_scalar": 256}
+    shape = {
+        **SHAPES["gemma"],
+        "model_type": "gemma2",
+        "sliding_window": 256,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 256,
+    }
     given = batch(shape)
     close_to_plain(through(backend, shape, given), shape, given)
 
@@ -271,7 +296,10 @@ def test_answers_with_a_cache_and_padding_on_the_left(backend):
 def test_it_is_faster_than_what_torch_has():
     """32 query and 8 key heads of 128, one row of 16k tokens in three documents: the gain that the technique claims."""
     q, k, v = qkv([1, 16384], 32, 8, 128)
-    cu_seqlens, dout = bounds((9000, 7000, 384, 0)), torch.randn(1, 16384, 32, 128, device="cuda", dtype=torch.bfloat16)
+    cu_seqlens, dout = (
+        bounds((9000, 7000, 384, 0)),
+        torch.randn(1, 16384, 32, 128, device="cuda", dtype=torch.bfloat16),
+    )
 
     def milliseconds(core) -> float:
         for _ in range(3):
@@ -284,7 +312,6 @@ def test_it_is_faster_than_what_torch_has():
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 10
 
-    times = {core.__name__: milliseconds(core) for core in (
-        packed_attention._by_flash4, packed_attention._by_torch)}
+    times = {core.__name__: milliseconds(core) for core in (packed_attention._by_flash4, packed_attention._by_torch)}
     print(times)
     assert times["_by_flash4"] < 0.75 * times["_by_torch"], times

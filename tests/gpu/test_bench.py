@@ -13,17 +13,30 @@ import torch
 
 from fxtune.metrics import peak_flops
 
-SHAPE = ("+recipe=quickstart", "model.init=random", "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
-         "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, max_position_embeddings: 8192}",
-         "model.dtype=bfloat16", "data.sequence_length=2048", "train.micro_batch_size=4", "train.global_batch_size=8",
-         "techniques=[lora,fast]")
+SHAPE = (
+    "+recipe=quickstart",
+    "model.init=random",
+    "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
+    "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, max_position_embeddings: 8192}",
+    "model.dtype=bfloat16",
+    "data.sequence_length=2048",
+    "train.micro_batch_size=4",
+    "train.global_batch_size=8",
+    "techniques=[lora,fast]",
+)
 """The quickstart's data through a Llama large enough that its steps are the card's work."""
 
 
 def bench(folder: Path, *words: str) -> tuple[str, Any]:
     file = folder / "bench.json"
-    done = subprocess.run([sys.executable, "-m", "fxtune", "bench", *SHAPE, *words, "--json", str(file)], capture_output=True,
-                          cwd=Path(__file__).resolve().parents[2], text=True, timeout=580, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", "bench", *SHAPE, *words, "--json", str(file)],
+        capture_output=True,
+        cwd=Path(__file__).resolve().parents[2],
+        text=True,
+        timeout=580,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout, json.loads(file.read_text())
 
@@ -33,7 +46,9 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
     out, found = bench(tmp_path, "--steps", "12", "--price", "4")
     assert found["step_seconds_p5"] <= found["step_seconds"] <= found["step_seconds_p95"] < 2 * found["step_seconds"]
     tokens_a_step = found["tokens_per_second"] * found["step_seconds"]
-    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, "the marks on the card's stream and the clock of the host tell one time"
+    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, (
+        "the marks on the card's stream and the clock of the host tell one time"
+    )
     assert found["first_step_seconds"] < found["second_step_seconds"]
     assert 0 < found["compile_seconds"] < found["first_step_seconds"]
     assert 0 < found["step_memory_gib"] <= found["memory_gib"] <= found["memory_reserved_gib"]
@@ -51,11 +66,21 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
 
 def test_every_technique_is_switched_off_in_turn(tmp_path):
     """Of a model of two layers, with few switches on: each is a process."""
-    few = [*(f"techniques.liger.{name}='off'" for name in ("rms_norm", "rope", "swiglu")),
-           "techniques.liger.fused_linear_cross_entropy='on'"]
-    out, found = bench(tmp_path, "--steps", "4", "--ablate", "model.architecture.num_hidden_layers=2",
-                       "techniques.attention.backend=sdpa", "techniques.lora.fused='off'", "techniques.compile.cuda_graphs='off'",
-                       *few)
+    few = [
+        *(f"techniques.liger.{name}='off'" for name in ("rms_norm", "rope", "swiglu")),
+        "techniques.liger.fused_linear_cross_entropy='on'",
+    ]
+    out, found = bench(
+        tmp_path,
+        "--steps",
+        "4",
+        "--ablate",
+        "model.architecture.num_hidden_layers=2",
+        "techniques.attention.backend=sdpa",
+        "techniques.lora.fused='off'",
+        "techniques.compile.cuda_graphs='off'",
+        *few,
+    )
     rows = found["without"]
     assert {"liger", "lora", "compile", "checkpointing"} <= rows.keys()
     measured = {name: row for name, row in rows.items() if "error" not in row}

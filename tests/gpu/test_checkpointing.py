@@ -20,23 +20,41 @@ from fxtune.techniques.checkpointing import Checkpointing, Policy, What
 from fxtune.techniques.lora import Fused
 
 GIB = 1 << 30
-BIG = dict(reference.SHAPES["llama"], hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
-           num_key_value_heads=4, vocab_size=32000, max_position_embeddings=65536)
+BIG = dict(
+    reference.SHAPES["llama"],
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    vocab_size=32000,
+    max_position_embeddings=65536,
+)
 LEFT = 1 << 27
 """What may stay of a model of 1.2 GiB when it is gone: libraries' workspaces, adapters' gradients that a test keeps."""
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW,
-    "attention": {"policy": Policy.selective, "save": ["attention"]}, "full": {},
-    "offload": {"offload": True}, "offload_tiles": {"offload": True, "mlp_tiles": 8}}
+    "none": {"policy": Policy.none},
+    "selective": {"policy": Policy.selective},
+    "narrow": NARROW,
+    "attention": {"policy": Policy.selective, "save": ["attention"]},
+    "full": {},
+    "offload": {"offload": True},
+    "offload_tiles": {"offload": True, "mlp_tiles": 8},
+}
 MIXES: dict[str, dict[str, Any]] = {
     "narrow_wide": {"policy": Policy.mix, "mix": {"narrow": 4, "wide": 4}},
     "input_everything": {"policy": Policy.mix, "mix": {"input": 5, "everything": 3}},
     "narrow_sent": {**NARROW, "offload": True, "offload_what": What.kept},
-    "mix_sent": {"policy": Policy.mix, "mix": {"attention": 2, "narrow": 3, "wide": 3}, "offload": True,
-                 "offload_what": What.kept},
+    "mix_sent": {
+        "policy": Policy.mix,
+        "mix": {"attention": 2, "narrow": 3, "wide": 3},
+        "offload": True,
+        "offload_what": What.kept,
+    },
     "some_sent": {"offload": True, "offload_layers": 4},
-    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": What.kept, "mlp_tiles": 4}}
+    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": What.kept, "mlp_tiles": 4},
+}
 
 
 def pipeline(compiled: bool = True, backend: str = "auto", fused: Fused = Fused.auto, **options: Any) -> Pipeline:
@@ -98,8 +116,11 @@ class Measured:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By the names that plain transformers and peft give."""
-        return {reference._plain_name(name): parameter.grad.clone() for name, parameter in self.model.named_parameters()
-                if parameter.grad is not None}
+        return {
+            reference._plain_name(name): parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
 
 def freed() -> None:
@@ -115,8 +136,15 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
     from fxtune.world import World
 
-    facts = World(torch.device("cuda", 0)).facts(model=shape, dtype="bfloat16", packing=True, sequence_length=tokens,
-                                                 rows=(tokens,), micro_batch_size=1, optimizer="none")
+    facts = World(torch.device("cuda", 0)).facts(
+        model=shape,
+        dtype="bfloat16",
+        packing=True,
+        sequence_length=tokens,
+        rows=(tokens,),
+        micro_batch_size=1,
+        optimizer="none",
+    )
     facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
     need = forecast(facts, measured.pipeline.checkpointing.keeping())
     return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
@@ -137,8 +165,13 @@ def test_recomputing_eagerly_changes_no_bit(shape, lora):
     """
     given = reference.batch(shape)
     plain = reference.ours(pipeline(False, "sdpa", policy=Policy.none), shape, given, lora=lora)
-    for name, options in {"full": {}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "offload": {"offload": True},
-                          "narrow_offload": {**NARROW, "offload": True}}.items():
+    for name, options in {
+        "full": {},
+        "selective": {"policy": Policy.selective},
+        "narrow": NARROW,
+        "offload": {"offload": True},
+        "narrow_offload": {**NARROW, "offload": True},
+    }.items():
         seen = reference.ours(pipeline(False, "sdpa", **options), shape, given, lora=lora)
         wrong = [key for key in plain.grads if not torch.equal(seen.grads[key], plain.grads[key])]
         assert seen.loss == plain.loss, name
@@ -148,14 +181,20 @@ def test_recomputing_eagerly_changes_no_bit(shape, lora):
         assert not wrong, (name, wrong[:3], reference.apart(seen, plain))
 
 
-@pytest.mark.parametrize(("shape", "compiled"), [
-    *((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)])
+@pytest.mark.parametrize(
+    ("shape", "compiled"), [*((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)]
+)
 def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
     """Compiled, the two that are least like the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     none = reference.apart(reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact)
-    for name, options in {"full": {}, "narrow": NARROW, "offload": {"offload": True}, "tiles": {"mlp_tiles": 4}}.items():
+    for name, options in {
+        "full": {},
+        "narrow": NARROW,
+        "offload": {"offload": True},
+        "tiles": {"mlp_tiles": 4},
+    }.items():
         seen = reference.apart(reference.ours(pipeline(compiled, **options), shape, given, lora=True), exact)
         assert seen["grads"] < 1.1 * none["grads"] + 1e-3, (name, seen, none)
         assert seen["logits"] < 1.1 * none["logits"] + 1e-3, (name, seen, none)
@@ -166,12 +205,17 @@ def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
 def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
-        if fused is Fused.off and name in ("attention", "offload"):  # what they add to the forecast does not hang on adapters
+        if fused is Fused.off and name in (
+            "attention",
+            "offload",
+        ):  # what they add to the forecast does not hang on adapters
             continue
         measured = Measured(pipeline(fused=fused, **options), BIG, 8192)
         peaks[name], forecasts[name] = measured.peak(), expected(measured, BIG, 8192)
-        print(f"\n{name:14} measured {peaks[name] / GIB:6.2f} GiB, forecast {forecasts[name] / GIB:6.2f} "
-              f"({forecasts[name] / peaks[name] - 1:+.1%})")
+        print(
+            f"\n{name:14} measured {peaks[name] / GIB:6.2f} GiB, forecast {forecasts[name] / GIB:6.2f} "
+            f"({forecasts[name] / peaks[name] - 1:+.1%})"
+        )
         for seen in measured.evidence:
             if seen.technique == "checkpointing":
                 print(f"    {seen.asked} | {seen.observed}")
@@ -210,8 +254,10 @@ def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(option
     peak, said = measured.peak(), expected(measured, BIG, 8192)
     report, allowed = measured.pipeline.compile.report(), measured.pipeline.compile.max_recompiles
     host = getattr(measured.model, "offload", None)
-    print(f"\nmeasured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%}); {report.graphs} graphs; "
-          f"host {host.pinned / GIB if host else 0:.2f} GiB")
+    print(
+        f"\nmeasured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%}); {report.graphs} graphs; "
+        f"host {host.pinned / GIB if host else 0:.2f} GiB"
+    )
     for seen in measured.evidence:
         if seen.technique == "checkpointing":
             print(f"    {seen.asked} | {seen.observed}")
@@ -246,8 +292,15 @@ def test_pinned_memory_is_at_most_what_was_forecast():
 
     measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
     measured.step()
-    facts = World(torch.device("cuda", 0)).facts(model=BIG, dtype="bfloat16", packing=True, sequence_length=8192, rows=(8192,),
-                                                 micro_batch_size=1, optimizer="none")
+    facts = World(torch.device("cuda", 0)).facts(
+        model=BIG,
+        dtype="bfloat16",
+        packing=True,
+        sequence_length=8192,
+        rows=(8192,),
+        micro_batch_size=1,
+        optimizer="none",
+    )
     facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
     said = forecast(facts, measured.pipeline.checkpointing.keeping()).host
     print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
@@ -281,9 +334,13 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         freed()
     (losses, gradients, seconds, peak), (sent, others, longer, less) = found["full"], found["offload"]
     for key, value in gradients.items():
-        assert reference.relative(others[key], value) < 3 * reference.relative(found["again"][1][key], value) + 1e-3, key
+        assert reference.relative(others[key], value) < 3 * reference.relative(found["again"][1][key], value) + 1e-3, (
+            key
+        )
     assert all(abs(one - other) < 1e-3 * other for one, other in zip(sent, losses, strict=True))
-    print(f"\nfull {seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB; offloaded {longer * 1e3:.0f} ms, {less / GIB:.2f} GiB")
+    print(
+        f"\nfull {seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB; offloaded {longer * 1e3:.0f} ms, {less / GIB:.2f} GiB"
+    )
     assert longer < 1.15 * seconds
     assert peak - less > 0.8 * 6 * 2 * 2048 * 32768  # of eight layers' inputs two stay
 
@@ -299,8 +356,10 @@ def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
         freed()
     (whole, seconds), (tiled, longer) = peaks[1], peaks[8]
     wide = 2 * 8192 * 32768  # one tensor of the MLP's width
-    print(f"\nwhole {whole / GIB:.2f} GiB, {seconds * 1e3:.0f} ms; in 8 tiles {tiled / GIB:.2f} GiB, {longer * 1e3:.0f} ms; "
-          f"{(whole - tiled) / wide:.1f} tensors of the MLP's width less")
+    print(
+        f"\nwhole {whole / GIB:.2f} GiB, {seconds * 1e3:.0f} ms; in 8 tiles {tiled / GIB:.2f} GiB, {longer * 1e3:.0f} ms; "
+        f"{(whole - tiled) / wide:.1f} tensors of the MLP's width less"
+    )
     assert whole - tiled > 1.5 * wide
 
 
@@ -321,7 +380,9 @@ def test_the_compilers_budget_is_kept_to(fused):
 
 def test_our_attention_operator_is_not_run_again():
     pytest.importorskip("flash_attn.cute")
-    measured = Measured(pipeline(backend="flash4", policy=Policy.selective, save=["fxtune.flash4", "matmuls"]), BIG, 8192)
+    measured = Measured(
+        pipeline(backend="flash4", policy=Policy.selective, save=["fxtune.flash4", "matmuls"]), BIG, 8192
+    )
     told = [seen.observed for seen in measured.evidence if seen.technique == "checkpointing"]
     assert any("fxtune.flash4 8+0" in one for one in told), told
 
@@ -334,7 +395,9 @@ def test_auto_chooses_by_the_memory_that_is_free():
     assert note.startswith("checkpointing: everything in every layer: "), note
     before = torch.cuda.get_per_process_memory_fraction()
     try:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 5 * GIB / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, 5 * GIB / torch.cuda.get_device_properties(0).total_memory)
+        )
         del measured
         freed()
         measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)

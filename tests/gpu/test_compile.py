@@ -21,8 +21,9 @@ from fxtune.update_rule import OptimizerConfig, OptimizerName
 LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 """Rows of 1,800 tokens with three documents each."""
 
-EACH = pytest.mark.parametrize(("shape", "scope"), [
-    *((shape, Scope.layers) for shape in reference.SHAPES), ("gemma", Scope.model)])
+EACH = pytest.mark.parametrize(
+    ("shape", "scope"), [*((shape, Scope.layers) for shape in reference.SHAPES), ("gemma", Scope.model)]
+)
 """The whole decoder at once, which takes longest to compile, of one."""
 
 
@@ -100,7 +101,9 @@ def test_dynamic_lengths_share_a_graph():
     assert techniques.compile.report().graphs == known
 
 
-def trained(compiled: Compile, shape, checkpointed: bool, steps: int = 4) -> tuple[list[torch.Tensor], list[float], float]:
+def trained(
+    compiled: Compile, shape, checkpointed: bool, steps: int = 4
+) -> tuple[list[torch.Tensor], list[float], float]:
     """Weights and held-out losses of some steps of two micro-batches with an evaluation after each, and ms a step."""
     techniques = pipeline(compiled, checkpointing=Checkpointing(enabled=checkpointed))
     model, techniques, _, _ = reference.build(techniques, shape, reference.batch(shape), dtype="float32")
@@ -117,7 +120,11 @@ def trained(compiled: Compile, shape, checkpointed: bool, steps: int = 4) -> tup
             model.eval()
             losses.append(reference.loss_of(techniques, model, reference.batch(shape, seed=99)).item())
             model.train()
-    return [parameter.detach().clone() for parameter in model.parameters()], losses, _milliseconds(techniques, model, optimizer)
+    return (
+        [parameter.detach().clone() for parameter in model.parameters()],
+        losses,
+        _milliseconds(techniques, model, optimizer),
+    )
 
 
 def _milliseconds(techniques, model, optimizer) -> float:
@@ -160,6 +167,7 @@ def test_one_micro_batch_after_another_adds_its_gradient():
 
 def test_a_recorded_pass_leaves_weights_alone_that_its_gradients_do_not_reach():
     """Zeros in place of absent gradients would decay them."""
+
     @dataclasses.dataclass
     class Given:
         x: torch.Tensor
@@ -211,8 +219,11 @@ def test_cuda_graphs_are_launched():
 def test_cuda_graphs_serve_small_models_best():
     small = dict(reference.SHAPES["llama"], hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
     took = {}
-    for name, compiled in {"eager": Compile(), "layers": asked(Scope.layers), "graphs": asked(
-            Scope.model, CompileMode.reduce_overhead)}.items():
+    for name, compiled in {
+        "eager": Compile(),
+        "layers": asked(Scope.layers),
+        "graphs": asked(Scope.model, CompileMode.reduce_overhead),
+    }.items():
         given = reference.batch(small, (100, 90, 66))
         model, techniques, _, _ = reference.build(pipeline(copy.deepcopy(compiled), "sdpa"), small, given, lora=True)
         optimizer = Optimizer(model, OptimizerConfig(), techniques.compile.keep_gradients)

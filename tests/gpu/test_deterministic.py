@@ -16,10 +16,22 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
 from endings import Ending
 from harness import command, kill, run, start, wait_for, write_chats
 
-SIZES = ("{hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
-         "head_dim: 128, max_position_embeddings: 4096}")
-COMMON = ("run.deterministic=true", "run.device=auto", f"model.architecture={SIZES}", "model.dtype=bfloat16", "data.packing=true",
-          "data.sequence_length=1024", "data.eval_fraction=0.1", "train.eval_every=6", "train.max_steps=16", "train.epochs=100")
+SIZES = (
+    "{hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 128, max_position_embeddings: 4096}"
+)
+COMMON = (
+    "run.deterministic=true",
+    "run.device=auto",
+    f"model.architecture={SIZES}",
+    "model.dtype=bfloat16",
+    "data.packing=true",
+    "data.sequence_length=1024",
+    "data.eval_fraction=0.1",
+    "train.eval_every=6",
+    "train.max_steps=16",
+    "train.epochs=100",
+)
 MODES = {
     "everything": ("techniques=[fast,lora,selective]",),
     "full": ("techniques=[fast,full]", "techniques.lora.enabled=false", "model.dtype=float32"),
@@ -33,7 +45,9 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
     folder.mkdir()
     write_chats(folder / "chats.jsonl", 600)
     words = command(folder, *COMMON, *MODES[mode])
-    caches = {name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")}
+    caches = {
+        name: str(folder / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+    }
     if killed:
         process = start(words, folder, **caches)
         wait_for((folder / "run" / "checkpoints" / "step-00000008").exists, process, timeout=280)

@@ -35,9 +35,11 @@ def random(*size: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("powers", [False, True])
 def test_rows_are_quantised_as_plain_torch_does(width, dtype, powers):
-    whole = (torch.randn(37, width + 24, device="cuda") * torch.logspace(-30, 20, 37, device="cuda")[:, None]).to(dtype)
+    whole = (torch.randn(37, width + 24, device="cuda") * torch.logspace(-30, 20, 37, device="cuda")[:, None]).to(
+        dtype
+    )
     whole[3] = 0
-    x = whole[:, 8:8 + width]
+    x = whole[:, 8 : 8 + width]
     codes, scales = fp8.quantize_rows(x, powers)
     expected, expected_scales = fp8.quantize_rows(x.cpu(), powers)
     assert torch.equal(scales.cpu(), expected_scales)
@@ -83,7 +85,10 @@ def test_products_against_float32_of_what_was_quantised(rows, inward, outward):
     x, weight = random(rows, inward), fp8.quantize_weight(random(outward, inward, scale=0.02))
     codes = fp8.quantize_rows(x)
     made = fp8.scaled_mm(codes, weight.codes, weight.scales)
-    expected = fp8.dequantize_rows(*codes, torch.float32) @ fp8.dequantize_rows(weight.codes, weight.scales, torch.float32).t()
+    expected = (
+        fp8.dequantize_rows(*codes, torch.float32)
+        @ fp8.dequantize_rows(weight.codes, weight.scales, torch.float32).t()
+    )
     assert made.shape == (rows, outward)
     assert rows == 0 or reference.relative(made, expected) < reference.LIMITS["bfloat16"]
 
@@ -101,11 +106,13 @@ def shares(rows: int, width: int) -> tuple[tuple[torch.Tensor, torch.Tensor], tu
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (700, 2816), (129, 14336)])
 def test_adapters_inside_the_gated_activation(act, rows, width):
-    gate_up, dp = random(rows, 2 * width + 32)[:, :2 * width], random(rows, width)
+    gate_up, dp = random(rows, 2 * width + 32)[:, : 2 * width], random(rows, width)
     share, above = shares(rows, width)
     wide = [one.float().cpu() for one in (gate_up, dp, *share, *above)]
     expected_p = gated(act, wide[0], (wide[2], wide[3]), torch.empty(rows, width))
-    expected = gated_backward(act, wide[0], wide[1], (wide[2], wide[3]), (wide[4], wide[5]), torch.empty(rows, 2 * width))
+    expected = gated_backward(
+        act, wide[0], wide[1], (wide[2], wide[3]), (wide[4], wide[5]), torch.empty(rows, 2 * width)
+    )
     p = gated(act, gate_up, share, torch.empty_like(dp))
     d = gated_backward(act, gate_up, dp, share, above, torch.empty_like(gate_up))
     for mine, theirs in ((p, expected_p), (dp, expected_p), (d, expected)):
@@ -113,9 +120,11 @@ def test_adapters_inside_the_gated_activation(act, rows, width):
 
 
 def group(inward: int, outs: tuple[int, ...], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], fp8.Weight]:
-    return ([torch.randn(rank, inward, device="cuda", requires_grad=True) for _ in outs],
-            [(0.05 * torch.randn(out, rank, device="cuda")).requires_grad_() for out in outs],
-            fp8.quantize_weight(random(sum(outs), inward, scale=0.02)))
+    return (
+        [torch.randn(rank, inward, device="cuda", requires_grad=True) for _ in outs],
+        [(0.05 * torch.randn(out, rank, device="cuda")).requires_grad_() for out in outs],
+        fp8.quantize_weight(random(sum(outs), inward, scale=0.02)),
+    )
 
 
 def on_cpu(tensors):
@@ -146,7 +155,9 @@ def test_an_mlp_computes_what_it_does_on_a_cpu(keep, tiles):
     mine = lora_mlp(x, a, b, list(up), list(down), [2.0] * 3, "fp8", "fp8", "silu", keep, tiles)
     found = torch.autograd.grad(mine, [x, *a, *b], dy)
     (plain_x,), plain_a, plain_b = on_cpu([x]), on_cpu(a), on_cpu(b)
-    expected = lora_mlp(plain_x, plain_a, plain_b, on_cpu(up), on_cpu(down), [2.0] * 3, "fp8", "fp8", "silu", keep, tiles)
+    expected = lora_mlp(
+        plain_x, plain_a, plain_b, on_cpu(up), on_cpu(down), [2.0] * 3, "fp8", "fp8", "silu", keep, tiles
+    )
     wanted = torch.autograd.grad(expected, [plain_x, *plain_a, *plain_b], dy.cpu())
     # A number that bfloat16 rounds the other way may take another code, 1/16 away.
     for one, other in zip([mine, *found], [expected, *wanted], strict=True):
@@ -169,7 +180,11 @@ def passed(model, made, given) -> reference.Result:
     with made.precision.context(torch.device("cuda")):
         loss = reference.loss_of(made, model, given)
     loss.backward()
-    grads = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return reference.Result(loss.item(), reference.logits(made, model, given).cpu(), grads)
 
 
@@ -193,7 +208,11 @@ def test_a_whole_model_is_near_bfloat16_of_the_same_weights_fused_and_not(shape)
         apart = reference.apart(results[fused], results["plain"])
         assert apart["logits"] < 0.1, (fused, apart)
         assert apart["grads"] < 0.15, (fused, apart)
-        assert abs(results[fused].loss / results["plain"].loss - 1) < 0.005, (fused, results[fused].loss, results["plain"].loss)
+        assert abs(results[fused].loss / results["plain"].loss - 1) < 0.005, (
+            fused,
+            results[fused].loss,
+            results["plain"].loss,
+        )
     apart = reference.apart(results["on"], results["off"])
     assert apart["logits"] < 0.09, apart
 
@@ -211,8 +230,18 @@ def test_compiled_layers_compute_the_same(fused):
     assert apart["grads"] < 0.12, apart
 
 
-WIDE = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-            vocab_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5, num_hidden_layers=4)
+WIDE = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=8192,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-5,
+    num_hidden_layers=4,
+)
 
 
 def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_bit_memory_and_train():
@@ -226,7 +255,9 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         world, hf_config = World.create(), load_config(model)
-        facts = world.facts(model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,))
+        facts = world.facts(
+            model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+        )
         chosen, _ = pipeline(quantised=quantised).ready(facts)
         built = chosen.build(model, hf_config, world, 0)
         weights = sum(parameter.numel() * parameter.element_size() for parameter in built.parameters())
@@ -238,7 +269,9 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
             assert torch.cuda.max_memory_allocated() - before < weights + 8 * one
         chosen.prove(built, make_probe(built))
         built.train()
-        optimizer = torch.optim.AdamW([parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3
+        )
         losses = []
         for _ in range(8):
             with chosen.precision.context(torch.device("cuda")):
@@ -297,15 +330,17 @@ def milliseconds(run) -> float:
 
 
 @pytest.mark.timed
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer"
+)
 def test_it_is_faster_than_bfloat16():
     """A frozen linear of an 8B model's MLP over 16k tokens, forward and backward, activations quantised in each."""
     x, dy = random(16384, 4096).requires_grad_(), random(16384, 14336)
     weight = random(14336, 4096, scale=0.02)
     stored = fp8.quantize_weight(weight)
-    times = {"bfloat16": milliseconds(lambda: torch.autograd.grad(F.linear(x, weight), x, dy)),
-             "fp8": milliseconds(lambda: torch.autograd.grad(fp8.linear(x, stored), x, dy))}
+    times = {
+        "bfloat16": milliseconds(lambda: torch.autograd.grad(F.linear(x, weight), x, dy)),
+        "fp8": milliseconds(lambda: torch.autograd.grad(fp8.linear(x, stored), x, dy)),
+    }
     print(times)
     assert times["fp8"] < 0.75 * times["bfloat16"], times
-
-

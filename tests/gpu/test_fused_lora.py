@@ -28,14 +28,21 @@ def drawn(inner: int, outs: list[int], ranks: list[int], dtype: torch.dtype = to
     """Weights in `dtype`; lora_A, lora_B in float32 with gradients; scalings."""
     weights = [torch.randn(out, inner, device="cuda").mul_(inner**-0.5).to(dtype) for out in outs]
     a = [torch.randn(rank, inner, device="cuda").mul_(inner**-0.5).requires_grad_() for rank in ranks]
-    b = [torch.randn(out, rank, device="cuda").mul_(0.1).requires_grad_() for out, rank in zip(outs, ranks, strict=True)]
+    b = [
+        torch.randn(out, rank, device="cuda").mul_(0.1).requires_grad_() for out, rank in zip(outs, ranks, strict=True)
+    ]
     return weights, a, b, [1.0 + index for index in range(len(outs))]
 
 
 def plain(x, weights, a, b, scaling):
     """Linear by linear, as peft does it under autocast."""
-    return torch.cat([F.linear(x, weight) + F.linear(F.linear(x, one.to(x.dtype)), two.to(x.dtype)) * scale
-                      for weight, one, two, scale in zip(weights, a, b, scaling, strict=True)], -1)
+    return torch.cat(
+        [
+            F.linear(x, weight) + F.linear(F.linear(x, one.to(x.dtype)), two.to(x.dtype)) * scale
+            for weight, one, two, scale in zip(weights, a, b, scaling, strict=True)
+        ],
+        -1,
+    )
 
 
 def plain_mlp(x, up, down, act="silu"):
@@ -70,8 +77,11 @@ def nearer(mine, theirs, exact, x, trained, slack: float = 1.05) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", reference.LIMITS)
-@pytest.mark.parametrize(("outs", "ranks"), [([512, 256, 256], [16, 16, 16]), ([512], [8]), ([160, 96], [3, 5]),
-                                             ([512, 512], [100, 100])], ids=["qkv", "one", "odd", "wide"])
+@pytest.mark.parametrize(
+    ("outs", "ranks"),
+    [([512, 256, 256], [16, 16, 16]), ([512], [8]), ([160, 96], [3, 5]), ([512, 512], [100, 100])],
+    ids=["qkv", "one", "odd", "wide"],
+)
 def test_groups(outs, ranks, dtype, rows):
     kind = getattr(torch, dtype)
     parts, x = drawn(768, outs, ranks, kind), inputs(rows, 768, kind)
@@ -80,8 +90,13 @@ def test_groups(outs, ranks, dtype, rows):
     for offset in ([], bias):
         mine = lora_linear(x, *parts[1:3], [augment(parts[0], ranks, bool(offset))], parts[3], bias=offset)
         more = torch.cat(offset) if offset else torch.zeros((), device="cuda")
-        nearer(mine, plain(x, *parts) + more.to(kind), (plain(exact, *exactly(parts)) + more.float(), exact), x,
-               [*parts[1], *parts[2]])
+        nearer(
+            mine,
+            plain(x, *parts) + more.to(kind),
+            (plain(exact, *exactly(parts)) + more.float(), exact),
+            x,
+            [*parts[1], *parts[2]],
+        )
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -94,7 +109,9 @@ def test_mlps(act, keep, tiles, dtype, rows):
     x = inputs(rows, 768, kind)
     exact = x.detach().float().requires_grad_()
     a, b, scaling = ([*one, *other] for one, other in zip(up[1:], down[1:], strict=True))
-    mine = lora_mlp(x, a, b, [augment(up[0], [16, 8])], [augment(down[0], [16])], scaling, act=act, keep=keep, tiles=tiles)
+    mine = lora_mlp(
+        x, a, b, [augment(up[0], [16, 8])], [augment(down[0], [16])], scaling, act=act, keep=keep, tiles=tiles
+    )
     nearer(mine, plain_mlp(x, up, down, act), (plain_mlp(exact, exactly(up), exactly(down), act), exact), x, [*a, *b])
 
 
@@ -102,23 +119,29 @@ def test_no_rows_at_all():
     up, down = drawn(64, [128, 128], [16, 8]), drawn(128, [64], [16])
     a, b, scaling = ([*one, *other] for one, other in zip(up[1:], down[1:], strict=True))
     x = inputs(0, 64)
-    for y in (lora_mlp(x, a, b, [augment(up[0], [16, 8])], [augment(down[0], [16])], scaling),
-              lora_linear(x, *up[1:3], [augment(up[0], [16, 8])], up[3])):
+    for y in (
+        lora_mlp(x, a, b, [augment(up[0], [16, 8])], [augment(down[0], [16])], scaling),
+        lora_linear(x, *up[1:3], [augment(up[0], [16, 8])], up[3]),
+    ):
         y.sum().backward()
         assert x.grad.shape == (0, 64)
         assert not a[0].grad.any()
 
 
-@pytest.mark.parametrize(("kind", "library"), [("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "bitsandbytes"),
-                                               ("int8", "torchao"), ("fp8", "none")])
+@pytest.mark.parametrize(
+    ("kind", "library"),
+    [("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "bitsandbytes"), ("int8", "torchao"), ("fp8", "none")],
+)
 def test_over_quantised_weights(kind, library):
     """As near to what the stored weights stand for as plain linears over those; fp8 rounds activations to 3 bits, too."""
     if library != "none":
         pytest.importorskip(library)
     torch.manual_seed(1)
     sizes = ((1024, 2048), (1024, 2048), (2048, 1024))
-    stored = [quantized(nn.Linear(inner, out, False), kind, library, True, torch.bfloat16, torch.device("cuda"))
-              for inner, out in sizes]
+    stored = [
+        quantized(nn.Linear(inner, out, False), kind, library, True, torch.bfloat16, torch.device("cuda"))
+        for inner, out in sizes
+    ]
     name = stored[0].fxtune_quantized
     up, down = drawn(1024, [2048, 2048], [16, 8]), drawn(2048, [1024], [16])
     up = ([dequantized(one) for one in stored[:2]], *up[1:])
@@ -137,15 +160,18 @@ def test_over_quantised_weights(kind, library):
         nearer(mine, plain(x, *up), (plain(exact, *exactly(up)), exact), x, [*up[1], *up[2]], slack)
 
 
-@pytest.mark.parametrize(("rows", "width", "ranks"), [(5000, 1504, (16, 16, 16)), (4099, 200, (16, 8, 4)),
-                                                      (4096, 136, (3, 20, 32))])
+@pytest.mark.parametrize(
+    ("rows", "width", "ranks"), [(5000, 1504, (16, 16, 16)), (4099, 200, (16, 8, 4)), (4096, 136, (3, 20, 32))]
+)
 def test_sums_taken_in_passing(rows, width, ranks):
     """Of g = [dgate | dup] and p, against float32 on the CPU; then of other rows on top."""
     both = sum(ranks[:2])
     wide, narrow = -(-both // 16) * 16, -(-ranks[2] // 16) * 16
-    gate_up, dp, xa, dyb = (torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * width, width, wide, narrow))
+    gate_up, dp, xa, dyb = (
+        torch.randn(rows, size, device="cuda").bfloat16() for size in (2 * width, width, wide, narrow)
+    )
     b, a = (torch.randn(*size, device="cuda").mul_(0.2).bfloat16() for size in ((2 * width, wide), (narrow, width)))
-    b[:width, ranks[0]:] = b[width:, :ranks[0]] = b[:, both:] = a[ranks[2]:] = 0
+    b[:width, ranks[0] :] = b[width:, : ranks[0]] = b[:, both:] = a[ranks[2] :] = 0
     for act, keep_p in zip(ACTS, (True, False), strict=True):
         ours, theirs, results = Passing(xa, dyb, ranks, keep_p), Passing(xa.cpu(), dyb.cpu(), ranks, True), []
         for one in (ours, theirs):
@@ -159,7 +185,7 @@ def test_sums_taken_in_passing(rows, width, ranks):
         assert reference.relative(p, exact_p if keep_p else dp.cpu()) < 3e-3
         for rows_of, columns in ((slice(width), slice(ranks[0])), (slice(width, None), slice(ranks[0], both))):
             assert reference.relative(of_b[rows_of, columns], exact_b[rows_of, columns]) < 3e-3
-        assert reference.relative(of_a[:, :ranks[2]], exact_a[:, :ranks[2]]) < 3e-3
+        assert reference.relative(of_a[:, : ranks[2]], exact_a[:, : ranks[2]]) < 3e-3
 
 
 def test_more_numbers_than_int32_can_count():
@@ -169,8 +195,10 @@ def test_more_numbers_than_int32_can_count():
     gate_up, dp = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (2 * width, width))
     out, slopes = torch.empty_like(dp), torch.empty_like(gate_up)
     last = slice(rows - 300, rows)
-    share, above = ([torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes]
-                    for sizes in (((rows, 32), (2 * width, 32)), ((rows, 16), (16, width))))
+    share, above = (
+        [torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+        for sizes in (((rows, 32), (2 * width, 32)), ((rows, 16), (16, width)))
+    )
     alone = [one[last].clone() for one in (gate_up, dp)]
     own, more = [(one[0][last], one[1]) for one in (share, above)]
     gated("silu", gate_up, share, out)
@@ -183,15 +211,21 @@ def test_more_numbers_than_int32_can_count():
     found = lora_triton.project(gate_up, factor)
     assert reference.relative(found[last], gate_up[last].float() @ factor.float()) < 1e-2
     sums = lora_triton.reduce(gate_up, found).sum(0)
-    wanted = sum(part.float().t() @ other.float() for part, other in zip(gate_up.split(8000), found.split(8000), strict=True))
+    wanted = sum(
+        part.float().t() @ other.float() for part, other in zip(gate_up.split(8000), found.split(8000), strict=True)
+    )
     assert reference.relative(sums, wanted) < 1e-3
 
 
-@pytest.mark.parametrize(("rows", "width", "ranks"), [(4096, 4096, 16), (5000, 6144, 48), (4099, 1000, 128), (80000, 28672, 32)])
+@pytest.mark.parametrize(
+    ("rows", "width", "ranks"), [(4096, 4096, 16), (5000, 6144, 48), (4099, 1000, 128), (80000, 28672, 32)]
+)
 def test_what_adapters_add_is_rounded_and_leaves_what_lies_between_two_rows(rows, width, ranks):
     """Rows that lie apart, both ways in which a factor may lie, the residual stream, and more numbers than int32 can count."""
     whole, stream = (torch.randn(rows, width + room, device="cuda", dtype=torch.bfloat16) for room in (16, 8))
-    narrow, factor = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((rows, ranks), (width, ranks)))
+    narrow, factor = (
+        torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((rows, ranks), (width, ranks))
+    )
     for one, more in ((factor.t(), None), (factor.t().contiguous(), None), (factor.t(), stream[:, :width])):
         before = whole.clone()
         lora_adapters.add(whole[:, :width], narrow, one, residual=more)
@@ -199,7 +233,9 @@ def test_what_adapters_add_is_rounded_and_leaves_what_lies_between_two_rows(rows
         for part in (slice(0, 300), slice(rows - 300, rows)):
             wanted = before[part, :width].float() + narrow[part].float() @ one.float()
             if more is not None:
-                assert (whole[part, :width] == wanted.bfloat16() + more[part]).float().mean() > 0.99  # the rest next to ties
+                assert (
+                    whole[part, :width] == wanted.bfloat16() + more[part]
+                ).float().mean() > 0.99  # the rest next to ties
                 wanted += more[part].float()
             assert reference.relative(whole[part, :width], wanted) < 2.0**-8
             assert more is not None or ((whole[part, :width] - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-2).all()
@@ -209,8 +245,10 @@ def test_the_same_bits_each_time():
     up, down = drawn(1024, [2048, 2048], [16, 16]), drawn(2048, [1024], [16])
     a, b, scaling = ([*one, *other] for one, other in zip(up[1:], down[1:], strict=True))
     made, x = ([augment(up[0], [16, 16])], [augment(down[0], [16])]), inputs(9000, 1024)
-    runs = [torch.autograd.grad(lora_mlp(x, a, b, *made, scaling, tiles=tiles).square().sum(), [x, *a, *b])
-            for tiles in (1, 1, 2, 2)]
+    runs = [
+        torch.autograd.grad(lora_mlp(x, a, b, *made, scaling, tiles=tiles).square().sum(), [x, *a, *b])
+        for tiles in (1, 1, 2, 2)
+    ]
     for first, second in ((runs[0], runs[1]), (runs[2], runs[3])):
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -259,7 +297,10 @@ def test_an_mlp_takes_little_more_than_its_matmuls():
     """Llama-3-8B's, 16,384 tokens, forward and backward: six products of 1.9 TFLOP each."""
     x, trained, fused, linear_by_linear = llama_mlp()
     above = torch.randn_like(x)
-    weight, wide = torch.randn(4096, 28672, device="cuda").bfloat16(), torch.randn(16384, 28672, device="cuda").bfloat16()
+    weight, wide = (
+        torch.randn(4096, 28672, device="cuda").bfloat16(),
+        torch.randn(16384, 28672, device="cuda").bfloat16(),
+    )
 
     def products():
         for _ in range(2):
@@ -284,20 +325,30 @@ def test_the_gated_kernels_run_at_memorys_speed(monkeypatch):
     rows, width = 16384, 14336
     like = torch.empty(0, device="cuda", dtype=torch.bfloat16)
     gate_up, dp, out = (lora_base.spaced(like, rows, size).normal_() for size in (2 * width, width, 2 * width))
-    xa, dyb, b, a = (torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(0.1)
-                     for size in ((rows, 32), (rows, 16), (2 * width, 32), (16, width)))
+    xa, dyb, b, a = (
+        torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(0.1)
+        for size in ((rows, 32), (rows, 16), (2 * width, 32), (16, width))
+    )
     copy = 8 * rows * width / seconds(lambda: out.copy_(gate_up))
     forward = 6 * rows * width / seconds(lambda: gated("silu", gate_up, (xa, b), out[:, :width]))
-    backward = 10 * rows * width / seconds(lambda: gated_backward("silu", gate_up, dp, (xa, b), (dyb, a), out,
-                                                                  Passing(xa, dyb, (16, 16, 16), False)))
+    backward = (
+        10
+        * rows
+        * width
+        / seconds(
+            lambda: gated_backward("silu", gate_up, dp, (xa, b), (dyb, a), out, Passing(xa, dyb, (16, 16, 16), False))
+        )
+    )
     x, trained, fused, _ = llama_mlp()
     above, times = torch.randn_like(x), {True: [], False: []}
     for passing in (True, False) * 6:
         monkeypatch.setattr(fused_lora, "sums_in_passing", lambda x, ranks, passing=passing: passing)
         times[passing].append(seconds(lambda: torch.autograd.grad(fused(), [x, *trained], above)))
     with_sums, apart = (statistics.median(times[passing]) for passing in (True, False))
-    print(f"copy {copy / 1e12:.2f} TB/s, forward {forward / 1e12:.2f}, backward {backward / 1e12:.2f}; "
-          f"an MLP {1e3 * with_sums:.2f} ms, sums apart {1e3 * apart:.2f}")
+    print(
+        f"copy {copy / 1e12:.2f} TB/s, forward {forward / 1e12:.2f}, backward {backward / 1e12:.2f}; "
+        f"an MLP {1e3 * with_sums:.2f} ms, sums apart {1e3 * apart:.2f}"
+    )
     assert forward > 0.8 * copy
     assert backward > 0.7 * copy
     assert with_sums < apart
@@ -306,7 +357,11 @@ def test_the_gated_kernels_run_at_memorys_speed(monkeypatch):
 def test_what_an_mlp_holds():
     """Kept: x A^T, p A^T and, if it is wanted, gate_up. At work: two buffers as wide as gate_up, in tiles a share of them."""
     wide = 16384 * 28672 * 2
-    for options, kept, most in (({}, wide, 3.3 * wide), ({"keep": False}, 0, 3.3 * wide), ({"tiles": 4}, 0, 1.4 * wide)):
+    for options, kept, most in (
+        ({}, wide, 3.3 * wide),
+        ({"keep": False}, 0, 3.3 * wide),
+        ({"tiles": 4}, 0, 1.4 * wide),
+    ):
         x, trained, fused, _ = llama_mlp()
         before = torch.cuda.memory_allocated()
         y = fused(**options)

@@ -32,8 +32,14 @@ from fxtune.techniques.compile import CompileMode, Scope, Switch
 from fxtune.tracking import Display, TrackingConfig
 
 GIB = 1 << 30
-SHAPE = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
-             num_attention_heads=4)
+SHAPE = dict(
+    reference.SHAPES["llama"],
+    vocab_size=1024,
+    num_hidden_layers=4,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_attention_heads=4,
+)
 ROWS, LENGTH = 16, 1024
 WORKSPACES = 256 << 20
 """Bytes that libraries keep for themselves once they were used, a part for each stream: 32 MiB or more of cuBLAS's alone."""
@@ -86,14 +92,19 @@ def recipe(tmp_path, monkeypatch) -> Config:
     reference._config(SHAPE).save_pretrained("base")
     with Path("chats.jsonl").open("w") as out:
         for number in range(3000):
-            turns = [{"role": "user", "content": "a question of some words " * (1 + number % 7)},
-                     {"role": "assistant", "content": f"an answer {number % 10} of some " * (1 + number % 11)}]
+            turns = [
+                {"role": "user", "content": "a question of some words " * (1 + number % 7)},
+                {"role": "assistant", "content": f"an answer {number % 10} of some " * (1 + number % 11)},
+            ]
             out.write(json.dumps({"messages": turns}) + "\n")
     config = Config(
         model=ModelConfig(path=str(tmp_path / "base"), init=Init.random),
-        data=DataConfig(sources=[SourceConfig(path="chats.jsonl")], sequence_length=LENGTH, packing=True, cache_dir="cache"),
+        data=DataConfig(
+            sources=[SourceConfig(path="chats.jsonl")], sequence_length=LENGTH, packing=True, cache_dir="cache"
+        ),
         train=TrainConfig(max_steps=8, epochs=1000, micro_batch_size=ROWS, global_batch_size=ROWS),
-        tracking=TrackingConfig(display=Display.none))
+        tracking=TrackingConfig(display=Display.none),
+    )
     config.techniques.lora.enabled = config.techniques.compile.enabled = True
     return config
 
@@ -147,8 +158,10 @@ def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
     with trainer(recipe, "short") as (run, notes):
         run.run()
         rows, model = run.state.rows["training"], weakref.ref(run.model)
-        print(f"\n{mode.__name__}: {base / GIB:.2f} GiB when built, {most / GIB:.2f} with {ROWS} rows; given "
-              f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {told(notes)[0]}")
+        print(
+            f"\n{mode.__name__}: {base / GIB:.2f} GiB when built, {most / GIB:.2f} with {ROWS} rows; given "
+            f"{recipe.run.memory_gib:.2f}: {rows} rows, {torch.cuda.max_memory_allocated() / GIB:.2f}; {told(notes)[0]}"
+        )
         assert rows < ROWS
         assert len(told(notes)) == math.log2(ROWS // rows)
         assert "CUDA out of memory" in told(notes)[0]
@@ -202,9 +215,14 @@ def test_where_nothing_is_left_to_halve_the_changes_named_would_do(recipe):
     recipe.train.out_of_memory = OutOfMemory.stop
     _, _, most = at_ease(recipe)
     recipe.run.memory_gib = 0.7 * most / GIB
-    with trainer(recipe, "short") as (run, _), pytest.raises(HardwareError, match="16 rows at once: CUDA out of memory") as seen:
+    with (
+        trainer(recipe, "short") as (run, _),
+        pytest.raises(HardwareError, match="16 rows at once: CUDA out of memory") as seen,
+    ):
         run.run()
-    changes = dict(line.strip().removesuffix(" GiB less").split("  about ") for line in str(seen.value).splitlines()[2:])
+    changes = dict(
+        line.strip().removesuffix(" GiB less").split("  about ") for line in str(seen.value).splitlines()[2:]
+    )
     changes = {change.strip(): float(gib) for change, gib in changes.items()}
     print(f"\n{seen.value}")
     assert len(changes) == 3

@@ -19,20 +19,36 @@ from fxtune.techniques.liger import WHAT, Liger, Switch, _operations
 from fxtune.world import World
 
 DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
-PHI = dict(model_type="phi", hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=8,
-           vocab_size=4096, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-           tie_word_embeddings=False)
-EVERY = {**reference.SHAPES, "phi": PHI,
-         "gemma2": {**reference.SHAPES["gemma"], "model_type": "gemma2", "sliding_window": 512},
-         "phi3": {**reference.SHAPES["mistral"], "model_type": "phi3"}}
+PHI = dict(
+    model_type="phi",
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    vocab_size=4096,
+    max_position_embeddings=8192,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+EVERY = {
+    **reference.SHAPES,
+    "phi": PHI,
+    "gemma2": {**reference.SHAPES["gemma"], "model_type": "gemma2", "sliding_window": 512},
+    "phi3": {**reference.SHAPES["mistral"], "model_type": "phi3"},
+}
 del EVERY["phi3"]["head_dim"]
 
 
 def on(shape, **changes) -> Liger:
     """All operations of Liger's that this shape has, and the fused loss."""
     has = _operations(dict(EVERY[shape], hidden_act=activation(shape), hidden_activation=activation(shape)))
-    return Liger(enabled=True, fused_linear_cross_entropy=Switch.on,
-                 **{**{name: Switch.on if name in has else Switch.off for name in WHAT}, **changes})
+    return Liger(
+        enabled=True,
+        fused_linear_cross_entropy=Switch.on,
+        **{**{name: Switch.on if name in has else Switch.off for name in WHAT}, **changes},
+    )
 
 
 def activation(shape) -> str:
@@ -60,8 +76,11 @@ def compare(plain, mine, dtype, *inputs, limit=None):
         leaves = [x.to(cast).requires_grad_() for x in given]
         outs = module(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
-        weights = [parameter for parameter in module.parameters() if parameter.requires_grad] if isinstance(
-            module, nn.Module) else []
+        weights = (
+            [parameter for parameter in module.parameters() if parameter.requires_grad]
+            if isinstance(module, nn.Module)
+            else []
+        )
         torch.manual_seed(1)
         seeds = [torch.randn(out.shape, device="cuda").to(getattr(torch, dtype)).to(out.dtype) for out in outs]
         found = torch.autograd.grad(outs, [*leaves, *weights], seeds)
@@ -86,8 +105,11 @@ class Take(nn.Module):
 @pytest.mark.parametrize("shape", EVERY)
 def test_norms(shape, dtype):
     plain, mine = two_models(shape, dtype)
-    pairs = [(name, one, mine.get_submodule(name)) for name, one in plain.named_modules()
-             if type(one).__name__.endswith(("RMSNorm", "LayerNorm")) and ("layers.0." in name or "layers" not in name)]
+    pairs = [
+        (name, one, mine.get_submodule(name))
+        for name, one in plain.named_modules()
+        if type(one).__name__.endswith(("RMSNorm", "LayerNorm")) and ("layers.0." in name or "layers" not in name)
+    ]
     assert len(pairs) >= 2
     for name, one, other in pairs:
         assert type(other).__name__.startswith("Liger"), name
@@ -126,13 +148,22 @@ def test_rope(shape, dtype):
     positions = torch.cat([torch.arange(500), torch.arange(200)]).cuda()[None]
     cos, sin = plain.model.rotary_emb(torch.zeros(1, 700, 8, device="cuda"), positions)
     turned = cos.shape[-1]
-    own, ligers = (type(model.model.layers[0].self_attn).forward.__globals__["apply_rotary_pos_emb"] for model in (plain, mine))
+    own, ligers = (
+        type(model.model.layers[0].self_attn).forward.__globals__["apply_rotary_pos_emb"] for model in (plain, mine)
+    )
     assert own is not ligers
     rounded = [x.to(getattr(torch, dtype)) for x in (cos, sin)]
-    q, k = torch.randn(1, 700, heads, turned if shape == "phi" else width, device="cuda"), torch.randn(
-        1, 700, 2, turned if shape == "phi" else width, device="cuda")
-    compare(lambda q, k: own(q.transpose(1, 2), k.transpose(1, 2), *[x.float() for x in rounded]),
-            lambda q, k: ligers(q.transpose(1, 2), k.transpose(1, 2), *rounded), dtype, q, k)
+    q, k = (
+        torch.randn(1, 700, heads, turned if shape == "phi" else width, device="cuda"),
+        torch.randn(1, 700, 2, turned if shape == "phi" else width, device="cuda"),
+    )
+    compare(
+        lambda q, k: own(q.transpose(1, 2), k.transpose(1, 2), *[x.float() for x in rounded]),
+        lambda q, k: ligers(q.transpose(1, 2), k.transpose(1, 2), *rounded),
+        dtype,
+        q,
+        k,
+    )
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -210,16 +241,26 @@ def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
         assert "cannot tell what the Triton kernel _rms_norm" in refused
     else:
         exact = reference.plain("llama", given)
-        apart, usual = (reference.apart(one, exact) for one in (seen, reference.plain("llama", given, dtype="bfloat16")))
-        assert all(value < 1.3 * usual[name] + 1e-3 * (name == "loss") for name, value in apart.items()), (apart, usual)
+        apart, usual = (
+            reference.apart(one, exact) for one in (seen, reference.plain("llama", given, dtype="bfloat16"))
+        )
+        assert all(value < 1.3 * usual[name] + 1e-3 * (name == "loss") for name, value in apart.items()), (
+            apart,
+            usual,
+        )
 
 
 @pytest.mark.timed
 def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = World(torch.device("cuda", 0)).facts(
-        model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336}, dtype="bfloat16",
-        rows=(16384,), packing=True, sequence_length=16384, techniques={"compile": {}, "lora": {}})
+        model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336},
+        dtype="bfloat16",
+        rows=(16384,),
+        packing=True,
+        sequence_length=16384,
+        techniques={"compile": {}, "lora": {}},
+    )
     took, notes = [], []
     for _ in range(2):
         start = time.perf_counter()

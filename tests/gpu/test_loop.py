@@ -29,13 +29,24 @@ from fxtune.tracking import Display, TrackingConfig
 from fxtune.update_rule import OptimizerName
 from fxtune.world import Library
 
-SMALL = dict(reference.SHAPES["llama"], vocab_size=1024, num_hidden_layers=4, hidden_size=512, intermediate_size=1536,
-             num_attention_heads=4)
+SMALL = dict(
+    reference.SHAPES["llama"],
+    vocab_size=1024,
+    num_hidden_layers=4,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_attention_heads=4,
+)
 SYNCHRONIZE = "torch.cuda.synchronize"
-OPTIMIZERS = {"adamw": {}, "sgd": dict(name=OptimizerName.sgd), "muon": dict(name=OptimizerName.muon),
-              "lion": dict(name=OptimizerName.lion), "unfused": dict(fused=False),
-              "bitsandbytes": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
-              "torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao)}
+OPTIMIZERS = {
+    "adamw": {},
+    "sgd": dict(name=OptimizerName.sgd),
+    "muon": dict(name=OptimizerName.muon),
+    "lion": dict(name=OptimizerName.lion),
+    "unfused": dict(fused=False),
+    "bitsandbytes": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
+    "torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
+}
 PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 """What an optimizer is from. On a machine without it its tests are skipped."""
 
@@ -50,7 +61,8 @@ def recipe(tmp_path, monkeypatch) -> Config:
         model=ModelConfig(path=str(_with_tokenizer(tmp_path / "base"))),
         data=DataConfig(sources=[SourceConfig(path=str(rows))], sequence_length=512, packing=True, cache_dir="cache"),
         train=TrainConfig(max_steps=40, epochs=1000, micro_batch_size=2, global_batch_size=4, log_every=100),
-        tracking=TrackingConfig(display=Display.none))
+        tracking=TrackingConfig(display=Display.none),
+    )
     config.techniques.lora.enabled = True
     config.techniques.compile.enabled = True
     config.techniques.compile.cuda_graphs = Switch.off
@@ -64,8 +76,10 @@ def chats(file: Path, asked: range, answered: range) -> None:
     with file.open("w") as out:
         for number in range(400):
             question, answer = (1 + lengths[number % len(lengths)] for lengths in (asked, answered))
-            turns = [{"role": "user", "content": "a question of some words " * question},
-                     {"role": "assistant", "content": f"an answer {number % 10} of some " * answer}]
+            turns = [
+                {"role": "user", "content": "a question of some words " * question},
+                {"role": "assistant", "content": f"an answer {number % 10} of some " * answer},
+            ]
             out.write(json.dumps({"messages": turns}) + "\n")
 
 
@@ -75,8 +89,11 @@ def _with_tokenizer(folder: Path) -> Path:
 
     AutoTokenizer.from_pretrained(Path(train.__file__).parent / "assets" / "tiny").save_pretrained(folder)
     reference._config(SMALL).save_pretrained(folder)
-    save_file({name: tensor.bfloat16() for name, tensor in reference.weights(SMALL).items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in reference.weights(SMALL).items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
@@ -99,7 +116,9 @@ def no_waiting(monkeypatch):
     places: dict[str, int] = {}
 
     def waits(why: object, *_: object, **__: object) -> None:
-        if "called a synchronizing" not in str(why) and why != SYNCHRONIZE:  # torch says once that the mode is a prototype
+        if (
+            "called a synchronizing" not in str(why) and why != SYNCHRONIZE
+        ):  # torch says once that the mode is a prototype
             return
         stack = "".join(traceback.format_list(traceback.extract_stack()[-13:-1]))
         told = f"{why}\n{stack}"
@@ -128,7 +147,9 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
     recipe.techniques.compile.cuda_graphs = graphs
     recipe.techniques.lora.dropout = 0.1
     recipe.train.spikes = Spikes.skip
-    chats(Path("chats.jsonl"), range(5, 6), range(3, 4))  # as many supervised tokens in each row, so that no shape comes late
+    chats(
+        Path("chats.jsonl"), range(5, 6), range(3, 4)
+    )  # as many supervised tokens in each row, so that no shape comes late
     for name, value in OPTIMIZERS[optimizer].items():
         setattr(recipe.optimizer, name, value)
     with trainer(recipe) as built:
@@ -147,7 +168,9 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
     assert figures["train/loss"] < 8
 
 
-def run(config: Config, name: str, steps: int = 16, pause_at: int | None = None) -> tuple[list[float], list[torch.Tensor], float]:
+def run(
+    config: Config, name: str, steps: int = 16, pause_at: int | None = None
+) -> tuple[list[float], list[torch.Tensor], float]:
     """Losses of each step, the adapters' weights at the end, and milliseconds of a step in the second half."""
     losses = []
     with trainer(config, name) as built:

@@ -21,14 +21,30 @@ from fxtune.techniques.lora import Fused, Lora, Matmul
 from fxtune.techniques.precision import Autocast, Precision
 
 GIB = 2**30
-LAYERS_OF_8B = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-                    num_key_value_heads=8, head_dim=128, vocab_size=4096, max_position_embeddings=8192, rope_theta=500000.0,
-                    pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+LAYERS_OF_8B = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=2,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=4096,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
 
 
 def pipeline(fused: Fused, compiled: bool = False, policy: Policy | None = None, **options) -> Pipeline:
-    made = Pipeline(lora=Lora(enabled=True, fused=fused), precision=Precision(autocast=Autocast.bfloat16),
-                    compile=Compile(enabled=compiled))
+    made = Pipeline(
+        lora=Lora(enabled=True, fused=fused),
+        precision=Precision(autocast=Autocast.bfloat16),
+        compile=Compile(enabled=compiled),
+    )
     if policy is not None:
         made.checkpointing.enabled, made.checkpointing.policy = True, policy
         for name, value in options.items():
@@ -44,7 +60,9 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
     rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
     found = reference.ours(pipeline(Fused.auto, compiled), shape, given, lora=True)
     assert any("fused on" in note for note in found.notes), found.notes
-    assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), found.evidence
+    assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), (
+        found.evidence
+    )
     off = reference.apart(found, exact)
     assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
 
@@ -62,9 +80,16 @@ def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
         assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
 
 
-@pytest.mark.parametrize("options", [
-    {"policy": Policy.full}, {"policy": Policy.full, "mlp_tiles": 4}, {"policy": Policy.selective},
-    {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}, {"policy": Policy.selective, "save": ["attention"]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": Policy.full},
+        {"policy": Policy.full, "mlp_tiles": 4},
+        {"policy": Policy.selective},
+        {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]},
+        {"policy": Policy.selective, "save": ["attention"]},
+    ],
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_no_more_than_rounding(options, compiled):
     """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
@@ -131,8 +156,10 @@ def test_a_compiled_step_is_faster_and_holds_no_more(policy):
         gc.collect()
         torch.cuda.empty_cache()
     (plain, plain_peak), (ours, our_peak) = found[Fused.off], found[Fused.on]
-    print(f"policy {policy and policy.value}: peft {plain * 1e3:.1f} ms, {plain_peak:.2f} GiB; fused {ours * 1e3:.1f} ms, "
-          f"{our_peak:.2f} GiB")
+    print(
+        f"policy {policy and policy.value}: peft {plain * 1e3:.1f} ms, {plain_peak:.2f} GiB; fused {ours * 1e3:.1f} ms, "
+        f"{our_peak:.2f} GiB"
+    )
     assert ours < 0.97 * plain
     assert our_peak <= 1.01 * plain_peak
 
@@ -144,6 +171,13 @@ def test_generation_is_that_of_peft():
     for fused in (Fused.off, Fused.on):
         model, *_ = reference.build(pipeline(fused), "llama", given, dtype="float32")
         with torch.autocast("cuda", enabled=False):
-            answers.append(model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8,
-                                                 do_sample=False, pad_token_id=0))
+            answers.append(
+                model.eval().generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=8,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            )
     assert torch.equal(*answers)

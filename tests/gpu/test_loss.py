@@ -18,8 +18,15 @@ GIB = 2**30
 FUSED = dict(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(WHAT, Switch.off))
 
 
-def drawn(rows: int, width: int, words: int = WORDS, dtype: torch.dtype = torch.bfloat16, head: bool = True, bias: bool = False,
-          spread: float = 1.0):
+def drawn(
+    rows: int,
+    width: int,
+    words: int = WORDS,
+    dtype: torch.dtype = torch.bfloat16,
+    head: bool = True,
+    bias: bool = False,
+    spread: float = 1.0,
+):
     """hidden, weight, labels, bias on the GPU; logits of standard deviation `spread`. `head`: whether it is trained."""
     hidden = torch.randn(rows, width, device="cuda").mul_(spread).to(dtype).requires_grad_()
     weight = torch.randn(words, width, device="cuda").mul_(width**-0.5).to(dtype).requires_grad_(head)
@@ -75,8 +82,10 @@ def test_more_logits_than_int32_can_count():
     at_once = row_losses(hidden, weight, labels, chunk_rows=20000)
     in_parts = row_losses(hidden, weight, labels, chunk_rows=1000)
     torch.testing.assert_close(at_once, in_parts, rtol=0, atol=0.05)  # another matmul may round a logit the other way
-    both = [torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, chunk_rows=rows), hidden)[0]
-            for rows in (20000, 1000)]
+    both = [
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, chunk_rows=rows), hidden)[0]
+        for rows in (20000, 1000)
+    ]
     assert reference.relative(both[0][-500:], both[1][-500:]) < 1e-2
 
 
@@ -180,7 +189,9 @@ def test_time_is_near_that_of_its_matmuls(kind):
     print(f"\n{kind}: the matmuls alone {least:.2f} ms")
     seen = {size: milliseconds(whole(size)) for size in (1024, 2048, 4096, 8192, 16384)}
     for size, took in seen.items():
-        print(f"  {size:6d} rows at once: {took:7.2f} ms, {took / least:.3f} of the matmuls, {size * WORDS * 2 / GIB:.2f} GiB")
+        print(
+            f"  {size:6d} rows at once: {took:7.2f} ms, {took / least:.3f} of the matmuls, {size * WORDS * 2 / GIB:.2f} GiB"
+        )
     assert min(seen.values()) < 1.25 * least
     assert seen[4096] < 1.3 * least
 
@@ -203,8 +214,9 @@ def test_models_in_float32_are_plain_transformers(shape, lora):
     pipeline.precision.tf32 = False
     pipeline.liger = Liger(**FUSED, chunk_rows=300)
     given = reference.batch(shape)
-    apart = reference.apart(reference.ours(pipeline, shape, given, dtype="float32", lora=lora),
-                            reference.plain(shape, given, lora=lora))
+    apart = reference.apart(
+        reference.ours(pipeline, shape, given, dtype="float32", lora=lora), reference.plain(shape, given, lora=lora)
+    )
     assert max(apart.values()) < 2e-5, apart
 
 

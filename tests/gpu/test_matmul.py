@@ -58,8 +58,10 @@ def all_sizes(monkeypatch):
 def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, all_sizes):
     out, inner, rank = SHAPES[name]
     made = drawn(out + rank, inner + rank, dtype=dtype)
-    for left, right in ((drawn(rows, inner + rank, dtype=dtype), made[:out].t()),
-                        (drawn(rows, out + rank, dtype=dtype), made[:, :inner])):
+    for left, right in (
+        (drawn(rows, inner + rank, dtype=dtype), made[:out].t()),
+        (drawn(rows, out + rank, dtype=dtype), made[:, :inner]),
+    ):
         into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=dtype)
         assert served(left, right, into)
         found = mm(left, right, into, CUTE)
@@ -90,7 +92,9 @@ def test_more_numbers_than_int32_can_count(monkeypatch):
     (out, inner, rank), rows = SHAPES["qkv"], 409_600
     assert rows * out > 2**31
     made = drawn(out + rank, inner + rank)
-    at = torch.cat([torch.arange(64), torch.arange(2**31 // out - 64, 2**31 // out + 64), torch.arange(rows - 300, rows)]).to(GPU)
+    at = torch.cat(
+        [torch.arange(64), torch.arange(2**31 // out - 64, 2**31 // out + 64), torch.arange(rows - 300, rows)]
+    ).to(GPU)
     for left, right in ((drawn(rows, inner + rank), made[:out].t()), (drawn(rows, out + rank), made[:, :inner])):
         into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=torch.bfloat16)
         assert served(left, right, into)
@@ -100,8 +104,10 @@ def test_more_numbers_than_int32_can_count(monkeypatch):
         del left, into
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns", "stride"), [
-    (2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "stride"),
+    [(2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)],
+)
 @pytest.mark.parametrize("across", [False, True])
 def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_sizes):
     up = lambda size: -(-size // 8) * 8  # noqa: E731
@@ -169,16 +175,27 @@ def test_operators_and_head_are_those_of_cublas(tiles):
 
 
 def test_a_model_is_built_with_it_and_says_so():
-    shape = dict(reference.SHAPES["llama"], hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-                 num_key_value_heads=8)
+    shape = dict(
+        reference.SHAPES["llama"],
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
     model, world = ModelConfig(path=None, architecture=shape, init=Init.random, dtype=DType.bfloat16), World.create()
     told = {}
     for choice in (Matmul.auto, Matmul.cublas, Matmul.cute):
         pipeline = Pipeline()
         pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Fused.on, choice
         config = load_config(model)
-        facts = world.facts(model=config.to_dict(), dtype="bfloat16", packing=True, sequence_length=8192, rows=(8192,),
-                            micro_batch_size=2)
+        facts = world.facts(
+            model=config.to_dict(),
+            dtype="bfloat16",
+            packing=True,
+            sequence_length=8192,
+            rows=(8192,),
+            micro_batch_size=2,
+        )
         chosen, notes = pipeline.ready(facts)
         built = chosen.build(model, config, world, 0)
         told[choice] = [one.observed for one in chosen.prove(built, make_probe(built)) if "matmul" in one.asked], notes
@@ -201,11 +218,15 @@ def test_it_takes_less_time():
     for name in ("gate_up", "down"):
         out, inner, rank = SHAPES[name]
         made = drawn(out + rank, inner + rank)
-        for way, left, right in (("forward", drawn(16384, inner + rank), made[:out].t()),
-                                 ("dx", drawn(16384, out + rank), made[:, :inner])):
+        for way, left, right in (
+            ("forward", drawn(16384, inner + rank), made[:out].t()),
+            ("dx", drawn(16384, out + rank), made[:, :inner]),
+        ):
             into = torch.empty(16384, right.shape[1], device=GPU, dtype=torch.bfloat16)
-            times[f"{name} {way}"] = [milliseconds(lambda by=by, left=left, right=right, into=into: mm(left, right, into, by))
-                                      for by in (matmul.CUBLAS, CUTE)]
+            times[f"{name} {way}"] = [
+                milliseconds(lambda by=by, left=left, right=right, into=into: mm(left, right, into, by))
+                for by in (matmul.CUBLAS, CUTE)
+            ]
     for name, (cublas, cute) in times.items():
         print(f"{name}: cuBLAS {cublas:.3f} ms, quack {cute:.3f} ms")
     assert sum(cute for _, cute in times.values()) < 1.01 * sum(cublas for cublas, _ in times.values()), times
@@ -213,6 +234,7 @@ def test_it_takes_less_time():
 
 def milliseconds(run, seconds: float = 0.3) -> float:
     """Under the load that a step is: back to back, the card at its limit."""
+
     def took(count: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

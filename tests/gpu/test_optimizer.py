@@ -23,8 +23,12 @@ CASES = {
     "adamw/stochastic": dict(stochastic_rounding=True),
     "adamw_8bit/stochastic": dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
 }
-PACKAGES = {"lion": "lion_pytorch", "adamw_8bit": "bitsandbytes", "adamw_8bit/torchao": "torchao",
-            "adamw_8bit/stochastic": "torchao"}
+PACKAGES = {
+    "lion": "lion_pytorch",
+    "adamw_8bit": "bitsandbytes",
+    "adamw_8bit/torchao": "torchao",
+    "adamw_8bit/stochastic": "torchao",
+}
 """What an optimizer is from. On a machine without it its tests are skipped."""
 EIGHT = ["adamw_8bit", "adamw_8bit/torchao", "adamw_8bit/stochastic"]
 YES = torch.tensor(True)
@@ -51,8 +55,15 @@ def case(request) -> str:
 
 def small(dtype=torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.LayerNorm(256), nn.ReLU(),
-                          nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+    model = nn.Sequential(
+        nn.Embedding(64, 64),
+        nn.Linear(64, 256),
+        nn.LayerNorm(256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 64),
+    )
     return model.to("cuda", dtype)
 
 
@@ -86,8 +97,9 @@ def test_adamw_is_torch_adamw_to_the_last_bit():
     ours, theirs = small(), small()
     optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1))
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    reference = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)],
-                                  lr=1e-3, fused=True)
+    reference = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)], lr=1e-3, fused=True
+    )
     for step in range(20):
         loss = backward(ours, step)
         optimizer.step(1e-3, torch.isfinite(loss))
@@ -106,8 +118,12 @@ def test_float32_adamws_follow_torch_on_the_cpu(name, monkeypatch):
     ours = nn.ParameterList([nn.Parameter(torch.randn(300, 70)), nn.Parameter(torch.randn(70))]).cuda()
     theirs = [parameter.detach().cpu().clone().requires_grad_() for parameter in ours]
     optimizer = Optimizer(ours, chosen)
-    reference = torch.optim.AdamW([dict(params=theirs[:1], weight_decay=0.1), dict(params=theirs[1:], weight_decay=0.0)], lr=1e-2,
-                                  fused=False, foreach=False)
+    reference = torch.optim.AdamW(
+        [dict(params=theirs[:1], weight_decay=0.1), dict(params=theirs[1:], weight_decay=0.0)],
+        lr=1e-2,
+        fused=False,
+        foreach=False,
+    )
     for _ in range(30):
         for mine, other in zip(ours, theirs, strict=True):
             other.grad = torch.randn_like(other)
@@ -137,7 +153,9 @@ def test_eight_bits_take_a_quarter_of_the_memory(case):
         before = torch.cuda.memory_allocated()
         optimizer = Optimizer(model, options)
         optimizer.step(1e-3, YES.cuda())
-        return (torch.cuda.memory_allocated() - before) / model.weight.numel() + model.weight.element_size()  # the gradient went
+        return (
+            torch.cuda.memory_allocated() - before
+        ) / model.weight.numel() + model.weight.element_size()  # the gradient went
 
     assert bytes_a_weight(OptimizerConfig(), torch.float32) == pytest.approx(8, abs=0.1)
     assert bytes_a_weight(config(case), dtype_of(case)) == pytest.approx(2.03, abs=0.1)
@@ -242,8 +260,12 @@ def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
 
     def milliseconds(options: OptimizerConfig) -> float:
         torch.manual_seed(0)
-        model = nn.ParameterList([torch.randn(size, device="cuda").bfloat16() for size in (
-            *[(4096, 4096), (1024, 4096), (14336, 4096), (4096,)] * 4, (32000, 4096))])
+        model = nn.ParameterList(
+            [
+                torch.randn(size, device="cuda").bfloat16()
+                for size in (*[(4096, 4096), (1024, 4096), (14336, 4096), (4096,)] * 4, (32000, 4096))
+            ]
+        )
         optimizer = Optimizer(model, options, keep_gradients=True)
         for parameter in model:
             parameter.grad.copy_(torch.randn_like(parameter))
@@ -261,8 +283,10 @@ def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
     rounded = milliseconds(OptimizerConfig(stochastic_rounding=True))
     eight = {case: milliseconds(config(case)) for case in ("adamw_8bit", "adamw_8bit/torchao")}
     weights = 4 * (4096 * 4096 + 1024 * 4096 + 14336 * 4096 + 4096) + 32000 * 4096
-    print(f"\nms a step of {weights / 1e6:.0f}M bfloat16 weights: fused AdamW {fused:.2f}, stochastic rounding {rounded:.2f}, "
-          + ", ".join(f"{name} {value:.2f}" for name, value in eight.items()))
+    print(
+        f"\nms a step of {weights / 1e6:.0f}M bfloat16 weights: fused AdamW {fused:.2f}, stochastic rounding {rounded:.2f}, "
+        + ", ".join(f"{name} {value:.2f}" for name, value in eight.items())
+    )
     # 22 bytes a weight are read or written, against 14 of the fused one, whose moments are bfloat16.
     assert rounded < 3 * fused
 
@@ -270,8 +294,12 @@ def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
 def test_stochastic_rounding_compiles_few_kernels():
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    model = nn.ParameterList([torch.randn(size, device="cuda").bfloat16() for size in (
-        (128, 64), (64, 64), (256, 64), (64, 32), (17, 5), (64,), (128,), (4, 8, 16))])
+    model = nn.ParameterList(
+        [
+            torch.randn(size, device="cuda").bfloat16()
+            for size in ((128, 64), (64, 64), (256, 64), (64, 32), (17, 5), (64,), (128,), (4, 8, 16))
+        ]
+    )
     optimizer = Optimizer(model, OptimizerConfig(stochastic_rounding=True))
     assert isinstance(optimizer.parts[0], StochasticAdamW)
     for rate in (1e-3, 1e-4, 1e-5):

@@ -49,7 +49,9 @@ def test_bfloat16_autocast_is_no_farther_from_float32_than_bfloat16_is(shape):
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_float32_without_tf32_is_float32(shape):
     given = reference.batch(shape)
-    apart = reference.apart(reference.ours(pipeline(tf32=False), shape, given, dtype="float32"), reference.plain(shape, given))
+    apart = reference.apart(
+        reference.ours(pipeline(tf32=False), shape, given, dtype="float32"), reference.plain(shape, given)
+    )
     assert apart["logits"] < reference.LIMITS["float32"], apart
     assert apart["grads"] < 10 * reference.LIMITS["float32"], apart  # sums over 1,800 tokens in another order
 

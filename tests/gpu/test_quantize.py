@@ -15,8 +15,12 @@ from fxtune.techniques.checkpointing import Checkpointing
 from fxtune.techniques.quantize import Quantize, Type
 from fxtune.world import Library, World
 
-KINDS = {"nf4": ("nf4", "bitsandbytes"), "int8": ("int8", "bitsandbytes"), "nf4_torchao": ("nf4", "torchao"),
-         "int8_torchao": ("int8", "torchao")}
+KINDS = {
+    "nf4": ("nf4", "bitsandbytes"),
+    "int8": ("int8", "bitsandbytes"),
+    "nf4_torchao": ("nf4", "torchao"),
+    "int8_torchao": ("int8", "torchao"),
+}
 GIB = 2**30
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -65,7 +69,11 @@ def passed(model, made, given) -> reference.Result:
     model.zero_grad()
     loss = reference.loss_of(made, model, given)
     loss.backward()
-    grads = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return reference.Result(loss.item(), reference.logits(made, model, given).cpu(), grads)
 
 
@@ -117,8 +125,17 @@ def test_dora_and_generation_work_over_quantised_weights(kind):
     assert all(torch.isfinite(gradient).all() for gradient in again.grads.values())
 
 
-WIDE = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-            vocab_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, rms_norm_eps=1e-5)
+WIDE = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=8192,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-5,
+)
 
 
 @pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (5, 1.9, "host")])
@@ -135,7 +152,9 @@ def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not
     try:
         world = World.create(memory_gib=limit + before[1] / 2**30)
         hf_config = load_config(model)
-        facts = world.facts(model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,))
+        facts = world.facts(
+            model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+        )
         whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
         assert (whole > facts.free_memory) == (home == "host")
         chosen, _ = asked.ready(facts)
@@ -146,10 +165,14 @@ def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not
         adapters = sum(4 * parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
         # cuBLAS has a workspace of 32 MiB or more
         assert torch.cuda.memory_allocated() - before[0] < 1.02 * (small + adapters) + 80 * 2**20
-        assert torch.cuda.memory_reserved() - before[1] < 1.2 * (small + adapters) + 160 * 2**20, "16-bit weights hold memory"
+        assert torch.cuda.memory_reserved() - before[1] < 1.2 * (small + adapters) + 160 * 2**20, (
+            "16-bit weights hold memory"
+        )
         chosen.prove(built, make_probe(built))
         built.train()
-        optimizer = torch.optim.AdamW([parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in built.parameters() if parameter.requires_grad], lr=1e-3
+        )
         losses = []
         for _ in range(4):
             loss = reference.loss_of(chosen, built, given) / given.supervised

@@ -29,7 +29,9 @@ def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_tran
         pipeline.rope, pipeline.attention.backend = Rope(enabled=True, factor=4.0), "sdpa"
         pipeline.precision.tf32 = False
         world, config = World.create(), load_config(model)
-        facts = world.facts(model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,))
+        facts = world.facts(
+            model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,)
+        )
         ready, _ = pipeline.ready(facts)
         built = ready.build(model, config, world, 0)
         [seen] = [one for one in ready.prove(built, make_probe(built)) if one.technique == "rope"]
@@ -38,9 +40,11 @@ def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_tran
         with torch.no_grad():
             wanted[shape] = built.eval()(input_ids=ids.cuda()).logits.float().cpu()
         folder = save(built, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
-        script += (f"ids = ((torch.arange({LENGTH}) * 7919 + 3) % 4096).unsqueeze(0).cuda()\n"
-                   f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda().eval()\n"
-                   f"torch.save(model(input_ids=ids).logits.detach().cpu(), {str(tmp_path / (shape + '.pt'))!r})\n")
+        script += (
+            f"ids = ((torch.arange({LENGTH}) * 7919 + 3) % 4096).unsqueeze(0).cuda()\n"
+            f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda().eval()\n"
+            f"torch.save(model(input_ids=ids).logits.detach().cpu(), {str(tmp_path / (shape + '.pt'))!r})\n"
+        )
     subprocess.run([sys.executable, "-c", script], check=True)
     for shape, logits in wanted.items():
         found = reference.relative(logits, torch.load(tmp_path / f"{shape}.pt"))

@@ -12,15 +12,21 @@ from fxtune.pipeline import Pipeline
 from fxtune.techniques.compile import Compile
 from fxtune.techniques.liger import WHAT, Liger, Switch
 
-SHAPES = {"llama": (2, 500, 32, 8, 128, 128), "qwen2": (1, 333, 28, 4, 128, 128), "partial": (1, 70, 8, 8, 80, 32),
-          "odd": (3, 50, 5, 1, 96, 72)}
+SHAPES = {
+    "llama": (2, 500, 32, 8, 128, 128),
+    "qwen2": (1, 333, 28, 4, 128, 128),
+    "partial": (1, 70, 8, 8, 80, 32),
+    "odd": (3, 50, 5, 1, 96, 72),
+}
 """rows, length, heads, kv_heads, dim, width."""
 ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2.2e-3, torch.float16: 3e-4}
 """Of one rounding, relative to the norm."""
 
 
 def angles(rows, length, width, dtype):
-    turned = (torch.arange(length, device="cuda") % 97)[:, None] * 1e4 ** -(torch.arange(0, width, 2, device="cuda") / width)
+    turned = (torch.arange(length, device="cuda") % 97)[:, None] * 1e4 ** -(
+        torch.arange(0, width, 2, device="cuda") / width
+    )
     turned = torch.cat([turned, turned], -1).expand(rows, -1, -1)
     return (turned.cos() * 1.2).to(dtype), (turned.sin() * 1.2).to(dtype)
 
@@ -63,7 +69,9 @@ def test_models_with_fused_adapters(shape, compiled):
     seen = reference.ours(pipeline, shape, given, lora=True)
     distance = reference.apart(seen, true)
     told = [one for one in seen.evidence if one.technique == "liger"]
-    print(f"\n{shape}: {distance}, plain bfloat16 {usual}", *[f"  {one.asked}; {one.observed}" for one in told], sep="\n")
+    print(
+        f"\n{shape}: {distance}, plain bfloat16 {usual}", *[f"  {one.asked}; {one.observed}" for one in told], sep="\n"
+    )
     assert [one.acted for one in told] == [True]
     for name, value in distance.items():
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, distance, usual)
@@ -76,8 +84,10 @@ def test_bytes_at_the_memory_s_speed():
     x = torch.randn(16, 4096, 6144, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out = qkv(x, cos, sin, 32, 8, 48)
     above = [torch.randn_like(one) for one in out]
-    for name, run in (("forward", lambda: qkv(x, cos, sin, 32, 8, 48)),
-                      ("backward", lambda: torch.autograd.grad(out, x, above, retain_graph=True))):
+    for name, run in (
+        ("forward", lambda: qkv(x, cos, sin, 32, 8, 48)),
+        ("backward", lambda: torch.autograd.grad(out, x, above, retain_graph=True)),
+    ):
         for _ in range(3):
             run()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

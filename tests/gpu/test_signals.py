@@ -13,8 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from harness import command, start, wait_for
 from killing import Processes
 
-WORDS = ("techniques.compile.enabled=true", "data.buckets=[128]", "model.dtype=bfloat16", "train.epochs=100",
-         "checkpoint.every=0", "checkpoint.keep=100")
+WORDS = (
+    "techniques.compile.enabled=true",
+    "data.buckets=[128]",
+    "model.dtype=bfloat16",
+    "train.epochs=100",
+    "checkpoint.every=0",
+    "checkpoint.keep=100",
+)
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])

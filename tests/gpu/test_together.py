@@ -25,8 +25,19 @@ import reference
 import torch
 
 ASSETS = Path(__file__).resolve().parents[2] / "fxtune" / "assets"
-SIZES = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=128, vocab_size=1024, max_position_embeddings=4096, rope_theta=10000.0, pad_token_id=0, eos_token_id=2)
+SIZES = dict(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=1024,
+    max_position_embeddings=4096,
+    rope_theta=10000.0,
+    pad_token_id=0,
+    eos_token_id=2,
+)
 STEPS, WARMUP, RATE = 200, 10, 1e-3
 EVERYTHING = ("techniques=[fast,lora,selective]",)
 
@@ -52,7 +63,7 @@ def make_base(folder: str, texts: list[str], sizes: dict[str, Any], steps: int, 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     ids = torch.cat([torch.tensor([*each, 2]) for each in tokenizer(texts)["input_ids"]])
-    rows = ids[:len(ids) // 512 * 512].view(-1, 512)
+    rows = ids[: len(ids) // 512 * 512].view(-1, 512)
     model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
@@ -67,7 +78,9 @@ def make_base(folder: str, texts: list[str], sizes: dict[str, Any], steps: int, 
     model = model.bfloat16()
     model.save_pretrained(f"{folder}/base")
     tokenizer.save_pretrained(f"{folder}/base")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     for name, parameter in adapted.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=1e-4)
@@ -79,7 +92,9 @@ def plain_run(folder: str, steps: list[list[tuple[np.ndarray, np.ndarray]]], dev
     import peft
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.bfloat16, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        f"{folder}/base", dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     model = peft.PeftModel.from_pretrained(model.to(device), f"{folder}/start", is_trainable=True).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0)
@@ -90,7 +105,7 @@ def plain_run(folder: str, steps: list[list[tuple[np.ndarray, np.ndarray]]], dev
         mask, targets = torch.zeros_like(ids), torch.full_like(ids, -100)
         for row, (tokens, wanted) in enumerate(documents):
             for into, values in ((ids, tokens), (targets, wanted), (mask, np.ones_like(tokens))):
-                into[row, :len(tokens)] = torch.from_numpy(values)
+                into[row, : len(tokens)] = torch.from_numpy(values)
         ids, mask, targets = ids.to(device), mask.to(device), targets.to(device)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -110,8 +125,14 @@ def setting(tmp_path_factory) -> SimpleNamespace:
     return make_setting(tmp_path_factory.mktemp("together"), "cuda")
 
 
-def make_setting(folder: Path, device: str, sizes: dict[str, Any] = SIZES, pretrain: int = 300, size: int = 8_000_000,
-                 length: int = 4096) -> SimpleNamespace:
+def make_setting(
+    folder: Path,
+    device: str,
+    sizes: dict[str, Any] = SIZES,
+    pretrain: int = 300,
+    size: int = 8_000_000,
+    length: int = 4096,
+) -> SimpleNamespace:
     """A base, an adapter to start from, and documents, in `folder`."""
     before = text(Path(sysconfig.get_paths()["stdlib"]), ".py", size // 2)
     after = text(Path(torch.__file__).parent / "include", ".h", size)
@@ -123,12 +144,29 @@ def make_setting(folder: Path, device: str, sizes: dict[str, Any] = SIZES, pretr
 
 def command(setting: SimpleNamespace, name: str, steps: int) -> list[str]:
     folder = setting.folder
-    return [sys.executable, "-m", "fxtune", f"model.path={folder / 'base'}", f"model.adapter={folder / 'start'}",
-            f"data.sources=[{{path: '{folder / 'headers.jsonl'}'}}]", f"data.sequence_length={setting.length}",
-            f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / name}", f"run.device={setting.device}",
-            f"train.max_steps={steps}", "train.epochs=100", "train.micro_batch_size=2", "train.global_batch_size=4",
-            f"optimizer.lr={RATE}", "schedule.name=constant", f"schedule.warmup_steps={WARMUP}", "checkpoint.every=0",
-            "tracking.wandb.mode=disabled", "tracking.display=plain", *EVERYTHING]
+    return [
+        sys.executable,
+        "-m",
+        "fxtune",
+        f"model.path={folder / 'base'}",
+        f"model.adapter={folder / 'start'}",
+        f"data.sources=[{{path: '{folder / 'headers.jsonl'}'}}]",
+        f"data.sequence_length={setting.length}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"run.dir={folder / name}",
+        f"run.device={setting.device}",
+        f"train.max_steps={steps}",
+        "train.epochs=100",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=4",
+        f"optimizer.lr={RATE}",
+        "schedule.name=constant",
+        f"schedule.warmup_steps={WARMUP}",
+        "checkpoint.every=0",
+        "tracking.wandb.mode=disabled",
+        "tracking.display=plain",
+        *EVERYTHING,
+    ]
 
 
 def trained(line: list[str]) -> list[float]:
@@ -156,8 +194,11 @@ def documents(setting: SimpleNamespace, line: list[str]) -> list[list[tuple[np.n
             batch = plan.batch(step, micro)
             for ids, targets, positions in zip(batch.input_ids, batch.targets, batch.position_ids, strict=True):
                 starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-                found += [(ids[a:b].numpy(), targets[a:b].numpy()) for a, b in itertools.pairwise(starts)
-                          if (targets[a:b] != -100).any()]
+                found += [
+                    (ids[a:b].numpy(), targets[a:b].numpy())
+                    for a, b in itertools.pairwise(starts)
+                    if (targets[a:b] != -100).any()
+                ]
         steps.append(found)
     return steps
 

@@ -14,18 +14,32 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-SHAPE = ("+recipe=quickstart", "model.init=random", "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
-         "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, vocab_size: 32000, "
-         "max_position_embeddings: 8192}",
-         "model.dtype=bfloat16", "data.sequence_length=2048", "data.questions.path=null", "train.micro_batch_size=2",
-         "train.global_batch_size=8")
+SHAPE = (
+    "+recipe=quickstart",
+    "model.init=random",
+    "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
+    "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, vocab_size: 32000, "
+    "max_position_embeddings: 8192}",
+    "model.dtype=bfloat16",
+    "data.sequence_length=2048",
+    "data.questions.path=null",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=8",
+)
 """The quickstart's data through a Llama large enough that its steps are the card's work."""
 
 
 def fxtune(folder: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": PATHS, "XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run([sys.executable, "-m", "fxtune", *words], capture_output=True, cwd=folder, text=True, timeout=580,
-                          check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", *words],
+        capture_output=True,
+        cwd=folder,
+        text=True,
+        timeout=580,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -33,8 +47,17 @@ def fxtune(folder: Path, *words: str) -> str:
 @pytest.mark.timed
 @pytest.mark.slow
 def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
-    words = ["tune", *SHAPE, "--axes", "compile,checkpointing,micro_batch,workers", "--steps", "4",
-             "--json", str(tmp_path / "found.json"), "--minutes"]
+    words = [
+        "tune",
+        *SHAPE,
+        "--axes",
+        "compile,checkpointing,micro_batch,workers",
+        "--steps",
+        "4",
+        "--json",
+        str(tmp_path / "found.json"),
+        "--minutes",
+    ]
     out = fxtune(tmp_path, *words, "4")
     found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
     measured = [row for row in found["rows"] if row["tokens_per_second"]]
@@ -57,14 +80,36 @@ def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
 def test_a_trial_without_room_is_an_answer(tmp_path):
     """In 3 GiB a micro-batch of 8 rows with all its logits does not fit, and here the forecast may not say so."""
     script = tmp_path / "without_forecast.py"
-    script.write_text("import sys\nfrom fxtune import axes\nfrom fxtune.__main__ import main\n"
-                      "axes.MARGIN = 9.0\nif __name__ == '__main__':\n    sys.exit(main())\n")
-    words = ["tune", *SHAPE, "run.memory_gib=3", "techniques.liger.enabled=false", "techniques.checkpointing.enabled=false",
-             "train.micro_batch_size=1", "--axes", "micro_batch", "--steps", "2", "--minutes", "5",
-             "--json", str(tmp_path / "found.json")]
+    script.write_text(
+        "import sys\nfrom fxtune import axes\nfrom fxtune.__main__ import main\n"
+        "axes.MARGIN = 9.0\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    words = [
+        "tune",
+        *SHAPE,
+        "run.memory_gib=3",
+        "techniques.liger.enabled=false",
+        "techniques.checkpointing.enabled=false",
+        "train.micro_batch_size=1",
+        "--axes",
+        "micro_batch",
+        "--steps",
+        "2",
+        "--minutes",
+        "5",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     environment = {**os.environ, "PYTHONPATH": PATHS, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, cwd=tmp_path, text=True, timeout=580,
-                          check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        cwd=tmp_path,
+        text=True,
+        timeout=580,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     full = [row for row in found["rows"] if row["verdict"].startswith("out of memory")]

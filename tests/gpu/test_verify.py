@@ -13,17 +13,27 @@ from typing import Any
 
 import pytest
 
-SHAPE = ("model.init=random", "model.architecture={hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 2, "
-         "num_attention_heads: 8, num_key_value_heads: 2, head_dim: 128, max_position_embeddings: 8192}",
-         "data.sequence_length=1024", "train.max_steps=8")
+SHAPE = (
+    "model.init=random",
+    "model.architecture={hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 2, "
+    "num_attention_heads: 8, num_key_value_heads: 2, head_dim: 128, max_position_embeddings: 8192}",
+    "data.sequence_length=1024",
+    "train.max_steps=8",
+)
 """The quickstart's data through a Llama whose heads every kernel takes."""
 
 
 def fxtune(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Any]:
     """The finished command, and what it wrote for machines."""
     file = folder / "seen.json"
-    done = subprocess.run([sys.executable, "-m", "fxtune", *words, "--json", str(file)], cwd=Path(__file__).resolve().parents[2],
-                          capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtune", *words, "--json", str(file)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
     assert file.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     return done, json.loads(file.read_text())
 
@@ -41,13 +51,18 @@ def test_every_package_that_is_installed_works(tmp_path):
     assert "bfloat16 yes" in found["precision"]["seen"] or found["precision"]["seen"].startswith("bfloat16 no")
 
 
-@pytest.mark.parametrize("words", [
-    pytest.param(("model.dtype=float32", "techniques.precision.tf32=false"), id="float32"),
-    pytest.param(("model.dtype=float32", "techniques.precision.tf32=true", "techniques.lora.enabled=false"), id="tf32 full"),
-    pytest.param(("model.dtype=bfloat16",), id="bfloat16 lora"),
-    pytest.param(("model.dtype=float16",), id="float16 lora"),
-    pytest.param(("model.dtype=bfloat16", "techniques.quantize.enabled=true"), id="nf4"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("model.dtype=float32", "techniques.precision.tf32=false"), id="float32"),
+        pytest.param(
+            ("model.dtype=float32", "techniques.precision.tf32=true", "techniques.lora.enabled=false"), id="tf32 full"
+        ),
+        pytest.param(("model.dtype=bfloat16",), id="bfloat16 lora"),
+        pytest.param(("model.dtype=float16",), id="float16 lora"),
+        pytest.param(("model.dtype=bfloat16", "techniques.quantize.enabled=true"), id="nf4"),
+    ],
+)
 def test_the_loss_is_that_of_plain_transformers(tmp_path, words):
     done, seen = fxtune(tmp_path, "verify", "+recipe=quickstart", *SHAPE, *words, "--loss")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,12 +71,31 @@ def test_the_loss_is_that_of_plain_transformers(tmp_path, words):
 
 
 def test_all_techniques_at_once_and_each_taken_away(tmp_path):
-    done, seen = fxtune(tmp_path, "verify", "+recipe=quickstart", *SHAPE, "model.dtype=bfloat16", "--each",
-                        "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true",
-                        "techniques.compile.enabled=true")
+    done, seen = fxtune(
+        tmp_path,
+        "verify",
+        "+recipe=quickstart",
+        *SHAPE,
+        "model.dtype=bfloat16",
+        "--each",
+        "techniques.liger.enabled=true",
+        "techniques.checkpointing.enabled=true",
+        "techniques.compile.enabled=true",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert seen["acted"]
-    assert {"attention", "precision", "liger", "lora", "checkpointing", "compile", "data", "parameters", "loss", "optimizer",
-            "memory"} <= {one["technique"] for one in seen["evidence"]}
+    assert {
+        "attention",
+        "precision",
+        "liger",
+        "lora",
+        "checkpointing",
+        "compile",
+        "data",
+        "parameters",
+        "loss",
+        "optimizer",
+        "memory",
+    } <= {one["technique"] for one in seen["evidence"]}
     for name in ("liger", "attention", "checkpointing", "compile"):
         assert any(f"without {name}," in one["name"] for one in seen["loss"])

@@ -32,7 +32,7 @@ def apart(rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
 def same(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float = 1e-6) -> None:
     torch.testing.assert_close(one, other, rtol=relative, atol=absolute)
     if one.stride(0) > one.shape[1] and one.dim() == 2:
-        gap = one._base[:, one.shape[1]:] if one._base is not None else one[:, :0]
+        gap = one._base[:, one.shape[1] :] if one._base is not None else one[:, :0]
         assert (gap == 7).all(), "written between two rows"
 
 
@@ -70,20 +70,27 @@ def passing(act: str, keep_p: bool, rows: int, width: int, ranks: tuple[int, int
     gated_backward(act, gate_up, second, (xa, b), (dyb, a), theirs, wanted)
     totals = None, None
     for part in (slice(0, 2 * rows // 3), slice(2 * rows // 3, rows)):
-        totals = gated_sums_triton.backward(act, gate_up[part], first[part], mine[part], xa[part], dyb[part], ranks, totals,
-                                            (b, a), keep_p)
+        totals = gated_sums_triton.backward(
+            act, gate_up[part], first[part], mine[part], xa[part], dyb[part], ranks, totals, (b, a), keep_p
+        )
     same(mine, theirs, 3e-3, 2e-3)
     torch.testing.assert_close(first, second if keep_p else dp, rtol=3e-3, atol=2e-3)
     of_b, of_a = (one.sum(0) for one in totals)
     exact_b, exact_a = (one[0] for one in wanted.totals)
-    for one, other in ((of_b[:width, :gate], exact_b[:width, :gate]), (of_b[width:, gate:both], exact_b[width:, gate:both]),
-                       (of_a[:, :down], exact_a[:, :down])):
+    for one, other in (
+        (of_b[:width, :gate], exact_b[:width, :gate]),
+        (of_b[width:, gate:both], exact_b[width:, gate:both]),
+        (of_a[:, :down], exact_a[:, :down]),
+    ):
         torch.testing.assert_close(one, other, rtol=5e-3, atol=2e-2)
 
 
 def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], bias: bool) -> None:
     inner = 50
-    a, b = [torch.randn(rank, inner) for rank in ranks], [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)]
+    a, b = (
+        [torch.randn(rank, inner) for rank in ranks],
+        [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)],
+    )
     offsets, scaling = [torch.randn(out) for out in outs] if bias else [], [0.5 + index for index in range(len(ranks))]
     group = Adapters(a, b, offsets, scaling, dtype)
     made = [(apart(group.width, inner, 9, dtype), apart(sum(outs), group.width, 9, dtype)) for _ in range(2)]
@@ -99,7 +106,7 @@ def products(group: Adapters, a: torch.Tensor, b: torch.Tensor) -> None:
     rows, ones = 300, sum(group.ranks) if group.bias else -1
     x, dy = (torch.randn(rows, width + 4).half()[:, :width] for width in (group.inner, sum(group.outs)))
     buffer = torch.zeros(rows, group.inner + group.width, dtype=torch.float16)
-    xa = lora_triton.project(x, a.t(), buffer[:, :group.inner], buffer[:, group.inner:], ones, 1.0)
+    xa = lora_triton.project(x, a.t(), buffer[:, : group.inner], buffer[:, group.inner :], ones, 1.0)
     wanted = (x.float() @ a.t().float()).half()
     if group.bias:
         wanted[:, ones] = 1
@@ -132,7 +139,11 @@ def gradients(group: Adapters, da: torch.Tensor, db: torch.Tensor) -> None:
         for one, two, scaling in zip(*mine, group.scaling, strict=True):
             ranks = slice(column, column + len(one))
             same(one, da.sum(0).t()[ranks] if first is not None else torch.full_like(one, 7.0), 1e-5)
-            same(two, db.sum(0)[row:row + len(two), ranks] * scaling if second is not None else torch.full_like(two, 7.0), 1e-5)
+            same(
+                two,
+                db.sum(0)[row : row + len(two), ranks] * scaling if second is not None else torch.full_like(two, 7.0),
+                1e-5,
+            )
             row, column = row + len(two), column + len(one)
 
 
@@ -148,7 +159,8 @@ for case in itertools.product(ACTS, (False, True)):
         compared += 1
 GROUPS = (((3,), (40,)), ((4, 4, 7), (33, 8, 8)), ((8, 1), (5, 70)), ((1, 2, 3, 4), (5, 6, 7, 8)))
 for case in [(torch.float16, *group, bias) for group in GROUPS for bias in (False, True)] + [
-        (dtype, *GROUPS[at], bool(at)) for dtype, at in itertools.product((torch.float32, torch.bfloat16), (0, 1))]:
+    (dtype, *GROUPS[at], bool(at)) for dtype, at in itertools.product((torch.float32, torch.bfloat16), (0, 1))
+]:
     adapters(*case)
     compared += 1
 print(compared, "compared")

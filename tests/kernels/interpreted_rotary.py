@@ -19,7 +19,7 @@ def apart(*shape: int, dtype: torch.dtype, gap: int) -> tuple[torch.Tensor, torc
     """A tensor whose last two dimensions lie together, with `gap` numbers behind them, and those numbers."""
     rows, length, heads, dim = shape
     whole = torch.full((rows, length, heads * dim + gap), 7.0, dtype=dtype)
-    return whole[..., :heads * dim].unflatten(-1, (heads, dim)), whole[..., heads * dim:]
+    return whole[..., : heads * dim].unflatten(-1, (heads, dim)), whole[..., heads * dim :]
 
 
 def compare(dtype: torch.dtype, name: str, back: bool, third: bool, pairs: int) -> None:
@@ -42,5 +42,7 @@ compared = 0
 for case in itertools.product(DTYPES, SHAPES, (False, True), (False, True), (8, 2048)):
     compare(*case)
     compared += 1
-rotary_triton.turn(*[[torch.empty(0, 4, 2, 8)] * 2] * 2, *[torch.empty(1, 4, 8)] * 2, False)  # no rows: nothing to launch
+rotary_triton.turn(
+    *[[torch.empty(0, 4, 2, 8)] * 2] * 2, *[torch.empty(1, 4, 8)] * 2, False
+)  # no rows: nothing to launch
 print(compared, "compared")

@@ -26,8 +26,10 @@ def inputs(lengths, heads=4, kv_heads=2, width=8, dtype=torch.float32, value_wid
     """q, k, v with gradients, and cu_seqlens, of documents of these lengths."""
     draw = torch.Generator().manual_seed(0)
     tokens = sum(lengths)
-    qkv = [torch.randn(tokens, count, size, generator=draw, dtype=dtype, requires_grad=True)
-           for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width or width))]
+    qkv = [
+        torch.randn(tokens, count, size, generator=draw, dtype=dtype, requires_grad=True)
+        for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width or width))
+    ]
     return *qkv, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -38,7 +40,9 @@ def by_torch(q, k, v, lengths, scale=0.3, window=0):
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
         mask = (back >= 0) & (back < (window or end))
         alone = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out.append(F.scaled_dot_product_attention(*alone, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        out.append(
+            F.scaled_dot_product_attention(*alone, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        )
     return torch.cat(out)
 
 
@@ -54,8 +58,9 @@ def test_documents_get_what_they_would_get_alone(window, value_width):
     assert lse.shape == (4, 20)
     assert not lse.requires_grad
     weight = torch.randn_like(out)
-    for ours, theirs in zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight),
-                            strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
         assert ours.is_contiguous()
 
@@ -89,7 +94,9 @@ def test_gradients_against_finite_differences(window, softcap):
 def test_empty_documents_change_nothing(lengths):
     q, k, v, cu_seqlens = inputs(lengths)
     *_, without = inputs([length for length in lengths if length])
-    for one, other in zip(flash4(q, k, v, cu_seqlens, 36, 0.3, 0, 0.0), flash4(q, k, v, without, 36, 0.3, 0, 0.0), strict=True):
+    for one, other in zip(
+        flash4(q, k, v, cu_seqlens, 36, 0.3, 0, 0.0), flash4(q, k, v, without, 36, 0.3, 0, 0.0), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -99,8 +106,20 @@ def test_it_is_an_operator_as_torch_wants_them(dense):
     qkv = [x.detach().unflatten(0, (3, 3)).requires_grad_() for x in qkv] if dense else qkv
     torch.library.opcheck(OP, (*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
     out, lse = flash4(*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0)
-    torch.library.opcheck(torch.ops.fxtune.flash4_backward.default, (
-        torch.ones_like(out), *(x.detach() for x in qkv), out.detach(), lse, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
+    torch.library.opcheck(
+        torch.ops.fxtune.flash4_backward.default,
+        (
+            torch.ones_like(out),
+            *(x.detach() for x in qkv),
+            out.detach(),
+            lse,
+            None if dense else cu_seqlens,
+            9,
+            0.3,
+            0,
+            0.0,
+        ),
+    )
 
 
 def test_one_graph_for_all_batches():
@@ -111,7 +130,9 @@ def test_one_graph_for_all_batches():
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v, cu: flash4(q * 2, k, v, cu, 12, 0.3, 0, 0.0)[0] + 1, fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda q, k, v, cu: flash4(q * 2, k, v, cu, 12, 0.3, 0, 0.0)[0] + 1, fullgraph=True, backend=backend
+    )
     for lengths in ((12, 0, 0), (3, 4, 5), (1, 11, 0)):
         q, k, v, cu_seqlens = inputs(lengths)
         torch.testing.assert_close(compiled(q, k, v, cu_seqlens), by_torch(q * 2, k, v, lengths) + 1)
@@ -134,8 +155,11 @@ def test_checkpointing_can_name_it(saved, calls):
     q, k, v, cu_seqlens = inputs((4, 5))
     expected = torch.autograd.grad(flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(), (q, k, v))
     with Calls() as seen:
-        out = checkpoint(lambda: flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(), use_reentrant=False,
-                         context_fn=lambda: create_selective_checkpoint_contexts(saved))
+        out = checkpoint(
+            lambda: flash4(q, k, v, cu_seqlens, 9, 0.3, 0, 0.0)[0].sin().sum(),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(saved),
+        )
         gradients = torch.autograd.grad(out, (q, k, v))
     assert seen.count == calls
     for ours, theirs in zip(gradients, expected, strict=True):
@@ -155,15 +179,25 @@ def test_torch_can_estimate_its_cost():
 KEPT = "cache/fxtune/flash4/{machine}-cpu|1"
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({}, KEPT),
-    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, KEPT),
-    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine|1"),
-    ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "None|0"),
-    ({"XDG_CACHE_HOME": "a file"}, "None|None"),
-    ({"XDG_CACHE_HOME": "", "HOME": "~"}, "None|None"),
-], ids=["in fxtune's cache", "also where it is asked for", "where the user says", "not where the user says so",
-        "nowhere to write", "no home"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, KEPT),
+        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, KEPT),
+        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "mine"}, "mine|1"),
+        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}, "None|0"),
+        ({"XDG_CACHE_HOME": "a file"}, "None|None"),
+        ({"XDG_CACHE_HOME": "", "HOME": "~"}, "None|None"),
+    ],
+    ids=[
+        "in fxtune's cache",
+        "also where it is asked for",
+        "where the user says",
+        "not where the user says so",
+        "nowhere to write",
+        "no home",
+    ],
+)
 def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, given, told):
     """By a stand-in for the package, which reads the environment when it is imported, as the real one does."""
     stand_in = tmp_path / "flash_attn" / "cute"
@@ -171,12 +205,18 @@ def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, gi
     (tmp_path / "a file").touch()
     (stand_in / "__init__.py").write_text("from . import interface\n")
     (stand_in / "interface.py").write_text(
-        "import os\nprint(*(os.environ.get(f'FLASH_ATTENTION_CUTE_DSL_CACHE_{end}') for end in ('DIR', 'ENABLED')), sep='|')\n")
+        "import os\nprint(*(os.environ.get(f'FLASH_ATTENTION_CUTE_DSL_CACHE_{end}') for end in ('DIR', 'ENABLED')), sep='|')\n"
+    )
     root = Path(__file__).resolve().parents[2]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATTENTION")}
-    done = subprocess.run([sys.executable, "-c", "from fxtune.kernels import flash4; flash4.package(); flash4.package()"],
-                          cwd=tmp_path, capture_output=True, text=True, check=False,
-                          env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache", **given})
+    done = subprocess.run(
+        [sys.executable, "-c", "from fxtune.kernels import flash4; flash4.package(); flash4.package()"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "XDG_CACHE_HOME": "cache", **given},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == told.format(machine=platform.machine())
     folder = tmp_path / told.partition("|")[0].format(machine=platform.machine())

@@ -37,7 +37,12 @@ def test_a_number_keeps_its_sign_and_three_bits_wherever_its_row_lies(rows, widt
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=draw) * 2.0**magnitude
     codes, scales = fp8.quantize_rows(x, powers)
-    assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (torch.float8_e4m3fn, x.shape, torch.float32, (rows, 1))
+    assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (
+        torch.float8_e4m3fn,
+        x.shape,
+        torch.float32,
+        (rows, 1),
+    )
     found = wide(codes, scales)
     # The smallest step of e4m3 is 2^-9 of a scale.
     assert ((found - x).abs() <= x.abs() * STEP * 1.0001 + scales * 2.0**-10).all()
@@ -63,7 +68,9 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
 
 def test_rows_may_lie_apart_and_there_may_be_none():
     whole = torch.randn(6, 100)
-    for one, other in zip(fp8.quantize_rows(whole[:, 8:72]), fp8.quantize_rows(whole[:, 8:72].contiguous()), strict=True):
+    for one, other in zip(
+        fp8.quantize_rows(whole[:, 8:72]), fp8.quantize_rows(whole[:, 8:72].contiguous()), strict=True
+    ):
         assert torch.equal(one.float(), other.float())
     made, _ = weight(32, 64)
     assert fp8.scaled_mm(fp8.quantize_rows(torch.empty(0, 64)), made.codes, made.scales).shape == (0, 32)
@@ -73,7 +80,9 @@ def test_a_weight_and_its_transpose_are_the_same_numbers():
     made, stands_for = weight(96, 160)
     assert apart(wide(made.back, made.back_scales).t(), stands_for) < 1e-3
     assert apart(stands_for, 0.02 * torch.randn(96, 160, generator=torch.Generator().manual_seed(0))) < 0.03
-    assert torch.equal(fp8.dequantize_weight(made.codes, made.scales, torch.bfloat16).float(), stands_for), "bfloat16 holds them"
+    assert torch.equal(fp8.dequantize_weight(made.codes, made.scales, torch.bfloat16).float(), stands_for), (
+        "bfloat16 holds them"
+    )
     assert sum(one.numel() * one.element_size() for one in made) == 2 * 96 * 160 + 4 * (96 + 160)
 
 
@@ -105,7 +114,9 @@ def test_nothing_but_the_weight_is_kept_for_the_backward_pass():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         fp8.linear(torch.randn(40, 160, requires_grad=True), made)
-    assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= {one.untyped_storage().data_ptr() for one in made}
+    assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= {
+        one.untyped_storage().data_ptr() for one in made
+    }
 
 
 def test_the_operator_holds_what_torch_asks_of_one_and_traces_without_a_break():
@@ -113,7 +124,9 @@ def test_the_operator_holds_what_torch_asks_of_one_and_traces_without_a_break():
     given_ = (torch.randn(5, 160, requires_grad=True), made.codes.t(), made.scales, made.back.t(), made.back_scales)
     torch.library.opcheck(torch.ops.fxtune.fp8_linear.default, given_)
     compiled = torch.compile(lambda x: fp8.linear(x, made).cos(), fullgraph=True, backend="aot_eager")
-    ours, plain = (torch.randn(6, 160, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2))
+    ours, plain = (
+        torch.randn(6, 160, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
+    )
     compiled(ours).sum().backward()
     fp8.linear(plain, made).cos().sum().backward()
     assert torch.equal(ours.grad, plain.grad)
@@ -130,8 +143,10 @@ def test_flops_are_those_of_the_product():
 
 def adapters(inward: int, outs: tuple[int, ...], seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
-    return ([torch.randn(8, inward, generator=draw).mul_(0.1).requires_grad_() for _ in outs],
-            [torch.randn(out, 8, generator=draw).mul_(0.1).requires_grad_() for out in outs])
+    return (
+        [torch.randn(8, inward, generator=draw).mul_(0.1).requires_grad_() for _ in outs],
+        [torch.randn(out, 8, generator=draw).mul_(0.1).requires_grad_() for out in outs],
+    )
 
 
 def plain(x: torch.Tensor, frozen: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -149,7 +164,9 @@ def test_a_group_with_adapters_adds_them_unquantised():
     assert apart(y, exact) < 0.04
 
 
-@pytest.mark.parametrize(("act", "keep", "tiles"), [("silu", True, 1), ("silu", False, 1), ("gelu_pytorch_tanh", False, 3)])
+@pytest.mark.parametrize(
+    ("act", "keep", "tiles"), [("silu", True, 1), ("silu", False, 1), ("gelu_pytorch_tanh", False, 3)]
+)
 def test_an_mlp_with_adapters_and_its_gradients_are_near_the_dequantised_one_s(act, keep, tiles):
     up, up_weight = weight(2 * 96, 64)
     down, down_weight = weight(64, 96, seed=3)

@@ -24,8 +24,12 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.lora_base import Dense, augment, weight_views
 from fxtune.kernels.quantized import dequantized, grouped, quantized
 
-OPERATORS = {"fxtune.lora_linear": fused_lora._linear, "fxtune.lora_linear_backward": fused_lora._linear_backward,
-             "fxtune.lora_mlp": fused_lora._mlp, "fxtune.lora_mlp_backward": fused_lora._mlp_backward}
+OPERATORS = {
+    "fxtune.lora_linear": fused_lora._linear,
+    "fxtune.lora_linear_backward": fused_lora._linear_backward,
+    "fxtune.lora_mlp": fused_lora._mlp,
+    "fxtune.lora_mlp_backward": fused_lora._mlp_backward,
+}
 ACTS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -55,11 +59,17 @@ class Mlp(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
-def adapted(model: nn.Module, ranks: list[int], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[nn.Module]]:
+def adapted(
+    model: nn.Module, ranks: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, list[nn.Module]]:
     """`model` under peft, adapters in float32 or better with B drawn, and its adapted linears in their order."""
     names = model.names
-    model = peft.inject_adapter_in_model(peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=list(names), rank_pattern=dict(zip(names, ranks, strict=True))), model.to(dtype))
+    model = peft.inject_adapter_in_model(
+        peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules=list(names), rank_pattern=dict(zip(names, ranks, strict=True))
+        ),
+        model.to(dtype),
+    )
     linears = [getattr(model, name) for name in names]
     for linear in linears:
         nn.init.normal_(linear.lora_B["default"].weight, std=0.3)
@@ -69,8 +79,11 @@ def adapted(model: nn.Module, ranks: list[int], dtype: torch.dtype = torch.float
 
 
 def halves(linears: list[nn.Module]) -> dict[str, list]:
-    return dict(a=[one.lora_A["default"].weight for one in linears], b=[one.lora_B["default"].weight for one in linears],
-                scaling=[one.scaling["default"] for one in linears])
+    return dict(
+        a=[one.lora_A["default"].weight for one in linears],
+        b=[one.lora_B["default"].weight for one in linears],
+        scaling=[one.scaling["default"] for one in linears],
+    )
 
 
 def weights(linears: list[nn.Module]) -> list[torch.Tensor]:
@@ -84,7 +97,11 @@ def group(inner: int, outs: list[int], ranks: list[int], bias: bool = False, dty
     base = [augment(weights(linears), ranks, bias)]
     biases = [one.base_layer.bias.detach() for one in linears] if bias else []
     own = halves(linears)
-    return model, lambda x, **more: lora_linear(x, **{**own, "base": base, "bias": biases, **more}), [*own["a"], *own["b"]]
+    return (
+        model,
+        lambda x, **more: lora_linear(x, **{**own, "base": base, "bias": biases, **more}),
+        [*own["a"], *own["b"]],
+    )
 
 
 def mlp(hidden: int, width: int, ranks: list[int], act: str = "silu", dtype: torch.dtype = torch.float32):
@@ -114,17 +131,32 @@ sizes = st.integers(1, 33)
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(0, 20), inner=sizes, outs=st.lists(sizes, min_size=1, max_size=5), bias=st.booleans(), data=st.data())
+@given(
+    rows=st.integers(0, 20),
+    inner=sizes,
+    outs=st.lists(sizes, min_size=1, max_size=5),
+    bias=st.booleans(),
+    data=st.data(),
+)
 def test_any_group_is_pefts(rows, inner, outs, bias, data):
     ranks = [data.draw(st.integers(1, 9)) for _ in outs]
-    model, fused, trained = group(inner, outs, ranks, bias, torch.float64)  # where no sum that nearly cancels is far off
+    model, fused, trained = group(
+        inner, outs, ranks, bias, torch.float64
+    )  # where no sum that nearly cancels is far off
     x = inputs(rows, inner, dtype=torch.float64)
     compare(fused(x), model(x), [x, *trained], 1e-12)
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=st.integers(0, 20), hidden=sizes, width=sizes, ranks=st.lists(st.integers(1, 9), min_size=3, max_size=3),
-       act=st.sampled_from(sorted(ACTS)), keep=st.booleans(), tiles=st.integers(1, 7))
+@given(
+    rows=st.integers(0, 20),
+    hidden=sizes,
+    width=sizes,
+    ranks=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    act=st.sampled_from(sorted(ACTS)),
+    keep=st.booleans(),
+    tiles=st.integers(1, 7),
+)
 def test_any_mlp_is_pefts_kept_or_not_and_in_tiles(rows, hidden, width, ranks, act, keep, tiles):
     model, fused, trained = mlp(hidden, width, ranks, act, torch.float64)
     x = inputs(rows, hidden, dtype=torch.float64)
@@ -144,8 +176,11 @@ def test_in_float32_it_is_pefts_too(keep):
 @pytest.mark.parametrize("what", ["group", "mlp"])
 def test_in_16_bits_it_is_no_further_from_float32_than_peft(what, dtype):
     """Peft under autocast, which is how it trains: without, it computes adapters in float32."""
-    make = (lambda dtype: group(67, [33, 40], [3, 5], True, dtype)) if what == "group" else (
-        lambda dtype: mlp(64, 97, [8, 4, 3], dtype=dtype))
+    make = (
+        (lambda dtype: group(67, [33, 40], [3, 5], True, dtype))
+        if what == "group"
+        else (lambda dtype: mlp(64, 97, [8, 4, 3], dtype=dtype))
+    )
     (model, fused, trained), exact = make(dtype), make(torch.float32)
     with torch.no_grad():  # the same numbers, rounded
         for parameter, rounded in zip(exact[0].parameters(), model.parameters(), strict=True):
@@ -157,21 +192,32 @@ def test_in_16_bits_it_is_no_further_from_float32_than_peft(what, dtype):
         theirs = model(x)
     assert ours.dtype is theirs.dtype is dtype
     above = torch.randn_like(wanted).to(dtype)
-    results = [(y, *torch.autograd.grad(y, [leaf, *leaves], above.to(y.dtype)))
-               for y, leaf, leaves in ((wanted, x32, exact[2]), (ours, x, trained), (theirs, x, trained))]
+    results = [
+        (y, *torch.autograd.grad(y, [leaf, *leaves], above.to(y.dtype)))
+        for y, leaf, leaves in ((wanted, x32, exact[2]), (ours, x, trained), (theirs, x, trained))
+    ]
     for reference, one, other in zip(*results, strict=True):
         mine, pefts = ((found.float() - reference).norm() / reference.norm() for found in (one, other))
         assert 0 < mine < 1.02 * pefts, (mine, pefts)
 
 
-@pytest.mark.parametrize(("kind", "library", "double"), [
-    ("nf4", "bitsandbytes", True), ("nf4", "bitsandbytes", False), ("nf4", "torchao", True), ("int8", "bitsandbytes", True),
-    ("int8", "torchao", True)])
+@pytest.mark.parametrize(
+    ("kind", "library", "double"),
+    [
+        ("nf4", "bitsandbytes", True),
+        ("nf4", "bitsandbytes", False),
+        ("nf4", "torchao", True),
+        ("int8", "bitsandbytes", True),
+        ("int8", "torchao", True),
+    ],
+)
 def test_over_quantised_weights_it_is_plain_lora_over_what_they_stand_for(kind, library, double):
     pytest.importorskip(library)
     torch.manual_seed(0)
-    stored = [quantized(nn.Linear(inner, out, False), kind, library, double, torch.float32, torch.device("cpu"))
-              for inner, out in ((128, 256), (128, 256), (256, 128))]
+    stored = [
+        quantized(nn.Linear(inner, out, False), kind, library, double, torch.float32, torch.device("cpu"))
+        for inner, out in ((128, 256), (128, 256), (256, 128))
+    ]
     name = stored[0].fxtune_quantized
     plain = Mlp(128, 256, "silu")
     for linear, one in zip((plain.gate, plain.up, plain.down), stored, strict=True):
@@ -180,20 +226,30 @@ def test_over_quantised_weights_it_is_plain_lora_over_what_they_stand_for(kind, 
     own = halves(linears)
     trained, x = [*own["a"], *own["b"]], inputs(9, 128)
     for options in ({}, {"keep": False}, {"tiles": 2}):
-        compare(lora_mlp(x, **own, up=grouped(stored[:2]), down=grouped(stored[2:]), up_kind=name, down_kind=name, **options),
-                model(x), [x, *trained], 2e-5)
+        compare(
+            lora_mlp(
+                x, **own, up=grouped(stored[:2]), down=grouped(stored[2:]), up_kind=name, down_kind=name, **options
+            ),
+            model(x),
+            [x, *trained],
+            2e-5,
+        )
     pair = {half: own[half][:2] for half in own}
-    compare(lora_linear(x, **pair, base=grouped(stored[:2]), kind=name), torch.cat([linears[0](x), linears[1](x)], -1),
-            [x, *pair["a"], *pair["b"]])
+    compare(
+        lora_linear(x, **pair, base=grouped(stored[:2]), kind=name),
+        torch.cat([linears[0](x), linears[1](x)], -1),
+        [x, *pair["a"], *pair["b"]],
+    )
 
 
 def test_gradcheck_in_float64():
     for parts in (group(5, [3, 4], [2, 1], True, torch.float64), mlp(4, 5, [2, 1, 3], dtype=torch.float64)):
         trained = [one.detach().double().requires_grad_() for one in parts[2]]
         half = len(trained) // 2
-        assert torch.autograd.gradcheck(lambda x, *own, parts=parts, half=half: parts[1](x, a=own[:half], b=own[half:]),
-                                        (inputs(3, parts[0].linear0.in_features if half == 2 else 4, dtype=torch.float64),
-                                         *trained))
+        assert torch.autograd.gradcheck(
+            lambda x, *own, parts=parts, half=half: parts[1](x, a=own[:half], b=own[half:]),
+            (inputs(3, parts[0].linear0.in_features if half == 2 else 4, dtype=torch.float64), *trained),
+        )
 
 
 def test_torchs_own_check_of_operators():
@@ -202,11 +258,15 @@ def test_torchs_own_check_of_operators():
     own, x = halves(linears), inputs(7, 6)
     base, bias = augment(weights(linears), [2, 3], True), [one.base_layer.bias.detach() for one in linears]
     given = (own["a"], own["b"], bias, [base], own["scaling"], "dense")
-    y, xa = torch.ops.fxtune.lora_linear(x, *given, False, None)  # which also packs A and B: once more changes no number
+    y, xa = torch.ops.fxtune.lora_linear(
+        x, *given, False, None
+    )  # which also packs A and B: once more changes no number
     torch.library.opcheck(torch.ops.fxtune.lora_linear.default, (x, *given, False, None))
     detached = [[one.detach() for one in half] for half in given[:2]]
-    torch.library.opcheck(torch.ops.fxtune.lora_linear_backward.default,
-                          (y.detach(), x.detach(), xa.detach(), *detached, *given[2:], [True] * 3, False))
+    torch.library.opcheck(
+        torch.ops.fxtune.lora_linear_backward.default,
+        (y.detach(), x.detach(), xa.detach(), *detached, *given[2:], [True] * 3, False),
+    )
     _, linears = adapted(Mlp(6, 8, "silu"), [2, 3, 1])
     own = halves(linears)
     bases = [augment(weights(linears[:2]), [2, 3])], [augment(weights(linears[2:]), [1])]
@@ -215,15 +275,17 @@ def test_torchs_own_check_of_operators():
         y, *kept = torch.ops.fxtune.lora_mlp(x, *given, None)
         torch.library.opcheck(torch.ops.fxtune.lora_mlp.default, (x, *given, None))
         detached = [[one.detach() for one in half] for half in given[:2]]
-        torch.library.opcheck(torch.ops.fxtune.lora_mlp_backward.default,
-                              (y.detach(), x.detach(), *(one.detach() for one in kept), *detached, *given[2:], [True] * 3))
+        torch.library.opcheck(
+            torch.ops.fxtune.lora_mlp_backward.default,
+            (y.detach(), x.detach(), *(one.detach() for one in kept), *detached, *given[2:], [True] * 3),
+        )
 
 
 @pytest.mark.parametrize("frozen", ["x", "a", "b", "adapters", "all"])
 def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(frozen):
     for parts, width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         model, fused, trained = parts
-        a, b = trained[:len(trained) // 2], trained[len(trained) // 2:]
+        a, b = trained[: len(trained) // 2], trained[len(trained) // 2 :]
         x = inputs(7, width).requires_grad_(frozen not in ("x", "all"))
         for half, name in ((a, "a"), (b, "b")):
             for one in half:
@@ -248,8 +310,11 @@ def test_under_autocast_everything_is_computed_in_its_dtype():
             mine, theirs = fused(x), model(x)
         assert mine.dtype is theirs.dtype is torch.bfloat16
         above = torch.randn_like(mine)
-        for one, other in zip(torch.autograd.grad(mine, [x, *trained], above), torch.autograd.grad(theirs, [x, *trained], above),
-                              strict=True):
+        for one, other in zip(
+            torch.autograd.grad(mine, [x, *trained], above),
+            torch.autograd.grad(theirs, [x, *trained], above),
+            strict=True,
+        ):
             assert one.dtype is other.dtype is torch.float32
             assert (one - other).norm() < 0.02 * other.norm()
 
@@ -282,7 +347,9 @@ def test_any_leading_dimensions_and_strides(shape):
     y = fused(x.t())  # a gradient whose columns lie apart
     theirs = model(x.t())
     above = torch.randn(9, 9).t()
-    for one, other in zip(torch.autograd.grad(y, trained, above), torch.autograd.grad(theirs, trained, above), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(y, trained, above), torch.autograd.grad(theirs, trained, above), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -334,7 +401,9 @@ def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(mon
     products = []
     for name in ("apart", "whole", "apart_backward"):
         own = getattr(Dense, name)
-        monkeypatch.setattr(Dense, name, lambda *given, own=own, name=name, **more: products.append(name) or own(*given, **more))
+        monkeypatch.setattr(
+            Dense, name, lambda *given, own=own, name=name, **more: products.append(name) or own(*given, **more)
+        )
     model, fused, trained = mlp(16, 24, [2, 3, 1])
     x = inputs(11, 16)
     wanted = torch.autograd.grad((model(x) + x).sum(), [x, *trained])
@@ -362,8 +431,10 @@ def test_flops_are_counted():
     rows, hidden, width, ranks = 7, 6, 8, [2, 3, 1]
     frozen = 2 * rows * hidden * width
     adapters = [2 * rows * rank * (hidden + width) for rank in ranks]
-    for (_, fused, _), products, added in ((group(hidden, [width] * 2, ranks[:2]), 2, sum(adapters[:2])),
-                                           (mlp(hidden, width, ranks), 3, sum(adapters))):
+    for (_, fused, _), products, added in (
+        (group(hidden, [width] * 2, ranks[:2]), 2, sum(adapters[:2])),
+        (mlp(hidden, width, ranks), 3, sum(adapters)),
+    ):
         x = inputs(rows, hidden)
         with FlopCounterMode(display=False) as forward:
             y = fused(x)
@@ -467,7 +538,10 @@ def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft, monkeypatch)
         return x.double() @ (weight.double() + b.double() @ a.double()).t()
 
     inner, width = 256, 768
-    x, a = normal(2048, inner).bfloat16(), [normal(16, inner) * inner**-0.5 for _ in range(2)] + [normal(16, width) * width**-0.5]
+    x, a = (
+        normal(2048, inner).bfloat16(),
+        [normal(16, inner) * inner**-0.5 for _ in range(2)] + [normal(16, width) * width**-0.5],
+    )
     up = [(normal(width, inner) * inner**-0.5).bfloat16() for _ in range(2)]
     down = (normal(inner, width) * width**-0.5).bfloat16()
     b = [normal(width, 16) * size for _ in range(2)]
@@ -477,8 +551,11 @@ def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft, monkeypatch)
     assert acting(lambda given: lora_linear(x, a[:1], given, made, [1.0]), b[:1], exact) == pytest.approx(1, abs=0.01)
     assert acting(lambda given: plain + (x @ a[0].bfloat16().t()) @ given[0].bfloat16().t(), b[:1], exact) < by_peft
     stream = 2 * normal(2048, width).bfloat16()
-    assert acting(lambda given: torch.ops.fxtune.lora_linear(x, a[:1], given, [], made, [1.0], "dense", False, stream)[0],
-                  b[:1], exact) == pytest.approx(1, abs=0.02)
+    assert acting(
+        lambda given: torch.ops.fxtune.lora_linear(x, a[:1], given, [], made, [1.0], "dense", False, stream)[0],
+        b[:1],
+        exact,
+    ) == pytest.approx(1, abs=0.02)
 
     def exact_mlp(given):
         gate, above = (exactly(x, weight, *halves) for weight, *halves in zip(up, a, given, strict=False))
@@ -486,16 +563,21 @@ def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft, monkeypatch)
 
     both, zero = ([augment(up, [16, 16])], [augment([down], [16])]), torch.zeros(inner, 16)
     exact = exact_mlp(b) - exact_mlp([0 * one for one in b])
-    assert acting(lambda given: lora_mlp(x, a, [*given, zero], *both, [1.0] * 3), b, exact) == pytest.approx(1, abs=0.03)
+    assert acting(lambda given: lora_mlp(x, a, [*given, zero], *both, [1.0] * 3), b, exact) == pytest.approx(
+        1, abs=0.03
+    )
 
     last, zeros = [normal(inner, 16) * size], [torch.zeros_like(one) for one in b]
     p = F.silu(x.double() @ up[0].double().t()) * (x.double() @ up[1].double().t())
     exact = exactly(p, down, a[2], last[0]) - exactly(p, down, a[2], 0 * last[0])
     stream = 2 * normal(2048, inner).bfloat16()
     for residual, tiles in ((None, 1), (stream, 1), (stream, 3)):
+
         def run(given, residual=residual, tiles=tiles):
-            return torch.ops.fxtune.lora_mlp(x, a, [*zeros, *given], *both, [1.0] * 3, "dense", "dense", "silu", False, tiles,
-                                             residual)[0]
+            return torch.ops.fxtune.lora_mlp(
+                x, a, [*zeros, *given], *both, [1.0] * 3, "dense", "dense", "silu", False, tiles, residual
+            )[0]
+
         assert acting(run, last, exact) == pytest.approx(1, abs=0.03), (residual is None, tiles)
     monkeypatch.setattr(Dense, "operand", None)
     run(b[:0] + last)  # what down_proj reads is written where its product reads it, and not copied

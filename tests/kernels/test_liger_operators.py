@@ -16,9 +16,13 @@ from fxtune.kernels.liger_timing import Case, ligers, plain
 from fxtune.kernels.selective import Rule, name_of
 
 ops = pytest.importorskip("liger_kernel.ops")
-CASES = {"llama": Case("rms_norm", 0, 0, "float32", True), "gemma": Case("rms_norm", 0, 0, "float32", True, 1.0, "gemma"),
-         "layer_norm": Case("layer_norm", 0, 0, "float32", True), "swiglu": Case("swiglu", 0, 0, "float32", False),
-         "geglu": Case("geglu", 0, 0, "float32", False)}
+CASES = {
+    "llama": Case("rms_norm", 0, 0, "float32", True),
+    "gemma": Case("rms_norm", 0, 0, "float32", True, 1.0, "gemma"),
+    "layer_norm": Case("layer_norm", 0, 0, "float32", True),
+    "swiglu": Case("swiglu", 0, 0, "float32", False),
+    "geglu": Case("geglu", 0, 0, "float32", False),
+}
 ACTS = {"swiglu": F.silu, "geglu": lambda gate: F.gelu(gate, approximate="tanh")}
 
 
@@ -64,7 +68,15 @@ def layer_norm_backward(dY, X, W, B, Mean, RSTD, needs_dw=None, needs_db=None):
     assert X.dim() == 2
     assert Mean.shape == RSTD.shape == X.shape[:1]
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        dY.view(X.shape).float(), X.float(), W.shape, Mean[:, None], RSTD[:, None], W, B, [True, bool(needs_dw), bool(needs_db)])
+        dY.view(X.shape).float(),
+        X.float(),
+        W.shape,
+        Mean[:, None],
+        RSTD[:, None],
+        W,
+        B,
+        [True, bool(needs_dw), bool(needs_db)],
+    )
     return dx.view(dY.shape).to(X.dtype), dw, db
 
 
@@ -82,17 +94,28 @@ def gated_backward(kind):
         assert a.is_contiguous()
         assert b.is_contiguous()
         assert dc.is_contiguous()
-        of_act = torch.ops.aten.silu_backward(dc * b, a) if kind == "swiglu" else torch.ops.aten.gelu_backward(
-            dc * b, a, approximate="tanh")
+        of_act = (
+            torch.ops.aten.silu_backward(dc * b, a)
+            if kind == "swiglu"
+            else torch.ops.aten.gelu_backward(dc * b, a, approximate="tanh")
+        )
         b.copy_(dc * ACTS[kind](a))
         return a.copy_(of_act), b  # as Liger does
 
     return backward
 
 
-STAND_INS = {"rms_norm_forward": rms_norm_forward, "rms_norm_backward": rms_norm_backward,
-             "layer_norm_forward": layer_norm_forward, "layer_norm_backward": layer_norm_backward}
-GATED = {f"{kind}_{way}": make(kind) for kind in ACTS for way, make in (("forward", gated_forward), ("backward", gated_backward))}
+STAND_INS = {
+    "rms_norm_forward": rms_norm_forward,
+    "rms_norm_backward": rms_norm_backward,
+    "layer_norm_forward": layer_norm_forward,
+    "layer_norm_backward": layer_norm_backward,
+}
+GATED = {
+    f"{kind}_{way}": make(kind)
+    for kind in ACTS
+    for way, make in (("forward", gated_forward), ("backward", gated_backward))
+}
 
 
 @pytest.fixture(autouse=True)
@@ -135,14 +158,19 @@ def test_they_are_the_plain_operations_and_write_nothing(name, compiled, trained
         for _ in range(2):  # the second finds what the first has left
             out = run(operation, norm, leaves)
             found = torch.autograd.grad(out.square().sum(), [one for one in leaves if one.requires_grad])
-        assert all(torch.equal(one, leaf) for one, leaf in zip(inputs, leaves, strict=True)), "what went in was written"
+        assert all(torch.equal(one, leaf) for one, leaf in zip(inputs, leaves, strict=True)), (
+            "what went in was written"
+        )
         results.append((out.detach(), *found))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-OPERATORS = {"rms_norm": lambda x, weight, bias: (x, weight, EPS, 0.0, "llama"), "layer_norm": lambda *given: (*given, EPS),
-             "gated": lambda x, weight, bias: (x, x.detach() + 1, "swiglu")}
+OPERATORS = {
+    "rms_norm": lambda x, weight, bias: (x, weight, EPS, 0.0, "llama"),
+    "layer_norm": lambda *given: (*given, EPS),
+    "gated": lambda x, weight, bias: (x, x.detach() + 1, "swiglu"),
+}
 
 
 @pytest.mark.parametrize("shape", [(4, 12), (2, 3, 5, 12), (0, 12)], ids=str)
@@ -162,12 +190,17 @@ def test_so_are_those_of_the_backward_pass(dtype, trained):
     x, dy = (torch.randn(2, 5, 15, dtype=dtype)[..., :12] for _ in range(2))
     weight, bias, scale, mean = torch.randn(12), torch.randn(12), torch.rand(10), torch.rand(10)
     of = torch.ops.fxtune
-    for operator, given in ((of.liger_rms_norm_backward, (dy, x, weight, scale, 0.0, "llama", trained)),
-                            (of.liger_layer_norm_backward, (dy, x, weight, bias, mean, scale, trained, not trained)),
-                            (of.liger_gated_backward, (dy, x, x + 1, "geglu"))):
+    for operator, given in (
+        (of.liger_rms_norm_backward, (dy, x, weight, scale, 0.0, "llama", trained)),
+        (of.liger_layer_norm_backward, (dy, x, weight, bias, mean, scale, trained, not trained)),
+        (of.liger_gated_backward, (dy, x, x + 1, "geglu")),
+    ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
         promised = [one.dtype for one in operator(*given)]
-        assert promised == [dtype, *([dtype] if operator is of.liger_gated_backward else [torch.float32] * (len(promised) - 1))]
+        assert promised == [
+            dtype,
+            *([dtype] if operator is of.liger_gated_backward else [torch.float32] * (len(promised) - 1)),
+        ]
 
 
 def test_checkpointing_repeats_them():

@@ -13,7 +13,14 @@ from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
 
 
-def drawn(rows: int, vocabulary: int, width: int = 16, dtype: torch.dtype = torch.float32, bias: bool = False, size: float = 1.0):
+def drawn(
+    rows: int,
+    vocabulary: int,
+    width: int = 16,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    size: float = 1.0,
+):
     """hidden, weight, labels, bias: leaves with gradients."""
     torch.manual_seed(rows * 1000 + vocabulary)
     tensors = [torch.randn(rows, width) * size, torch.randn(vocabulary, width)] + [torch.randn(vocabulary)] * bias
@@ -26,15 +33,23 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Te
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(0, 40), vocabulary=st.integers(1, 150), chunk=st.integers(1, 50), bias=st.booleans(),
-       scale=st.sampled_from([1.0, 0.125, 3.0]), cap=st.sampled_from([0.0, 2.0, 30.0]))
+@given(
+    rows=st.integers(0, 40),
+    vocabulary=st.integers(1, 150),
+    chunk=st.integers(1, 50),
+    bias=st.booleans(),
+    scale=st.sampled_from([1.0, 0.125, 3.0]),
+    cap=st.sampled_from([0.0, 2.0, 30.0]),
+)
 def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabulary, chunk, bias, scale, cap):
     hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
     wanted = plain(hidden, weight, labels, offset, scale=scale, cap=cap)
     options = dict(scale=scale, cap=cap, chunk_rows=chunk)
     loss = linear_cross_entropy(hidden, weight, labels, offset, **options)
     torch.testing.assert_close(loss, wanted.sum(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(row_losses(hidden, weight, labels, offset, **options), wanted.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        row_losses(hidden, weight, labels, offset, **options), wanted.detach(), rtol=1e-5, atol=1e-5
+    )
     leaves = (hidden, weight, offset)
     for mine, theirs in zip(gradients(loss / 7, *leaves), gradients(wanted.sum() / 7, *leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -59,8 +74,11 @@ def test_rows_that_are_only_there_to_fill_up_change_nothing(fill):
 def test_gradcheck_in_float64(cap):
     hidden, weight, labels, bias = drawn(5, 7, width=3, dtype=torch.float64, bias=True)
     assert torch.autograd.gradcheck(
-        lambda *leaves: linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], scale=0.5, cap=cap, chunk_rows=2),
-        (hidden, weight, bias))
+        lambda *leaves: linear_cross_entropy(
+            leaves[0], leaves[1], labels, leaves[2], scale=0.5, cap=cap, chunk_rows=2
+        ),
+        (hidden, weight, bias),
+    )
 
 
 def test_large_logits_neither_overflow_nor_lose_their_gradient():
@@ -122,10 +140,15 @@ def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
 def test_a_vocabulary_of_an_odd_size_in_bfloat16():
     """oneDNN reads beyond a row whose length is not that of its memory."""
     hidden, weight, labels, _ = drawn(300, 1282, dtype=torch.bfloat16)
-    keep = [torch.full((300, 1344), torch.nan, dtype=torch.bfloat16) for _ in range(4)]  # what the buffer may be made of
+    keep = [
+        torch.full((300, 1344), torch.nan, dtype=torch.bfloat16) for _ in range(4)
+    ]  # what the buffer may be made of
     del keep
-    for mine, theirs in zip(gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight),
-                            gradients(plain(hidden, weight, labels).sum(), hidden, weight), strict=True):
+    for mine, theirs in zip(
+        gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight),
+        gradients(plain(hidden, weight, labels).sum(), hidden, weight),
+        strict=True,
+    ):
         assert (mine - theirs).norm() < 2e-2 * theirs.norm()
 
 
@@ -138,14 +161,18 @@ def test_under_autocast_matmuls_are_bfloat16_and_the_master_weight_s_gradient_fl
     assert seen.dtypes >= {torch.bfloat16}
     assert loss.dtype is hidden.grad.dtype is weight.grad.dtype is torch.float32
     assert abs(loss - wanted) < 1e-2 * wanted
-    for mine, theirs in zip((hidden.grad, weight.grad, bias.grad), gradients(wanted, hidden, weight, bias), strict=True):
+    for mine, theirs in zip(
+        (hidden.grad, weight.grad, bias.grad), gradients(wanted, hidden, weight, bias), strict=True
+    ):
         assert (mine - theirs).norm() < 1e-2 * theirs.norm()
 
 
 def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
     """1.5039 lies between 1.5 and 1.5078: rounded, it would make all gradients 0.3 % too small or too large at once."""
     hidden, weight, labels, _ = drawn(64, 30, dtype=torch.bfloat16)
-    once, times = (gradients(linear_cross_entropy(hidden, weight, labels) * by, hidden)[0].double() for by in (1, 1.5039))
+    once, times = (
+        gradients(linear_cross_entropy(hidden, weight, labels) * by, hidden)[0].double() for by in (1, 1.5039)
+    )
     assert (times * once).sum() / (once * once).sum() == pytest.approx(1.5039, abs=5e-4)
 
 

@@ -25,8 +25,16 @@ from fxtune.pipeline import make_probe
 from fxtune.techniques.lora import Fused, Matmul
 from fxtune.world import Facts
 
-H200 = Facts(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16", sequence_length=4096, rows=(4096,),
-             micro_batch_size=4, packages={"quack-kernels": matmul.VERSION})
+H200 = Facts(
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    dtype="bfloat16",
+    sequence_length=4096,
+    rows=(4096,),
+    micro_batch_size=4,
+    packages={"quack-kernels": matmul.VERSION},
+)
 
 
 class Calls(TorchDispatchMode):
@@ -70,11 +78,38 @@ def quack(monkeypatch):
     """A package of quack's that multiplies by torch and keeps what it was called with."""
     calls = []
 
-    def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, *, pingpong, persistent, is_dynamic_persistent, b_kn):
+    def gemm(
+        A,
+        B,
+        D,
+        C,
+        semaphore,
+        tile_M,
+        tile_N,
+        cluster_M,
+        cluster_N,
+        *,
+        pingpong,
+        persistent,
+        is_dynamic_persistent,
+        b_kn,
+    ):
         assert (semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, True, False, False)
         assert C is None or (C.shape, C.requires_grad) == (D.shape, False)
-        calls.append((tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent, is_dynamic_persistent, A.stride(), B.stride(),
-                      C is not None))
+        calls.append(
+            (
+                tile_M,
+                tile_N,
+                cluster_M,
+                cluster_N,
+                pingpong,
+                persistent,
+                is_dynamic_persistent,
+                A.stride(),
+                B.stride(),
+                C is not None,
+            )
+        )
         D.copy_(A.float() @ B.float() + (0 if C is None else C.float()))
 
     top, inner, cache = ModuleType("quack"), ModuleType("quack.gemm"), ModuleType("quack.cache")
@@ -87,7 +122,7 @@ def quack(monkeypatch):
 
 
 def drawn(rows, columns, stride=None, dtype=torch.bfloat16, at=0):
-    return torch.randn(rows, (stride or columns) + at, dtype=dtype)[:, at:at + columns]
+    return torch.randn(rows, (stride or columns) + at, dtype=dtype)[:, at : at + columns]
 
 
 def test_a_cpu_has_no_such_kernel():
@@ -96,17 +131,37 @@ def test_a_cpu_has_no_such_kernel():
     torch.testing.assert_close(mm(x, w, by=CUTE), x @ w, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "columns", "expected"), [
-    (132 * 256, 192, 0.5), (256, 132 * 192, 1.0), (66 * 256 + 1, 384, 16897 / (2 * 66 * 256)), (256, 192, 1 / 132),
-    (16384, 4096, 16384 * 4096 / (11 * 132 * 256 * 192)), (4096, 4096, 4096 * 4096 / (3 * 132 * 256 * 192))])
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (132 * 256, 192, 0.5),
+        (256, 132 * 192, 1.0),
+        (66 * 256 + 1, 384, 16897 / (2 * 66 * 256)),
+        (256, 192, 1 / 132),
+        (16384, 4096, 16384 * 4096 / (11 * 132 * 256 * 192)),
+        (4096, 4096, 4096 * 4096 / (3 * 132 * 256 * 192)),
+    ],
+)
 def test_how_much_of_the_processors_time_makes_numbers(rows, columns, expected):
     assert filled(rows, columns, 132) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("change", "taken"), [
-    ({}, True), ({"across": True}, True), ({"dtype": torch.float16}, True), ({"stride": 1032}, True),
-    ({"dtype": torch.float32}, False), ({"rows": 1024}, False), ({"inner": 1000}, False), ({"columns": 1000}, False),
-    ({"stride": 1028}, False), ({"at": 4}, False), ({"columns": 1088}, False)])
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"across": True}, True),
+        ({"dtype": torch.float16}, True),
+        ({"stride": 1032}, True),
+        ({"dtype": torch.float32}, False),
+        ({"rows": 1024}, False),
+        ({"inner": 1000}, False),
+        ({"columns": 1000}, False),
+        ({"stride": 1028}, False),
+        ({"at": 4}, False),
+        ({"columns": 1088}, False),
+    ],
+)
 def test_what_the_kernel_serves(monkeypatch, change, taken):
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
     known = dict(rows=32768, inner=1024, columns=1536, dtype=torch.bfloat16, across=False, stride=None, at=0) | change
@@ -116,9 +171,14 @@ def test_what_the_kernel_serves(monkeypatch, change, taken):
     right = drawn(columns, inner, dtype=dtype).t() if known["across"] else drawn(inner, columns, dtype=dtype)
     assert served(left, right, out) == taken
     assert not served(left, right, torch.empty(rows, columns, dtype=torch.float64))
-    assert served(left, right, out, torch.empty_like(out)) == (taken and known["across"])  # the order that is compiled for it
-    for plus in (torch.empty(rows, columns, dtype=torch.float64), torch.empty(rows, columns + 4, dtype=dtype)[:, 4:],
-                 torch.empty(columns, rows, dtype=dtype).t()):
+    assert served(left, right, out, torch.empty_like(out)) == (
+        taken and known["across"]
+    )  # the order that is compiled for it
+    for plus in (
+        torch.empty(rows, columns, dtype=torch.float64),
+        torch.empty(rows, columns + 4, dtype=dtype)[:, 4:],
+        torch.empty(columns, rows, dtype=dtype).t(),
+    ):
         assert not served(left, right, out, plus)
 
 
@@ -137,7 +197,9 @@ def test_a_product_is_one_to_whoever_looks(small):
     assert mode.found == [(20, 32, 24)] * 2
     exact = x.double() @ w.double() + plus.double()
     for one in both:
-        assert (one == exact.bfloat16()).float().mean() > 0.99  # rounded once; but for sums in another order, next to a tie
+        assert (
+            one == exact.bfloat16()
+        ).float().mean() > 0.99  # rounded once; but for sums in another order, next to a tie
     with FlopCounterMode(display=False) as counted:
         mm(x, w, by=CUTE)
     assert counted.get_total_flops() == 2 * 20 * 32 * 24
@@ -175,17 +237,32 @@ def test_an_mlps_products_are_all_the_kernels(small, by_op, tiles):
     with torch.autocast("cpu", torch.bfloat16):
         y = lora_mlp(x, a + a_down, b + b_down, [up], [down], [1.0] * 3, DENSE_CUTE, DENSE_CUTE, tiles=tiles)
     rows = 32 // tiles
-    forward = [(rows, 32, 112), (rows, 64, 32)]  # the adapters' first halves are more columns, or their second ones more rows
+    forward = [
+        (rows, 32, 112),
+        (rows, 64, 32),
+    ]  # the adapters' first halves are more columns, or their second ones more rows
     assert by_op == forward * tiles
     stream = torch.randn(32, 32, dtype=torch.bfloat16)
     with torch.no_grad():
-        added = torch.ops.fxtune.lora_mlp(x.bfloat16(), a + a_down, b + b_down, [up], [down], [1.0] * 3, DENSE_CUTE, DENSE_CUTE,
-                                          "silu", False, tiles, stream)[0]
+        added = torch.ops.fxtune.lora_mlp(
+            x.bfloat16(),
+            a + a_down,
+            b + b_down,
+            [up],
+            [down],
+            [1.0] * 3,
+            DENSE_CUTE,
+            DENSE_CUTE,
+            "silu",
+            False,
+            tiles,
+            stream,
+        )[0]
     assert by_op == forward * 2 * tiles, "with the residual stream, too"
     torch.testing.assert_close(added, y + stream, rtol=2e-2, atol=2e-2)
     by_op.clear()
     y.float().sum().backward()
-    assert by_op == ([*forward[:1 if tiles > 1 else 0], (rows, 32, 64), (rows, 96, 48)]) * tiles
+    assert by_op == ([*forward[: 1 if tiles > 1 else 0], (rows, 32, 64), (rows, 96, 48)]) * tiles
 
 
 def test_the_head_multiplies_by_it_forward_and_backward(small, by_op):
@@ -211,7 +288,10 @@ def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folde
     assert str(tmp_path) == quack.cache.CACHE_DIR
     assert [call[:7] for call in quack.calls] == [(256, 192, 1, 2, False, True, False)] * 3
     assert [call[7:] for call in quack.calls] == [  # both orders in memory, and with a third tensor
-        ((1064, 1), (784, 1), False), ((1064, 1), (1, 1064), False), ((1064, 1), (1, 1064), True)]
+        ((1064, 1), (784, 1), False),
+        ((1064, 1), (1, 1064), False),
+        ((1064, 1), (1, 1064), True),
+    ]
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert len(quack.calls) == 3
     assert torch.equal(state, torch.random.get_rng_state())
@@ -228,21 +308,31 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
         matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
 
 
-@pytest.mark.parametrize(("facts", "reason"), [
-    (replace(H200, capability=(8, 0), device_name="NVIDIA A100"), "9.0 (H100, H200), and this is NVIDIA A100, 8.0"),
-    (replace(H200, capability=(10, 0), device_name="NVIDIA B200"), "this is NVIDIA B200, 10.0"),
-    (replace(H200, device="cpu", capability=None), "and this is cpu"),
-    (replace(H200, packages={}), "none is installed: pip install 'quack-kernels[cu13]==0.6.5'"),
-    (replace(H200, packages={"quack-kernels": "0.7.0"}), "0.7.0 is installed: pip install"),
-    (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
-    (replace(H200, techniques={"quantize": {}}), "techniques.quantize.enabled=true"),
-    (replace(H200, micro_batch_size=1, rows=(1024,)), "a micro-batch has 1,024"),
-    (replace(H200, model={"hidden_size": 576}), "some of 576")])
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            replace(H200, capability=(8, 0), device_name="NVIDIA A100"),
+            "9.0 (H100, H200), and this is NVIDIA A100, 8.0",
+        ),
+        (replace(H200, capability=(10, 0), device_name="NVIDIA B200"), "this is NVIDIA B200, 10.0"),
+        (replace(H200, device="cpu", capability=None), "and this is cpu"),
+        (replace(H200, packages={}), "none is installed: pip install 'quack-kernels[cu13]==0.6.5'"),
+        (replace(H200, packages={"quack-kernels": "0.7.0"}), "0.7.0 is installed: pip install"),
+        (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
+        (replace(H200, techniques={"quantize": {}}), "techniques.quantize.enabled=true"),
+        (replace(H200, micro_batch_size=1, rows=(1024,)), "a micro-batch has 1,024"),
+        (replace(H200, model={"hidden_size": 576}), "some of 576"),
+    ],
+)
 def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason):
     assert matmuls.hindrance(H200) is None
     assert reason in matmuls.hindrance(facts)
-    facts = replace(facts, model=random_shape() | facts.model,
-                    techniques={"lora": {"dropout": 0.0, "dora": False}, **facts.techniques})
+    facts = replace(
+        facts,
+        model=random_shape() | facts.model,
+        techniques={"lora": {"dropout": 0.0, "dora": False}, **facts.techniques},
+    )
     named, auto = lora(matmul=Matmul.cute, fused=Fused.on).lora, lora(fused=Fused.on).lora
     assert any(one.startswith("matmul: cute, but ") and reason in one for one in named.check(facts))
     assert not any("matmul" in one for one in auto.check(facts))
@@ -324,12 +414,21 @@ def test_facts_know_the_package():
     assert facts_of(random_model("llama")).packages.get("quack-kernels") is None
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns", "taken"), [
-    (65536, 4096, 28672, True), (76800, 4096, 28672, False), (6144, 8192, 262144, False), (6144, 262144, 8192, False)],
-    ids=["all near", "a result", "a head", "its transpose"])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "taken"),
+    [
+        (65536, 4096, 28672, True),
+        (76800, 4096, 28672, False),
+        (6144, 8192, 262144, False),
+        (6144, 262144, 8192, False),
+    ],
+    ids=["all near", "a result", "a head", "its transpose"],
+)
 def test_what_32_bits_cannot_reach_is_cublass(monkeypatch, rows, inner, columns, taken):
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
     monkeypatch.setattr(matmul, "FULL", 0.0)
-    left, right, back, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in
-                              ((rows, inner), (inner, columns), (columns, inner), (rows, columns)))
+    left, right, back, out = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((rows, inner), (inner, columns), (columns, inner), (rows, columns))
+    )
     assert served(left, right, out) == served(left, back.t(), out) == taken

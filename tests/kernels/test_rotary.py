@@ -31,7 +31,9 @@ def _qwen2(monkeypatch):
     monkeypatch.setitem(FAMILIES, "qwen2", {"model_type": "qwen2", **SIZES})  # its q, k and v have biases
 
 
-def angles(rows: int = ROWS, length: int = LENGTH, width: int = DIM, dtype: torch.dtype = torch.float32, factor: float = 1.0):
+def angles(
+    rows: int = ROWS, length: int = LENGTH, width: int = DIM, dtype: torch.dtype = torch.float32, factor: float = 1.0
+):
     """cos and sin as a model makes them, for packed positions, scaled as YaRN scales them."""
     positions = torch.arange(length)[None].repeat(rows, 1) % 7
     turned = positions[..., None] * 1e4 ** -(torch.arange(0, width, 2) / width)
@@ -60,12 +62,22 @@ def states(dtype=torch.float32, rows=ROWS, length=LENGTH, heads=HEADS, kv=KV, di
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 3), length=st.integers(0, 9), heads=st.integers(1, 5), kv=st.integers(1, 3), half=st.integers(1, 6),
-       rest=st.integers(0, 5), shared=st.booleans(), factor=st.sampled_from([1.0, 1.2079]))
+@given(
+    rows=st.integers(1, 3),
+    length=st.integers(0, 9),
+    heads=st.integers(1, 5),
+    kv=st.integers(1, 3),
+    half=st.integers(1, 6),
+    rest=st.integers(0, 5),
+    shared=st.booleans(),
+    factor=st.sampled_from([1.0, 1.2079]),
+)
 def test_in_float32_it_is_transformers_own(rows, length, heads, kv, half, rest, shared, factor):
     q, k = states(torch.float32, rows, length, heads, kv, 2 * half + rest)
     cos, sin = angles(1 if shared else rows, length, 2 * half, factor=factor)
-    for mine, other in zip(*(results(one, q, k, cos, sin, torch.float32) for one in (apply_rotary, theirs)), strict=True):
+    for mine, other in zip(
+        *(results(one, q, k, cos, sin, torch.float32) for one in (apply_rotary, theirs)), strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
@@ -85,7 +97,9 @@ def test_results_lie_as_attention_reads_them():
     for x in apply_rotary(q.transpose(1, 2), k.transpose(1, 2), *angles()):
         assert x.transpose(1, 2).is_contiguous()
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k)]
-    for mine, other in zip(apply_rotary(*heads_first, *angles()), apply_rotary(q, k, *angles(), unsqueeze_dim=2), strict=True):
+    for mine, other in zip(
+        apply_rotary(*heads_first, *angles()), apply_rotary(q, k, *angles(), unsqueeze_dim=2), strict=True
+    ):
         assert torch.equal(mine.transpose(1, 2), other)
 
 
@@ -140,8 +154,9 @@ def with_rope(model, pipeline=None):
 
 def packed(model, length=48):
     """Three documents in a row."""
-    return model_inputs(model, torch.arange(length)[None] % 128, torch.arange(length)[None] % 20,
-                        torch.tensor([0, 20, 40, length]))
+    return model_inputs(
+        model, torch.arange(length)[None] % 128, torch.arange(length)[None] % 20, torch.tensor([0, 20, 40, length])
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "phi3", "gemma3"])
@@ -156,8 +171,9 @@ def test_a_model_with_packed_rows_and_a_scaled_rope(family):
     found = []
     for model in models:
         logits = model(**packed(model)).logits
-        gradients = torch.autograd.grad(logits.logsumexp(-1).sum(), [one for one in model.parameters() if one.requires_grad],
-                                        allow_unused=True)
+        gradients = torch.autograd.grad(
+            logits.logsumexp(-1).sum(), [one for one in model.parameters() if one.requires_grad], allow_unused=True
+        )
         found.append([logits, *(one for one in gradients if one is not None)])
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
@@ -168,8 +184,10 @@ def test_compiled_layers_share_one_graph_without_a_break(fused):
     if fused:
         model, plain = (adapted(lora(), "llama", rope=rope, num_hidden_layers=4) for rope in (True, False))
     else:
-        model, plain = (make(random_model("llama", num_hidden_layers=4)) for make in (with_rope, lambda one: built(
-            Pipeline(), one)))
+        model, plain = (
+            make(random_model("llama", num_hidden_layers=4))
+            for make in (with_rope, lambda one: built(Pipeline(), one))
+        )
     graphs = []
 
     def counting(graph, inputs):
@@ -186,8 +204,10 @@ def test_compiled_layers_share_one_graph_without_a_break(fused):
 def test_compiled_gradients():
     x, cos, sin = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM), *angles()
     found = []
-    for run in (lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), torch.compile(
-            lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), fullgraph=True)):
+    for run in (
+        lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16),
+        torch.compile(lambda x: qkv(x * 2, cos, sin, HEADS, KV, 16), fullgraph=True),
+    ):
         leaf = x.clone().requires_grad_()
         found.append(torch.autograd.grad(sum(one.square().sum() for one in run(leaf)), leaf)[0])
     torch.testing.assert_close(*found)
@@ -196,7 +216,9 @@ def test_compiled_gradients():
 def adapted(pipeline, family, rope=True, **more):
     """A model whose adapters run fused, with our RoPE or transformers' own."""
     pipeline.lora.fused = Fused.on
-    model = (with_rope if rope else lambda model, pipeline: built(pipeline, model))(random_model(family, **more), pipeline)
+    model = (with_rope if rope else lambda model, pipeline: built(pipeline, model))(
+        random_model(family, **more), pipeline
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -219,17 +241,24 @@ def trained(model):
 
 
 @pytest.mark.parametrize("policy", [None, Policy.full, Policy.selective])
-@pytest.mark.parametrize(("family", "at_once"), [("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "at_once"), [("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False)]
+)
 def test_fused_adapters_hand_their_projections_out_turned(family, at_once, policy):
     """Where norms stand in between, q and k are turned after these."""
     pipeline = lora()
     if policy:
         pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, policy
     (plain, none), (mine, seen) = trained(adapted(lora(), family, rope=False)), trained(adapted(pipeline, family))
-    forwards = {None: 2, Policy.full: 4, Policy.selective: 8}[policy]  # the last asks for each twice, once to look at it
+    forwards = {None: 2, Policy.full: 4, Policy.selective: 8}[
+        policy
+    ]  # the last asks for each twice, once to look at it
     assert not none
-    assert seen == ({"fxtune::rotary_qkv": forwards, "fxtune::rotary_qkv_backward": 2} if at_once
-                    else {"fxtune::rotary": forwards + 2})
+    assert seen == (
+        {"fxtune::rotary_qkv": forwards, "fxtune::rotary_qkv_backward": 2}
+        if at_once
+        else {"fxtune::rotary": forwards + 2}
+    )
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -269,8 +298,11 @@ def test_a_gradient_without_room_is_copied():
     weights, a, b = [torch.randn(24, 16)], [torch.randn(4, 16)], [torch.randn(24, 4, requires_grad=True)]
     made, x, above = [augment(weights, [4])], torch.randn(5, 16, requires_grad=True), torch.randn(5, 24)
     found = []
-    for dy in (above, torch.randn(5 * 40)[:4 * 40 + 24].as_strided((5, 24), (40, 1)).copy_(above),
-               F.pad(above, (0, 16))[:, :24]):
+    for dy in (
+        above,
+        torch.randn(5 * 40)[: 4 * 40 + 24].as_strided((5, 24), (40, 1)).copy_(above),
+        F.pad(above, (0, 16))[:, :24],
+    ):
         kept = dy.clone()
         y = torch.ops.fxtune.lora_linear(x, a, b, [], made, [1.0], "dense", True, None)[0]
         found.append(torch.autograd.grad(y, [x, *b], dy))
@@ -291,7 +323,9 @@ def test_generation_with_a_cache():
     ids, found = torch.arange(9)[None], []
     for rope in (False, True):
         model = adapted(lora(), "llama", rope=rope)
-        found.append(model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids)))
+        found.append(
+            model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+        )
     assert torch.equal(*found)
 
 
@@ -299,7 +333,9 @@ def test_an_attention_of_another_form_is_refused_in_words():
     def forward(self, x):
         return x
 
-    with pytest.raises(ConfigError, match=r"techniques.liger.rope: Odd of this transformers does not call apply_rotary_pos_emb"):
+    with pytest.raises(
+        ConfigError, match=r"techniques.liger.rope: Odd of this transformers does not call apply_rotary_pos_emb"
+    ):
         seeing(forward, apply_rotary, "Odd")
 
 

@@ -22,15 +22,23 @@ from fxtune.kernels import gated_lora_triton, gated_sums_triton, lora_triton  # 
 SUMS = {**gated_sums_triton.WALK, "SILU": True, "ADD": False}
 TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), gated_lora_triton.TILE, strict=True), SILU=True)
 KERNELS = {
-    "project": (lora_triton._project, {**lora_triton.PROJECT, "LEFT": True, "RIGHT": True, "WIDTH": 64, "factor_down": 1}),
-    "project, no copy": (lora_triton._project, {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64,
-                                                "factor_across": 1}),
+    "project": (
+        lora_triton._project,
+        {**lora_triton.PROJECT, "LEFT": True, "RIGHT": True, "WIDTH": 64, "factor_down": 1},
+    ),
+    "project, no copy": (
+        lora_triton._project,
+        {**lora_triton.PROJECT, "LEFT": False, "RIGHT": True, "WIDTH": 64, "factor_across": 1},
+    ),
     "reduce": (lora_triton._reduce, {**lora_triton.REDUCE, "ADD": True, "WIDTH": 64}),
     "add": (lora_triton._add, {**lora_triton.ADD, "MORE": False, "RANKS": 64, "factor_across": 1}),
     "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "MORE": True, "RANKS": 64, "factor_across": 1}),
     "sums": (gated_sums_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
     "sums and p": (gated_sums_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
-    "sums of higher ranks": (gated_sums_triton._backward, {**SUMS, "KEEP": False, "RANKS": 32, "DOWN": 32, "COLUMNS": 64}),
+    "sums of higher ranks": (
+        gated_sums_triton._backward,
+        {**SUMS, "KEEP": False, "RANKS": 32, "DOWN": 32, "COLUMNS": 64},
+    ),
     "walk": (gated_lora_triton._walk, {**gated_lora_triton.WALK, "SILU": True, "RANKS": 32}),
     "backward": (gated_lora_triton._backward, {**TILE, "RANKS": 32, "ABOVE": 16}),
 }
@@ -44,10 +52,22 @@ def compiled(name: str, dtype: str, monkeypatch, tmp_path) -> dict[str, str]:
     options = {key: value for key, value in given.items() if key not in kernel.arg_names}
     kinds = {}
     for argument in kernel.arg_names:
-        kinds[argument] = ("constexpr" if argument in constants else "*fp32" if argument.startswith("into_")
-                           else f"*{dtype}" if argument.endswith("ptr") else "fp32" if argument == "value" else "i32")
-    even = {(index,): [["tt.divisibility", 16]] for index, argument in enumerate(kernel.arg_names)
-            if kinds[argument].startswith("*") or (kinds[argument] == "i32" and argument not in ("rows", "ones"))}
+        kinds[argument] = (
+            "constexpr"
+            if argument in constants
+            else "*fp32"
+            if argument.startswith("into_")
+            else f"*{dtype}"
+            if argument.endswith("ptr")
+            else "fp32"
+            if argument == "value"
+            else "i32"
+        )
+    even = {
+        (index,): [["tt.divisibility", 16]]
+        for index, argument in enumerate(kernel.arg_names)
+        if kinds[argument].startswith("*") or (kinds[argument] == "i32" and argument not in ("rows", "ones"))
+    }
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=even)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
@@ -56,7 +76,9 @@ def overwritten(code: str) -> list[str]:
     """Pipelined tiles that are read to registers and by products which the code lets run on."""
     if not re.search(r"warp_group_dot_wait .*pendings = [1-9]", code):
         return []
-    places = {found[1]: found[2] for found in re.finditer(r"(%\w+) = ttg\.memdesc_(?:index|subslice|trans) (%\w+)", code)}
+    places = {
+        found[1]: found[2] for found in re.finditer(r"(%\w+) = ttg\.memdesc_(?:index|subslice|trans) (%\w+)", code)
+    }
 
     def tile(value: str) -> str:
         """The first view of the whole ring from which `value` comes."""
@@ -65,12 +87,16 @@ def overwritten(code: str) -> list[str]:
         return value
 
     loaded = {tile(found[1]) for found in re.finditer(r"ttg\.local_load (%\w+)", code)}
-    multiplied = {tile(value) for found in re.finditer(r"ttng\.warp_group_dot (%\w+), (%\w+)", code) for value in found.groups()}
+    multiplied = {
+        tile(value) for found in re.finditer(r"ttng\.warp_group_dot (%\w+), (%\w+)", code) for value in found.groups()
+    }
     return sorted(loaded & multiplied & set(places))
 
 
 @triton.jit
-def _copying(x_ptr, factor_ptr, left_ptr, product_ptr, width, ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr):
+def _copying(
+    x_ptr, factor_ptr, left_ptr, product_ptr, width, ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr
+):
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, width, STEP):
@@ -84,7 +110,9 @@ def _copying(x_ptr, factor_ptr, left_ptr, product_ptr, width, ROWS: tl.constexpr
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_tile_is_loaded_over_while_a_product_reads_it(name, monkeypatch, tmp_path):
     code = compiled(name, "bf16", monkeypatch, tmp_path)["ttgir"]
-    assert name.startswith("add") or "async_copy_global_to_local" in code, "nothing is pipelined: this is not a card's code"
+    assert name.startswith("add") or "async_copy_global_to_local" in code, (
+        "nothing is pipelined: this is not a card's code"
+    )
     assert not overwritten(code)
 
 

@@ -49,7 +49,9 @@ def test_a_norm_of_another_kind_stays_and_a_model_of_these_is_noticed():
 
 
 def test_a_kernel_that_computes_something_else_is_noticed(monkeypatch):
-    monkeypatch.setattr(apex_standin.FusedRMSNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=0.1))
+    monkeypatch.setattr(
+        apex_standin.FusedRMSNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=0.1)
+    )
     pipeline = asked()
     model = built(pipeline, random_model("llama"))
     with pytest.raises(ConfigError, match="apart from what they were"):
@@ -61,9 +63,17 @@ REFUSED = [
     (Facts(device="cuda"), {}, "NVIDIA's Apex is not installed"),
     (Facts(device="cuda", packages={"apex": "0.9"}), {}, "it is PyPI's, which is another project"),
     (HERE, dict(layer_norm=False, rms_norm=False), "both false"),
-    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"liger": {}}), {}, "Liger's kernels replace the same norms"),
+    (
+        Facts(device="cuda", packages={APEX: "0.1"}, techniques={"liger": {}}),
+        {},
+        "Liger's kernels replace the same norms",
+    ),
     (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"compile": {}}), {}, "torch.compile fuses norms itself"),
-    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"precision": {"autocast": "bfloat16"}}), {}, "under autocast"),
+    (
+        Facts(device="cuda", packages={APEX: "0.1"}, techniques={"precision": {"autocast": "bfloat16"}}),
+        {},
+        "under autocast",
+    ),
 ]
 
 

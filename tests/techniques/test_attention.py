@@ -33,8 +33,17 @@ from fxtune.techniques.precision import Autocast
 from fxtune.world import PACKAGES, Facts
 
 GB = 2**30
-H200 = Facts(device="cuda", device_name="NVIDIA H200", capability=(9, 0), memory=140 * GB, dtype="bfloat16", packing=True,
-             sequence_length=65536, rows=(65536,), packages={**dict.fromkeys(PACKAGES, "1.0"), "flash-attn-4": "4.0.0b36"})
+H200 = Facts(
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    memory=140 * GB,
+    dtype="bfloat16",
+    packing=True,
+    sequence_length=65536,
+    rows=(65536,),
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "flash-attn-4": "4.0.0b36"},
+)
 A100 = replace(H200, device_name="NVIDIA A100", capability=(8, 0))
 SHAPE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 131072}
 SINKS = {"head_dim": 64, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
@@ -101,8 +110,16 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(family, backend):
 def test_flash4_trains_what_eager_trains(family):
     """Rows of several documents, padding and slots of no tokens; and rows of one document each."""
     for packed in (True, False):
-        pieces = Pieces(source=np.zeros(3, np.int64), start=np.array([0, 9, 13]), length=np.array([9, 4, 11]),
-                        offsets=np.array([0, 2, 3] if packed else [0, 1, 2, 3]), width=14, packed=packed, pad_id=0, slots=8)
+        pieces = Pieces(
+            source=np.zeros(3, np.int64),
+            start=np.array([0, 9, 13]),
+            length=np.array([9, 4, 11]),
+            offsets=np.array([0, 2, 3] if packed else [0, 1, 2, 3]),
+            width=14,
+            packed=packed,
+            pad_id=0,
+            slots=8,
+        )
         ids = np.random.default_rng(1).integers(1, 128, 24)
         batch = assemble([type("Table", (), {"ids": ids, "supervised": ids > 0})], pieces)
         losses, gradients = [], []
@@ -172,8 +189,10 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
 def test_answers_are_those_of_eager(family):
     """A cache, and prompts that are padded on the left: calls that the kernel is not for."""
     prompts = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6], [11, 12]]
-    given = [answer(unchecked(backend, family).eval(), TOKENIZER, [Question("?", prompt, "!") for prompt in prompts], 3, 6)
-             for backend in ("eager", "flash4")]
+    given = [
+        answer(unchecked(backend, family).eval(), TOKENIZER, [Question("?", prompt, "!") for prompt in prompts], 3, 6)
+        for backend in ("eager", "flash4")
+    ]
     assert given[0] == given[1]
     assert len(set(given[0])) > 1
 
@@ -187,8 +206,16 @@ def test_a_plain_call_with_packed_positions_isolates_as_well(family):
         torch.testing.assert_close(models[1](**probe).logits, models[0](**probe).logits)
 
 
-@pytest.mark.parametrize(("implementation", "given"), [
-    ("sdpa", False), ("flex_attention", False), ("fxtune_fa4", True), ("flash_attention_3", True), ("org/kernel@0", True)])
+@pytest.mark.parametrize(
+    ("implementation", "given"),
+    [
+        ("sdpa", False),
+        ("flex_attention", False),
+        ("fxtune_fa4", True),
+        ("flash_attention_3", True),
+        ("org/kernel@0", True),
+    ],
+)
 def test_who_is_told_where_documents_begin(implementation, given):
     """transformers itself would find the documents in one row, and see none in two."""
     model = torch.nn.Identity()
@@ -209,23 +236,32 @@ def test_a_layer_that_drops_the_documents_bounds_is_told():
         model(**probe)
 
 
-@pytest.mark.parametrize(("what", "match"), [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"),
-                                             ({"is_causal": False}, "looks ahead")])
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "looks ahead")],
+)
 def test_what_the_kernel_would_leave_out_is_never_left_out_in_silence(what, match):
     from transformers import AttentionInterface
 
     packed_attention.register()
     qkv = torch.zeros(3, 1, 4, 6, 8)
     with pytest.raises(ConfigError, match=match):
-        AttentionInterface()["fxtune_fa4"](torch.nn.Identity(), *qkv, packed_attention.no_mask(torch.zeros(1, 6)),
-                                           cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32), **what)
+        AttentionInterface()["fxtune_fa4"](
+            torch.nn.Identity(),
+            *qkv,
+            packed_attention.no_mask(torch.zeros(1, 6)),
+            cu_seq_lens_q=torch.tensor([0, 6], dtype=torch.int32),
+            **what,
+        )
 
 
 def test_a_saved_model_is_one_for_plain_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = unchecked("flash4", "llama")
-    models.save(model, TOKENIZER, tmp_path / "saved", card={"data": "", "figures": {}, "facts": CPU.facts(), "config": {}})
+    models.save(
+        model, TOKENIZER, tmp_path / "saved", card={"data": "", "figures": {}, "facts": CPU.facts(), "config": {}}
+    )
     assert "fxtune" not in (tmp_path / "saved" / "config.json").read_text()
     assert "attn_implementation" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -238,8 +274,9 @@ def test_cudnn_takes_packed_rows_document_by_document(monkeypatch):
 
     def rows(q, k, v, scale):
         lengths.append(q.shape[1])
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale,
-                                              enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
 
     monkeypatch.setattr(packed_attention, "_cudnn_rows", rows)
     packed_attention.register()
@@ -248,8 +285,11 @@ def test_cudnn_takes_packed_rows_document_by_document(monkeypatch):
     out = packed_attention._by_cudnn(q, k, v, cu_seqlens, 0.3, 0, 0.0)
     expected = packed_attention._by_flash4(q, k, v, cu_seqlens, 0.3, 0, 0.0)
     torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(torch.autograd.grad(out.sin().sum(), (q, k, v)), torch.autograd.grad(expected.sin().sum(), (q, k, v)),
-                            strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(out.sin().sum(), (q, k, v)),
+        torch.autograd.grad(expected.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs)
     assert lengths == [64, 128, 64, 128, 64]
 
@@ -283,20 +323,28 @@ def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
         assert isolation.acted
 
 
-@pytest.mark.parametrize(("facts", "expected", "passed"), [
-    (dict(), "flash4", ""),
-    (dict(packages={}), "sdpa", "flash3 needs the package flash-attn-3; cudnn takes packed rows one"),
-    (dict(packages={}, packing=False), "cudnn", "flash4 needs the package"),
-    (dict(base=A100), "flash2", "flash4 does not serve NVIDIA A100 (compute capability 8.0"),
-    (dict(base=A100, packages={}), "sdpa", "flash2 needs the package flash-attn"),
-    (dict(dtype="float32", packages={}), "flex", "sdpa would build a mask of 4.0 GiB"),
-    (dict(dtype="float32", sequence_length=4096), "sdpa", "flash4 computes in float16 and bfloat16, not in float32"),
-    (dict(kind="gemma2"), "flash4", ""),
-    (dict(kind="gemma2", packages={}), "flex", "sdpa leaves out gemma2's soft cap"),
-    (dict(changes={"attention_dropout": 0.1}), "flash2", "flash4 leaves out llama's dropout"),
-    (dict(changes={"head_dim": 512}, sequence_length=4096), "sdpa", "flash4 takes heads of 8 to 256"),
-    (dict(kind="gpt_oss", changes=SINKS), "flex", "flash4 leaves out gpt_oss's attention sinks"),
-], ids=lambda value: value if isinstance(value, str) else "on")
+@pytest.mark.parametrize(
+    ("facts", "expected", "passed"),
+    [
+        (dict(), "flash4", ""),
+        (dict(packages={}), "sdpa", "flash3 needs the package flash-attn-3; cudnn takes packed rows one"),
+        (dict(packages={}, packing=False), "cudnn", "flash4 needs the package"),
+        (dict(base=A100), "flash2", "flash4 does not serve NVIDIA A100 (compute capability 8.0"),
+        (dict(base=A100, packages={}), "sdpa", "flash2 needs the package flash-attn"),
+        (dict(dtype="float32", packages={}), "flex", "sdpa would build a mask of 4.0 GiB"),
+        (
+            dict(dtype="float32", sequence_length=4096),
+            "sdpa",
+            "flash4 computes in float16 and bfloat16, not in float32",
+        ),
+        (dict(kind="gemma2"), "flash4", ""),
+        (dict(kind="gemma2", packages={}), "flex", "sdpa leaves out gemma2's soft cap"),
+        (dict(changes={"attention_dropout": 0.1}), "flash2", "flash4 leaves out llama's dropout"),
+        (dict(changes={"head_dim": 512}, sequence_length=4096), "sdpa", "flash4 takes heads of 8 to 256"),
+        (dict(kind="gpt_oss", changes=SINKS), "flex", "flash4 leaves out gpt_oss's attention sinks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "on",
+)
 def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
     backend, note = chosen(machine(**facts))
     assert backend == expected
@@ -304,40 +352,68 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
     assert passed in note
 
 
-@pytest.mark.parametrize(("backend", "facts", "match"), [
-    ("flash4", dict(dtype="float32"), "flash4 computes in float16 and bfloat16, not in float32. Set model.dtype=bfloat16"),
-    ("cudnn", dict(dtype="float32"), "not in float32"),
-    ("flash3", dict(base=A100), "flash3 does not serve NVIDIA A100 (compute capability 8.0; it serves 9.0 to below 10.0)"),
-    ("flash3", dict(capability=(10, 0)), "flash3 does not serve"),
-    ("flash4", dict(base=A100), "flash4 does not serve NVIDIA A100"),
-    ("flash4", dict(packages={}), "flash4 needs the package flash-attn-4. Install it: pip install 'fxtune[flash]'"),
-    ("flash4", dict(packages={"flash-attn-4": "4.0.0b99"}), "is built on flash-attn-4 4.0.0b36, and 4.0.0b99 is here"),
-    ("flash2", dict(packages={}), "pip install flash-attn"),
-    ("flash3", dict(packages={}), "needs the package flash-attn-3"),
-    ("flash4", dict(changes={"head_dim": 512}), "flash4 takes heads of 8 to 256 in steps of 8 here"),
-    ("flash4", dict(changes={"head_dim": 20}), "have 20"),
-    ("flash4", dict(capability=(10, 0), changes={"head_dim": 192}), "have 192"),
-    ("cudnn", dict(changes={"head_dim": 256}), "cudnn takes heads of up to 128"),
-    ("flash4", dict(changes={"attention_dropout": 0.1}), "leaves out llama's dropout in attention (0.1)"),
-    ("flash3", dict(changes={"attention_dropout": 0.1}), "dropout"),
-    ("flex", dict(changes={"attention_dropout": 0.1}), "dropout"),
-    ("sdpa", dict(kind="gemma2"), "sdpa leaves out gemma2's soft cap on attention scores (50.0)"),
-    ("cudnn", dict(kind="gemma2"), "soft cap"),
-    ("cudnn", dict(kind="mistral", changes={"sliding_window": 4096}), "leaves out mistral's sliding window (4096)"),
-    ("cudnn", dict(techniques={"compile": {"fullgraph": True}}), "techniques.compile.fullgraph=false"),
-    ("cudnn", dict(deterministic=True), "run.deterministic=false"),
-    ("flash4", dict(capability=(12, 0), deterministic=True), "no deterministic backward"),
-    ("sdpa", dict(kind="gpt_oss", changes=SINKS), "leaves out gpt_oss's attention sinks"),
-    ("flash4", dict(kind="bloom", changes={"n_head": 8}), "flash4 is not there for bloom in transformers"),
-    ("sdpa", dict(dtype="float32"), "sdpa would build a mask of 4.0 GiB for packed rows of 65536 tokens"),
-    ("eager", dict(), "eager writes out the scores of each layer"),
-    ("flash4", dict(base=Facts()), "flash4 needs a GPU, and this run is on a CPU"),
-    ("flash", dict(), "there is no flash. Did you mean flash"),
-    ("nonsense", dict(), "There are auto, flash4, flash3"),
-    ("hub:kernels-community/flash-attn3", dict(), "is not pinned"),
-    ("hub:kernels-community/flash-attn3", dict(), "trust_remote_code: false"),
-    ("hub:kernels-community/flash-attn3", dict(packages={}), "needs the package kernels. Install it: pip install kernels"),
-], ids=lambda value: value if isinstance(value, str) else "on")
+@pytest.mark.parametrize(
+    ("backend", "facts", "match"),
+    [
+        (
+            "flash4",
+            dict(dtype="float32"),
+            "flash4 computes in float16 and bfloat16, not in float32. Set model.dtype=bfloat16",
+        ),
+        ("cudnn", dict(dtype="float32"), "not in float32"),
+        (
+            "flash3",
+            dict(base=A100),
+            "flash3 does not serve NVIDIA A100 (compute capability 8.0; it serves 9.0 to below 10.0)",
+        ),
+        ("flash3", dict(capability=(10, 0)), "flash3 does not serve"),
+        ("flash4", dict(base=A100), "flash4 does not serve NVIDIA A100"),
+        (
+            "flash4",
+            dict(packages={}),
+            "flash4 needs the package flash-attn-4. Install it: pip install 'fxtune[flash]'",
+        ),
+        (
+            "flash4",
+            dict(packages={"flash-attn-4": "4.0.0b99"}),
+            "is built on flash-attn-4 4.0.0b36, and 4.0.0b99 is here",
+        ),
+        ("flash2", dict(packages={}), "pip install flash-attn"),
+        ("flash3", dict(packages={}), "needs the package flash-attn-3"),
+        ("flash4", dict(changes={"head_dim": 512}), "flash4 takes heads of 8 to 256 in steps of 8 here"),
+        ("flash4", dict(changes={"head_dim": 20}), "have 20"),
+        ("flash4", dict(capability=(10, 0), changes={"head_dim": 192}), "have 192"),
+        ("cudnn", dict(changes={"head_dim": 256}), "cudnn takes heads of up to 128"),
+        ("flash4", dict(changes={"attention_dropout": 0.1}), "leaves out llama's dropout in attention (0.1)"),
+        ("flash3", dict(changes={"attention_dropout": 0.1}), "dropout"),
+        ("flex", dict(changes={"attention_dropout": 0.1}), "dropout"),
+        ("sdpa", dict(kind="gemma2"), "sdpa leaves out gemma2's soft cap on attention scores (50.0)"),
+        ("cudnn", dict(kind="gemma2"), "soft cap"),
+        (
+            "cudnn",
+            dict(kind="mistral", changes={"sliding_window": 4096}),
+            "leaves out mistral's sliding window (4096)",
+        ),
+        ("cudnn", dict(techniques={"compile": {"fullgraph": True}}), "techniques.compile.fullgraph=false"),
+        ("cudnn", dict(deterministic=True), "run.deterministic=false"),
+        ("flash4", dict(capability=(12, 0), deterministic=True), "no deterministic backward"),
+        ("sdpa", dict(kind="gpt_oss", changes=SINKS), "leaves out gpt_oss's attention sinks"),
+        ("flash4", dict(kind="bloom", changes={"n_head": 8}), "flash4 is not there for bloom in transformers"),
+        ("sdpa", dict(dtype="float32"), "sdpa would build a mask of 4.0 GiB for packed rows of 65536 tokens"),
+        ("eager", dict(), "eager writes out the scores of each layer"),
+        ("flash4", dict(base=Facts()), "flash4 needs a GPU, and this run is on a CPU"),
+        ("flash", dict(), "there is no flash. Did you mean flash"),
+        ("nonsense", dict(), "There are auto, flash4, flash3"),
+        ("hub:kernels-community/flash-attn3", dict(), "is not pinned"),
+        ("hub:kernels-community/flash-attn3", dict(), "trust_remote_code: false"),
+        (
+            "hub:kernels-community/flash-attn3",
+            dict(packages={}),
+            "needs the package kernels. Install it: pip install kernels",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "on",
+)
 def test_a_backend_says_what_it_cannot_do(backend, facts, match):
     assert match in reasons(backend, machine(**facts))
 
@@ -356,7 +432,12 @@ def test_float32_weights_under_autocast_may_have_flash4():
 
 
 def test_chunks_are_left_to_masks():
-    chunked = {"model_type": "llama4_text", "layer_types": ["chunked_attention"], "attention_chunk_size": 8192, **SHAPE}
+    chunked = {
+        "model_type": "llama4_text",
+        "layer_types": ["chunked_attention"],
+        "attention_chunk_size": 8192,
+        **SHAPE,
+    }
     assert "no chunked attention" in reasons("flash4", replace(H200, model=chunked))
     assert "chunked" not in reasons("flash4", replace(H200, model=chunked, sequence_length=4096))
 
@@ -392,8 +473,9 @@ def test_a_model_that_lets_documents_see_each_other_is_noticed(monkeypatch):
     pipeline = Pipeline()
     model = built(pipeline, random_model("llama"))
     proven = modeling_llama.create_causal_mask
-    monkeypatch.setattr(modeling_llama, "create_causal_mask",
-                        lambda **arguments: proven(**{**arguments, "position_ids": None}))
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask", lambda **arguments: proven(**{**arguments, "position_ids": None})
+    )
     with pytest.raises(ConfigError, match="asked for packed documents do not see each other"):
         pipeline.prove(model, make_probe(model))
     monkeypatch.undo()
@@ -413,8 +495,14 @@ def test_bounds_that_join_documents_are_noticed():
 def test_a_model_whose_positions_do_not_separate_documents_is_noticed():
     """BLOOM places tokens by its attention mask, not by position_ids."""
     pipeline = Pipeline()
-    model = built(pipeline, models.ModelConfig(path=None, init=random_model("llama").init, architecture={
-        "model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}))
+    model = built(
+        pipeline,
+        models.ModelConfig(
+            path=None,
+            init=random_model("llama").init,
+            architecture={"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
+        ),
+    )
     with pytest.raises(ConfigError, match="do not see each other"):
         pipeline.prove(model, make_probe(model))
 

@@ -32,10 +32,20 @@ from fxtune.update_rule import OptimizerConfig, OptimizerName
 from fxtune.world import Facts
 
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
-EXACT = {"full": {}, "selective": {"policy": Policy.selective}, "narrow": NARROW, "none": {"policy": Policy.none},
-         "mm": {"policy": Policy.selective, "save": ["aten.mm"]}, "linears": {"policy": Policy.selective, "save": ["k_proj"]}}
-TILED = {"tiles": {"mlp_tiles": 3}, "selective_tiles": {"policy": Policy.selective, "mlp_tiles": 5},
-         "tiles_alone": {"policy": Policy.none, "mlp_tiles": 2}, "a_token_a_tile": {"mlp_tiles": 24}}
+EXACT = {
+    "full": {},
+    "selective": {"policy": Policy.selective},
+    "narrow": NARROW,
+    "none": {"policy": Policy.none},
+    "mm": {"policy": Policy.selective, "save": ["aten.mm"]},
+    "linears": {"policy": Policy.selective, "save": ["k_proj"]},
+}
+TILED = {
+    "tiles": {"mlp_tiles": 3},
+    "selective_tiles": {"policy": Policy.selective, "mlp_tiles": 5},
+    "tiles_alone": {"policy": Policy.none, "mlp_tiles": 2},
+    "a_token_a_tile": {"mlp_tiles": 24},
+}
 
 
 def checkpointed(pipeline: Pipeline, **options) -> Pipeline:
@@ -119,8 +129,12 @@ def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_
     def keep(module, given):
         kept.append(weakref.ref(given[0]))
 
-    model = moved(built(checkpointed(lora(dropout=0.3 * (fused is Fused.off), fused=fused), policy=policy, mlp_tiles=3),
-                        random_model("llama"))).train()
+    model = moved(
+        built(
+            checkpointed(lora(dropout=0.3 * (fused is Fused.off), fused=fused), policy=policy, mlp_tiles=3),
+            random_model("llama"),
+        )
+    ).train()
     once = gradients(model)
     model.zero_grad()
     for layer in decoder_layers(model):
@@ -134,7 +148,9 @@ def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_
     loss.backward()
     gc.collect()
     assert kept, "the hook was called"
-    assert not any(reference() is not None for reference in kept), "what a graph kept lives no longer than torch keeps it"
+    assert not any(reference() is not None for reference in kept), (
+        "what a graph kept lives no longer than torch keeps it"
+    )
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
@@ -152,7 +168,9 @@ def test_tiles_repeat_their_dropout_and_follow_autocast():
         out = mlp(hidden)
     out.float().sum().backward()
     torch.manual_seed(5)
-    with torch.autocast("cpu", torch.bfloat16):  # the tiles' own order of draws, without the function that recomputes them
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # the tiles' own order of draws, without the function that recomputes them
         other = hidden.detach().requires_grad_()
         expected = torch.cat([type(mlp).__mro__[1].forward(mlp, piece) for piece in other.split(4, dim=1)], dim=1)
     expected.float().sum().backward()
@@ -205,17 +223,33 @@ def test_our_own_attention_operator_is_saved_by_its_name():
     assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
 
 
-@pytest.mark.parametrize(("name", "second", "shape"), [
-    ("aten.mm", torch.empty(3, 5), (3, 5)), ("aten.addmm", torch.empty(3, 5), (3, 5)), ("aten.bmm", torch.empty(2, 3, 5), None),
-    ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)), ("bitsandbytes.gemm_4bit", [5, 3], (3, 5))])
+@pytest.mark.parametrize(
+    ("name", "second", "shape"),
+    [
+        ("aten.mm", torch.empty(3, 5), (3, 5)),
+        ("aten.addmm", torch.empty(3, 5), (3, 5)),
+        ("aten.bmm", torch.empty(2, 3, 5), None),
+        ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)),
+        ("bitsandbytes.gemm_4bit", [5, 3], (3, 5)),
+    ],
+)
 def test_a_product_is_known_by_its_weight(name, second, shape):
     at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
     assert group_of(name) == "matmuls"
     assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
 
 
-@pytest.mark.parametrize("name", ["fxtune.flash4_backward", "aten._scaled_dot_product_flash_attention_backward", "aten.add",
-                                  "aten._fused_sdp_choice", "aten.linalg_vector_norm", "bitsandbytes.dequantize_4bit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fxtune.flash4_backward",
+        "aten._scaled_dot_product_flash_attention_backward",
+        "aten.add",
+        "aten._fused_sdp_choice",
+        "aten.linalg_vector_norm",
+        "bitsandbytes.dequantize_4bit",
+    ],
+)
 def test_what_is_neither_attention_nor_a_product(name):
     assert group_of(name) is None
 
@@ -274,9 +308,12 @@ def test_a_rule_that_is_not_followed_is_noticed():
 
 # --- compiled. `aot_eager_decomp_partition` chooses what to save as Inductor does, and generates no code.
 
+
 def traced(model):
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+        layer.forward = torch.compile(
+            layer.forward, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False
+        )
     return model
 
 
@@ -291,8 +328,13 @@ def _anew():
 def test_compiled_policies_keep_what_they_say():
     """In floats a token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
     plain, kept = {}, {}
-    for name, options in {"none": {"policy": Policy.none}, "selective": {"policy": Policy.selective}, "narrow": NARROW,
-                          "full": {}, "tiles": {"mlp_tiles": 2}}.items():
+    for name, options in {
+        "none": {"policy": Policy.none},
+        "selective": {"policy": Policy.selective},
+        "narrow": NARROW,
+        "full": {},
+        "tiles": {"mlp_tiles": 2},
+    }.items():
         torch._dynamo.reset()
         pipeline = checkpointed(lora(), **options)
         model = traced(moved(built(pipeline, random_model("llama", num_hidden_layers=1))))
@@ -330,7 +372,9 @@ def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecas
     made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
     kept, _ = recount.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
     facts = replace(facts_of(model), device="cuda", techniques={**pipeline.asked(), "compile": {}})
-    tables = 24 * 4 * (2 * 16 + 2) + 24 * 8  # cos, sin and positions, which all layers share; everything: the norms' factors
+    tables = (
+        24 * 4 * (2 * 16 + 2) + 24 * 8
+    )  # cos, sin and positions, which all layers share; everything: the norms' factors
     assert 0 <= kept - 24 * kept_bytes(facts, pipeline.checkpointing.keeping(), level) <= tables, kept
 
 
@@ -360,8 +404,10 @@ def test_the_compiler_has_its_budget_for_this_model_alone():
 
 # --- offload: on a CPU the same bookkeeping copies from host memory to host memory
 
-@pytest.mark.parametrize(("options", "compiled"), [({}, False), (NARROW, False), ({}, True)],
-                         ids=["full", "selective", "compiled"])
+
+@pytest.mark.parametrize(
+    ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
+)
 @pytest.mark.usefixtures("_anew")
 def test_offloaded_inputs_come_back_and_buffers_are_used_again(compiled, options):
     pipeline = checkpointed(lora(), **options)
@@ -384,8 +430,9 @@ def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
     """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
     model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Fused(fused)) for _ in range(2)]
     plain = gradients(moved(built(made[0], model)))
-    pipeline = checkpointed(made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True,
-                            offload_what=What.kept)
+    pipeline = checkpointed(
+        made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
+    )
     ours = moved(pipeline.build(model, load_config(model), CPU, 0))
     ours.offload.least = 0
     ours = traced(ours)
@@ -413,7 +460,9 @@ def test_host_memory_that_cannot_be_pinned_is_told_as_what_to_change(monkeypatch
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are taken.*out of memory\)\. Lower") as told:
+    with pytest.raises(
+        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are taken.*out of memory\)\. Lower"
+    ) as told:
         model(**make_probe(model))
     assert "further lines" not in str(told.value)
 
@@ -450,35 +499,60 @@ def test_a_model_that_lost_its_offload_is_noticed():
 
 # --- refusals
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"every": 0}, "every: 0 must be"), ({"every": 3}, "every: 3 must be"),
-    ({"every": 2, "policy": Policy.none}, "every: 2 is not read by policy=none"),
-    ({"save": ["aten.mm"]}, "save: read by policy=selective alone, and policy is full"),
-    ({"policy": Policy.selective, "save": ["aten._scaled_m"]}, "save: aten._scaled_m is no .* Did you mean aten._scaled_mm?"),
-    ({"policy": Policy.selective, "recompute": ["gate_prj"]}, "recompute: gate_prj .* Did you mean gate_proj?"),
-    ({"policy": Policy.selective, "save": ["matmul"]}, "save: matmul .* Did you mean matmuls?"),
-    ({"policy": Policy.selective, "save": ["q_proj"], "recompute": ["q_proj"]}, "recompute: q_proj stands in save"),
-    ({"policy": Policy.selective, "save": ["q_proj"], "recompute": ["o_proj"]}, "recompute: o_proj has the shape of q_proj"),
-    ({"policy": Policy.budget}, "policy: budget is the compiler's"), ({"policy": Policy.budget, "budget": 1.5}, "budget: 1.5"),
-    *(({"policy": policy, "budget": 0.3}, f"budget: read by policy=budget alone, and policy is {policy.value}. Leave it out")
-      for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)),
-    ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
-    ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
-    ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
-    ({"offload_layers": 3}, "offload_layers: read where offload=true"),
-    ({"offload_what": What.kept}, "offload_what: read where offload=true"),
-    ({"offload": True, "offload_what": What.kept}, "offload_what: policy=full keeps nothing but"),
-    ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers hand"),
-    ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
-    ({"policy": Policy.mix}, "mix: counts no layer"), ({"mix": {"wide": 1}}, "mix: read by policy=mix alone, and policy is full"),
-    ({"policy": Policy.mix, "mix": {"narow": 1}}, "mix: narow is nothing .* Did you mean narrow?"),
-    ({"policy": Policy.mix, "mix": {"narrow": 1, "wide": 2}}, "mix: counts 3 layers, and the model has 2"),
-    ({"policy": Policy.mix, "mix": {"narrow": -1, "wide": 2}}, "mix: -1 layers are less than none"),
-    ({"policy": Policy.mix, "mix": {"wide": 1}, "mlp_tiles": 2}, "mix: mlp_tiles=2 keeps nothing of an MLP"),
-    ({"save": ["attention"], "policy": Policy.none}, "save: read by policy=selective alone"),
-    ({"mlp_tiles": 0}, "mlp_tiles: 0 must be at least 1"), ({"mlp_tiles": 2, "every": 2}, "mlp_tiles: with every=2"),
-    ({"mlp_tiles": 2, "policy": Policy.selective, "save": ["down_proj"]}, "mlp_tiles: tiles keep nothing .* names down_proj"),
-])
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"every": 0}, "every: 0 must be"),
+        ({"every": 3}, "every: 3 must be"),
+        ({"every": 2, "policy": Policy.none}, "every: 2 is not read by policy=none"),
+        ({"save": ["aten.mm"]}, "save: read by policy=selective alone, and policy is full"),
+        (
+            {"policy": Policy.selective, "save": ["aten._scaled_m"]},
+            "save: aten._scaled_m is no .* Did you mean aten._scaled_mm?",
+        ),
+        ({"policy": Policy.selective, "recompute": ["gate_prj"]}, "recompute: gate_prj .* Did you mean gate_proj?"),
+        ({"policy": Policy.selective, "save": ["matmul"]}, "save: matmul .* Did you mean matmuls?"),
+        (
+            {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["q_proj"]},
+            "recompute: q_proj stands in save",
+        ),
+        (
+            {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["o_proj"]},
+            "recompute: o_proj has the shape of q_proj",
+        ),
+        ({"policy": Policy.budget}, "policy: budget is the compiler's"),
+        ({"policy": Policy.budget, "budget": 1.5}, "budget: 1.5"),
+        *(
+            (
+                {"policy": policy, "budget": 0.3},
+                f"budget: read by policy=budget alone, and policy is {policy.value}. Leave it out",
+            )
+            for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)
+        ),
+        ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
+        ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
+        ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
+        ({"offload_layers": 3}, "offload_layers: read where offload=true"),
+        ({"offload_what": What.kept}, "offload_what: read where offload=true"),
+        ({"offload": True, "offload_what": What.kept}, "offload_what: policy=full keeps nothing but"),
+        ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers hand"),
+        ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
+        ({"policy": Policy.mix}, "mix: counts no layer"),
+        ({"mix": {"wide": 1}}, "mix: read by policy=mix alone, and policy is full"),
+        ({"policy": Policy.mix, "mix": {"narow": 1}}, "mix: narow is nothing .* Did you mean narrow?"),
+        ({"policy": Policy.mix, "mix": {"narrow": 1, "wide": 2}}, "mix: counts 3 layers, and the model has 2"),
+        ({"policy": Policy.mix, "mix": {"narrow": -1, "wide": 2}}, "mix: -1 layers are less than none"),
+        ({"policy": Policy.mix, "mix": {"wide": 1}, "mlp_tiles": 2}, "mix: mlp_tiles=2 keeps nothing of an MLP"),
+        ({"save": ["attention"], "policy": Policy.none}, "save: read by policy=selective alone"),
+        ({"mlp_tiles": 0}, "mlp_tiles: 0 must be at least 1"),
+        ({"mlp_tiles": 2, "every": 2}, "mlp_tiles: with every=2"),
+        (
+            {"mlp_tiles": 2, "policy": Policy.selective, "save": ["down_proj"]},
+            "mlp_tiles: tiles keep nothing .* names down_proj",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused(options, reason):
     told = list(Checkpointing(enabled=True, **options).check(facts_of(random_model("llama"))))
     assert any(re.match(reason.replace("?", r"\?"), one) for one in told), told
@@ -486,9 +560,14 @@ def test_what_cannot_be_is_refused(options, reason):
 
 def test_offload_is_refused_where_the_host_is_too_small_or_the_whole_model_is_one_graph():
     whole = {**TECHNIQUES, "compile": {"scope": "model"}}
-    for facts, reason in ((card(40, 65536, host=16), "offload: the inputs of 31 layers take 15.5 GiB of host memory, and 80% of "
-                           "this machine's is 12.8. Set offload_layers=25, or"),
-                          (card(40, 65536, techniques=whole), "offload: techniques.compile.scope=model")):
+    for facts, reason in (
+        (
+            card(40, 65536, host=16),
+            "offload: the inputs of 31 layers take 15.5 GiB of host memory, and 80% of "
+            "this machine's is 12.8. Set offload_layers=25, or",
+        ),
+        (card(40, 65536, techniques=whole), "offload: techniques.compile.scope=model"),
+    ):
         (told,) = Checkpointing(enabled=True, offload=True).check(facts)
         assert told.startswith(reason)
     assert not list(Checkpointing(enabled=True, offload=True).check(card(40, 65536)))
@@ -502,20 +581,45 @@ def test_good_names_are_not_refused():
 
 # --- what fits: Llama-3-8B, LoRA r=16 on all linears, bfloat16, compiled, FlashAttention
 
-LLAMA = dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-             num_key_value_heads=8, vocab_size=128256)
-TECHNIQUES = {"lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"}, "compile": {},
-              "attention": {"backend": "flash4"}, "precision": {"autocast": "bfloat16"},
-              "liger": {"fused_linear_cross_entropy": "on"}}
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+TECHNIQUES = {
+    "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"},
+    "compile": {},
+    "attention": {"backend": "flash4"},
+    "precision": {"autocast": "bfloat16"},
+    "liger": {"fused_linear_cross_entropy": "on"},
+}
 PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
 GIB = 1 << 30
 
 
 def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:
-    return Facts(**{"device": "cuda", "device_name": "NVIDIA H200", "capability": (9, 0), "memory": int(gib * GIB),
-                    "free_memory": int(gib * GIB), "host_memory": int(host * GIB),
-                    "model": LLAMA, "dtype": "bfloat16", "packing": True, "sequence_length": length, "rows": (length,),
-                    "micro_batch_size": rows, "techniques": TECHNIQUES, **known})
+    return Facts(
+        **{
+            "device": "cuda",
+            "device_name": "NVIDIA H200",
+            "capability": (9, 0),
+            "memory": int(gib * GIB),
+            "free_memory": int(gib * GIB),
+            "host_memory": int(host * GIB),
+            "model": LLAMA,
+            "dtype": "bfloat16",
+            "packing": True,
+            "sequence_length": length,
+            "rows": (length,),
+            "micro_batch_size": rows,
+            "techniques": TECHNIQUES,
+            **known,
+        }
+    )
 
 
 def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
@@ -528,14 +632,38 @@ def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
 HOST = "what they keep, but for gate and up, of all but the last in host memory"
 
 
-@pytest.mark.parametrize(("gib", "length", "rows", "host", "said"), [
-    (139, 4096, 4, 128, "everything in every layer: "), (60, 4096, 4, 128, "wide in "), (44, 4096, 4, 0, "narrow in "),
-    (139, 65536, 1, 128, f"narrow in 4 layers and wide in 28 layers, {HOST}: "),
-    (139, 65536, 1, 0, "narrow in 24 layers and wide in 8 layers: "),
-    (30, 65536, 1, 128, "narrow in every layer, what they keep of all but the last in host memory, MLPs in 4 tiles: "),
-    (30, 65536, 1, 40, "attention in every layer, what they keep of the first 30 in host memory, MLPs in 4 tiles: "),
-    (139, 400000, 1, 128, "input in 10 layers and attention in 22 layers, inputs of all but the last in host memory, MLPs in "),
-    (139, 524288, 1, 128, "input in ")])
+@pytest.mark.parametrize(
+    ("gib", "length", "rows", "host", "said"),
+    [
+        (139, 4096, 4, 128, "everything in every layer: "),
+        (60, 4096, 4, 128, "wide in "),
+        (44, 4096, 4, 0, "narrow in "),
+        (139, 65536, 1, 128, f"narrow in 4 layers and wide in 28 layers, {HOST}: "),
+        (139, 65536, 1, 0, "narrow in 24 layers and wide in 8 layers: "),
+        (
+            30,
+            65536,
+            1,
+            128,
+            "narrow in every layer, what they keep of all but the last in host memory, MLPs in 4 tiles: ",
+        ),
+        (
+            30,
+            65536,
+            1,
+            40,
+            "attention in every layer, what they keep of the first 30 in host memory, MLPs in 4 tiles: ",
+        ),
+        (
+            139,
+            400000,
+            1,
+            128,
+            "input in 10 layers and attention in 22 layers, inputs of all but the last in host memory, MLPs in ",
+        ),
+        (139, 524288, 1, 128, "input in "),
+    ],
+)
 def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, host, said):
     facts = card(gib, length, rows, host=host)
     technique, why = chosen(facts)
@@ -600,6 +728,7 @@ def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():
 
 def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_computes():
     """At 64k tokens a layer computes for 100 ms; 2.4 GB take 47 ms; at 4k it computes for 2 ms and they take 3."""
+
     def late(length: int) -> float:
         facts = card(139, length)
         keeping = Keeping("narrow", sent="kept")
@@ -614,8 +743,16 @@ def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_compu
 def test_a_card_has_rates_of_its_own_or_of_its_generation(name):
     facts = card(80, 4096, device_name=name, capability=(8, 6), device="cpu" if name == "cpu" else "cuda")
     found = pace.rates(facts)
-    assert found == {"H200": pace.RATES["H200"], "NVIDIA H100 PCIe": pace.RATES["H100 PCIe"], "some card": pace.GENERATIONS[8],
-                     "NVIDIA A100-SXM4-80GB": pace.RATES["A100"], "cpu": pace.CPU}[name]
+    assert (
+        found
+        == {
+            "H200": pace.RATES["H200"],
+            "NVIDIA H100 PCIe": pace.RATES["H100 PCIe"],
+            "some card": pace.GENERATIONS[8],
+            "NVIDIA A100-SXM4-80GB": pace.RATES["A100"],
+            "cpu": pace.CPU,
+        }[name]
+    )
 
 
 def test_recomputed_products_are_those_that_torch_counts():
@@ -641,8 +778,11 @@ def test_the_forecast_is_the_arithmetic_of_its_formula():
     """Bytes a token and layer: those of fxtune/memory.py, with two bytes a number."""
     facts, cells = card(139, 65536, techniques=PEFT), 65536 * 32
     adapters, lse = 2 * 7 * 16, 4 * 32
-    for level, floats in (("everything", 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336),
-                          ("wide", 4 * 4096 + 2 * 1024 + 2 * 14336), ("narrow", 4 * 4096 + 2 * 1024)):
+    for level, floats in (
+        ("everything", 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336),
+        ("wide", 4 * 4096 + 2 * 1024 + 2 * 14336),
+        ("narrow", 4 * 4096 + 2 * 1024),
+    ):
         assert forecast(facts, Keeping(level)).kept == cells * (2 * floats + adapters + lse)
     assert forecast(facts, Keeping("input")).kept == cells * 2 * 4096 == 16 * GIB
     assert forecast(facts, Keeping("attention")).kept == cells * (4 * 4096 + lse)
@@ -680,17 +820,32 @@ def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, ke
     monkeypatch.setattr(fused_lora, "gated", lambda act, gate_up, share, out: out)
     monkeypatch.setattr(fused_lora, "gated_backward", lambda act, gate_up, dp, share, above, out, *_: out)
     h, i, r, rows = 64, 256, 16, 2048
-    a, b = [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)], [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)]
+    a, b = (
+        [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)],
+        [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)],
+    )
     up = [lora_base.augment([torch.ones(i, h)] * 2, [r, r])]
     down = [lora_base.augment([torch.ones(h, i)], [r])]
     options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
     x, dy = torch.ones(rows, h), torch.ones(rows, h)
     _, *kept = torch.ops.fxtune.lora_mlp(x, *options, None)
     peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
-    shape = dict(LLAMA, hidden_size=h, intermediate_size=i, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-                 head_dim=4)
-    facts = card(139, rows, model=shape, dtype="float32", techniques={
-        "lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}})
+    shape = dict(
+        LLAMA,
+        hidden_size=h,
+        intermediate_size=i,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    facts = card(
+        139,
+        rows,
+        model=shape,
+        dtype="float32",
+        techniques={"lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}},
+    )
     said = forecast(facts, Keeping("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
     assert peak == pytest.approx(said - 3 * h, rel=0.06)  # besides: dy, x, and what the norm before made x of
 
@@ -712,8 +867,15 @@ def test_a_quantised_base_and_fewer_adapters_weigh_less():
 @pytest.mark.parametrize(("kind", "adapted"), [("llama", False), ("llama", True), ("mixtral", False)])
 def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
     """Embedding, head, norms and experts are AdamW's."""
-    config = AutoConfig.for_model(kind, vocab_size=3000, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                                  num_attention_heads=4, num_key_value_heads=2)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=3000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     model = AutoModelForCausalLM.from_config(config)
     if adapted:
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
@@ -723,14 +885,21 @@ def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
         parameter.grad = torch.ones_like(parameter)
         gradients += parameter.nbytes
     optimizer.step(1e-3, torch.tensor(True))
-    facts = card(24, 64, model=config.to_dict(), dtype="float32", optimizer="muon",
-                 techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {})
+    facts = card(
+        24,
+        64,
+        model=config.to_dict(),
+        dtype="float32",
+        optimizer="muon",
+        techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {},
+    )
     moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
     assert forecast(facts, Keeping()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}],
-                         ids=["full", "selective", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}], ids=["full", "selective", "none"]
+)
 def test_a_model_goes_when_nobody_has_it_any_more(options):
     """What its evidence was taken from is no part of what stays: the next run in a process has all of the memory."""
     pipeline = checkpointed(lora(), **options)

@@ -36,7 +36,9 @@ FAMILIES = ["llama", "qwen3", "gemma"]  # mistral is llama, here
 def _fresh():
     """Each test compiles for itself, and leaves torch's limits as they were."""
     config = torch._dynamo.config
-    with config.patch(recompile_limit=config.recompile_limit, accumulated_recompile_limit=config.accumulated_recompile_limit):
+    with config.patch(
+        recompile_limit=config.recompile_limit, accumulated_recompile_limit=config.accumulated_recompile_limit
+    ):
         torch._dynamo.reset()
         yield
 
@@ -77,7 +79,10 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
     (Of two layers the first one's input needs no gradient.)
     """
     model, plain, pipeline = random_model("llama", num_hidden_layers=layers), lora(), lora()
-    pipeline.compile, pipeline.checkpointing = Compile(enabled=True, scope=scope), Checkpointing(enabled=True, **options)
+    pipeline.compile, pipeline.checkpointing = (
+        Compile(enabled=True, scope=scope),
+        Checkpointing(enabled=True, **options),
+    )
     reference, ours = built(plain, model).train(), built(pipeline, model)
     assert list(ours.state_dict()) == list(reference.state_dict())
     seen = [*pipeline.compile.verify(ours, make_probe(ours)), *pipeline.checkpointing.verify(ours, make_probe(ours))]
@@ -105,7 +110,9 @@ def test_graphs_do_not_multiply_with_the_layers(scope, quick):
     assert graphs[0] == graphs[1] > 0
 
 
-@pytest.mark.parametrize(("family", "scope"), [*((family, Scope.layers) for family in FAMILIES), ("gemma", Scope.model)])
+@pytest.mark.parametrize(
+    ("family", "scope"), [*((family, Scope.layers) for family in FAMILIES), ("gemma", Scope.model)]
+)
 def test_rows_with_other_contents_meet_the_graphs_of_the_first(family, scope, quick):
     technique, model = compiled(family, scope=scope)
     plain = built(lora(), random_model(family)).train()
@@ -182,7 +189,9 @@ def test_graph_breaks_have_a_budget(quick):
     torch._dynamo.reset()
     _, model = compiled(fullgraph=False)
     broken(model)
-    with pytest.raises(ConfigError, match=r"max_graph_breaks=0, and the compiler broke off at 1 places:\n.*compile.py:\d+: "):
+    with pytest.raises(
+        ConfigError, match=r"max_graph_breaks=0, and the compiler broke off at 1 places:\n.*compile.py:\d+: "
+    ):
         learn(model, row(model))
 
 
@@ -210,7 +219,9 @@ def warn():
     import torch._higher_order_ops.triton_kernel_wrap as wrap
     from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel
 
-    (getattr(wrap, "identify_accessed_tensors", None) or wrap.identify_mutated_tensors)(_rms_norm_forward_kernel, {}, {})
+    (getattr(wrap, "identify_accessed_tensors", None) or wrap.identify_mutated_tensors)(
+        _rms_norm_forward_kernel, {}, {}
+    )
 
 
 @pytest.fixture
@@ -345,12 +356,20 @@ def test_rows_of_any_length_are_refused_unless_they_share_a_graph():
 CUDA = dataclasses.replace(PACKED, device="cuda")
 
 
-@pytest.mark.parametrize(("options", "facts", "told"), [
-    (dict(scope=Scope.model), PACKED, "mode: reduce_overhead records CUDA graphs, and the device is cpu"),
-    (dict(), CUDA, "mode: reduce_overhead by layer"),
-    (dict(scope=Scope.model, dynamic=Dynamic.always), CUDA, "one graph for each length. Set dynamic=never (it is always)"),
-    (dict(scope=Scope.model, fullgraph=False), CUDA, "Set fullgraph=true"),
-], ids=["cpu", "layers", "dynamic", "breaks"])
+@pytest.mark.parametrize(
+    ("options", "facts", "told"),
+    [
+        (dict(scope=Scope.model), PACKED, "mode: reduce_overhead records CUDA graphs, and the device is cpu"),
+        (dict(), CUDA, "mode: reduce_overhead by layer"),
+        (
+            dict(scope=Scope.model, dynamic=Dynamic.always),
+            CUDA,
+            "one graph for each length. Set dynamic=never (it is always)",
+        ),
+        (dict(scope=Scope.model, fullgraph=False), CUDA, "Set fullgraph=true"),
+    ],
+    ids=["cpu", "layers", "dynamic", "breaks"],
+)
 def test_cuda_graphs_are_refused_where_they_would_be_wrong(options, facts, told):
     (reason,) = Compile(enabled=True, mode=CompileMode.reduce_overhead, **options).check(facts)
     assert told in reason
@@ -379,14 +398,31 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch, tmp_path):
     assert "Python.h" in list(Compile(enabled=True).check(CUDA))[1]
 
 
-CARD = Facts(device="cuda", capability=(9, 0), packing=True, rows=(4096,), sequence_length=4096, dtype="bfloat16",
-             packages={"flash-attn-4": "4.0.0b36"}, techniques={"attention": {"backend": "flash4"}, "lora": {}},
-             model=dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
-                        num_key_value_heads=8, head_dim=128))
+CARD = Facts(
+    device="cuda",
+    capability=(9, 0),
+    packing=True,
+    rows=(4096,),
+    sequence_length=4096,
+    dtype="bfloat16",
+    packages={"flash-attn-4": "4.0.0b36"},
+    techniques={"attention": {"backend": "flash4"}, "lora": {}},
+    model=dict(
+        model_type="qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+)
 
 
-HEAD = {"attention": {"backend": "flash4"}, "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
-        "liger": {"fused_linear_cross_entropy": LigerSwitch.on}}
+HEAD = {
+    "attention": {"backend": "flash4"},
+    "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
+    "liger": {"fused_linear_cross_entropy": LigerSwitch.on},
+}
 """An adapter of the head that draws random numbers, which the fused loss runs twice."""
 
 
@@ -409,24 +445,35 @@ def test_a_small_model_is_recorded_and_a_large_one_is_not():
     assert asked_for(Facts()) == (False, ""), "nothing to tell on a CPU"
 
 
-@pytest.mark.parametrize(("facts", "options", "why"), [
-    (dict(device="cpu"), {}, "need a GPU"),
-    (dict(rows=()), {}, r"data\.buckets"),
-    (dict(dtype="float16"), {}, "loss scale"),
-    (dict(techniques={"attention": {"backend": "eager"}}), {}, "attention by eager"),
-    (dict(techniques={"attention": {"backend": "cudnn"}}), {}, "attention by cudnn"),
-    (dict(techniques={"checkpointing": {"policy": "full"}}), {}, "recomputation"),
-    (dict(techniques={"rope": {"type": RopeType.dynamic}}), {}, "RoPE of type dynamic"),
-    (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
-    (dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), {}, "RoPE of type dynamic"),
-    (dict(techniques=HEAD), {}, r"the head's adapter again .* Set techniques\.lora\.dropout=0"),
-    (dict(techniques=HEAD, model={"model_type": "of the author's own"}), {}, r"the head's adapter again"),
-    ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
-    ({}, dict(fullgraph=False), "fullgraph")])
+@pytest.mark.parametrize(
+    ("facts", "options", "why"),
+    [
+        (dict(device="cpu"), {}, "need a GPU"),
+        (dict(rows=()), {}, r"data\.buckets"),
+        (dict(dtype="float16"), {}, "loss scale"),
+        (dict(techniques={"attention": {"backend": "eager"}}), {}, "attention by eager"),
+        (dict(techniques={"attention": {"backend": "cudnn"}}), {}, "attention by cudnn"),
+        (dict(techniques={"checkpointing": {"policy": "full"}}), {}, "recomputation"),
+        (dict(techniques={"rope": {"type": RopeType.dynamic}}), {}, "RoPE of type dynamic"),
+        (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
+        (
+            dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}),
+            {},
+            "RoPE of type dynamic",
+        ),
+        (dict(techniques=HEAD), {}, r"the head's adapter again .* Set techniques\.lora\.dropout=0"),
+        (dict(techniques=HEAD, model={"model_type": "of the author's own"}), {}, r"the head's adapter again"),
+        ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
+        ({}, dict(fullgraph=False), "fullgraph"),
+    ],
+)
 def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, why):
     facts = dataclasses.replace(CARD, **facts)
-    reasons = [reason for reason in Compile(enabled=True, cuda_graphs=Switch.on, **options).check(facts)
-               if reason.startswith("cuda_graphs")]
+    reasons = [
+        reason
+        for reason in Compile(enabled=True, cuda_graphs=Switch.on, **options).check(facts)
+        if reason.startswith("cuda_graphs")
+    ]
     assert len(reasons) == 1
     assert re.search(why, reasons[0]), reasons
     on, told = asked_for(facts, **options)
@@ -435,8 +482,12 @@ def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, w
 
 
 def test_a_head_that_draws_nothing_twice_is_recorded():
-    for adapters, loss in (({"dropout": 0.0}, {}), ({"target_modules": ["all-linear"]}, {}), ({"target_modules": ["q_proj"]}, {}),
-                           ({}, {"fused_linear_cross_entropy": LigerSwitch.off})):
+    for adapters, loss in (
+        ({"dropout": 0.0}, {}),
+        ({"target_modules": ["all-linear"]}, {}),
+        ({"target_modules": ["q_proj"]}, {}),
+        ({}, {"fused_linear_cross_entropy": LigerSwitch.off}),
+    ):
         asked = {**HEAD, "lora": {**HEAD["lora"], **adapters}, "liger": {**HEAD["liger"], **loss}}
         assert asked_for(dataclasses.replace(CARD, techniques=asked))[0], (adapters, loss)
 

@@ -29,29 +29,56 @@ from fxtune.techniques.compile import Compile
 from fxtune.techniques.liger import WHAT, Liger, Switch
 from fxtune.world import Facts
 
-OTHERS = {"granite": {"model_type": "granite", **SIZES},
-          "smollm3": {"model_type": "smollm3", **SIZES, "no_rope_layers": [1, 0]},
-          "qwen2": {"model_type": "qwen2", **SIZES},
-          "olmo2": {"model_type": "olmo2", **SIZES},
-          "olmo3": {"model_type": "olmo3", **SIZES, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-          "ministral": {"model_type": "ministral", **SIZES, "head_dim": 16},
-          "starcoder2": {"model_type": "starcoder2", **SIZES},
-          "phi_qk": {**FAMILIES["phi"], "qk_layernorm": True},
-          "phi3_partial": {**FAMILIES["phi3"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                                     "partial_rotary_factor": 0.5}},
-          "mistral_gelu": {**FAMILIES["mistral"], "hidden_act": "gelu_pytorch_tanh"},
-          "phi3_gelu": {**FAMILIES["phi3"], "hidden_act": "gelu_pytorch_tanh"}}
+OTHERS = {
+    "granite": {"model_type": "granite", **SIZES},
+    "smollm3": {"model_type": "smollm3", **SIZES, "no_rope_layers": [1, 0]},
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "olmo2": {"model_type": "olmo2", **SIZES},
+    "olmo3": {
+        "model_type": "olmo3",
+        **SIZES,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    },
+    "ministral": {"model_type": "ministral", **SIZES, "head_dim": 16},
+    "starcoder2": {"model_type": "starcoder2", **SIZES},
+    "phi_qk": {**FAMILIES["phi"], "qk_layernorm": True},
+    "phi3_partial": {
+        **FAMILIES["phi3"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "mistral_gelu": {**FAMILIES["mistral"], "hidden_act": "gelu_pytorch_tanh"},
+    "phi3_gelu": {**FAMILIES["phi3"], "hidden_act": "gelu_pytorch_tanh"},
+}
 EVERY = {**FAMILIES, **OTHERS}
 COUNTS = {  # of two layers: norms, rope in place, gated products
-    "llama": (5, 2, 2), "qwen3": (9, 2, 2), "mistral": (5, 2, 2), "mistral_sliding": (5, 2, 2), "gemma": (5, 2, 2),
-    "gemma2": (9, 2, 2), "gemma3": (13, 2, 2), "phi": (3, 2, 0), "phi3": (5, 2, 2), "granite": (5, 2, 2), "smollm3": (5, 2, 2),
-    "qwen2": (5, 2, 2), "olmo2": (9, 2, 2), "olmo3": (9, 2, 2), "ministral": (5, 2, 2), "starcoder2": (5, 2, 0),
-    "phi_qk": (7, 2, 0), "phi3_partial": (5, 2, 2), "mistral_gelu": (5, 2, 2), "phi3_gelu": (5, 2, 2)}
+    "llama": (5, 2, 2),
+    "qwen3": (9, 2, 2),
+    "mistral": (5, 2, 2),
+    "mistral_sliding": (5, 2, 2),
+    "gemma": (5, 2, 2),
+    "gemma2": (9, 2, 2),
+    "gemma3": (13, 2, 2),
+    "phi": (3, 2, 0),
+    "phi3": (5, 2, 2),
+    "granite": (5, 2, 2),
+    "smollm3": (5, 2, 2),
+    "qwen2": (5, 2, 2),
+    "olmo2": (9, 2, 2),
+    "olmo3": (9, 2, 2),
+    "ministral": (5, 2, 2),
+    "starcoder2": (5, 2, 0),
+    "phi_qk": (7, 2, 0),
+    "phi3_partial": (5, 2, 2),
+    "mistral_gelu": (5, 2, 2),
+    "phi3_gelu": (5, 2, 2),
+}
 GPU = dict(device="cuda", device_name="H200", capability=(9, 0), packages={"liger-kernel": "0.8.5", "torch": "2.11"})
 
 
 def stands_in(kernel):
     """An autograd.Function's `apply` that is a plain function under the kernel's name."""
+
     def wrap(function):
         def apply(*arguments):
             with torch.profiler.record_function(kernel):
@@ -66,7 +93,11 @@ def stands_in(kernel):
 def rms_norm(x, weight, eps, offset, casting, in_place, row_mode):
     exact = x.float()
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-    return (offset + weight) * exact.to(x.dtype) if casting == "llama" else (exact * (offset + weight.float())).to(x.dtype)
+    return (
+        (offset + weight) * exact.to(x.dtype)
+        if casting == "llama"
+        else (exact * (offset + weight.float())).to(x.dtype)
+    )
 
 
 @stands_in("_layer_norm_forward_kernel")
@@ -96,9 +127,13 @@ def geglu(gate, up):
 def stand_ins(monkeypatch):
     from liger_kernel import ops
 
-    for name, function in {"LigerRMSNormFunction": rms_norm, "LigerLayerNormFunction": layer_norm,
-                           "LigerSiLUMulFunction": swiglu, "LigerFusedGateUpSiLUMulFunction": gate_up,
-                           "LigerGELUMulFunction": geglu}.items():
+    for name, function in {
+        "LigerRMSNormFunction": rms_norm,
+        "LigerLayerNormFunction": layer_norm,
+        "LigerSiLUMulFunction": swiglu,
+        "LigerFusedGateUpSiLUMulFunction": gate_up,
+        "LigerGELUMulFunction": geglu,
+    }.items():
         monkeypatch.setattr(ops, name, function)
 
 
@@ -114,7 +149,9 @@ def operations(model: ModelConfig) -> list[str]:
 
 
 def all_on(model: ModelConfig, **changes) -> Liger:
-    return Liger(enabled=True, **{**{name: Switch.on if name in operations(model) else Switch.off for name in WHAT}, **changes})
+    return Liger(
+        enabled=True, **{**{name: Switch.on if name in operations(model) else Switch.off for name in WHAT}, **changes}
+    )
 
 
 def with_liger(model: ModelConfig, pipeline: Pipeline | None = None, **changes):
@@ -130,7 +167,9 @@ def run(model):
     model.zero_grad()
     loss = model(**probe).logits.float().logsumexp(-1).sum()
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -171,19 +210,28 @@ def test_a_plain_model_of_the_same_process_stays_plain(stand_ins):
     from transformers.models.llama import modeling_llama
 
     before = dict(vars(modeling_llama))
-    forwards = {name: kind.forward for name, kind in before.items() if isinstance(kind, type) and hasattr(kind, "forward")}
+    forwards = {
+        name: kind.forward for name, kind in before.items() if isinstance(kind, type) and hasattr(kind, "forward")
+    }
     mine, _ = with_liger(random_model("llama"))
     plain = built(Pipeline(), random_model("llama"))
     assert vars(modeling_llama) == before
     assert all(getattr(modeling_llama, name).forward is forward for name, forward in forwards.items())
     assert {type(module).__name__ for module in plain.modules() if "Liger" in type(module).__name__} == set()
     assert {type(module).__name__ for module in mine.modules() if "Liger" in type(module).__name__} == {
-        "LigerLlamaRMSNorm", "LigerLlamaMLP", "LigerLlamaAttention"}
+        "LigerLlamaRMSNorm",
+        "LigerLlamaMLP",
+        "LigerLlamaAttention",
+    }
     assert isinstance(mine.model.layers[0].mlp, modeling_llama.LlamaMLP)
     probe = make_probe(plain)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         plain(**probe)
-    assert not {event.name for event in seen.events()} & {"_rms_norm_forward_kernel", "fxtune::rotary", "_swiglu_forward_kernel"}
+    assert not {event.name for event in seen.events()} & {
+        "_rms_norm_forward_kernel",
+        "fxtune::rotary",
+        "_swiglu_forward_kernel",
+    }
 
 
 def test_inputs_of_rope_are_not_overwritten(stand_ins):
@@ -232,7 +280,9 @@ def test_compiled_layers_share_one_graph(stand_ins, monkeypatch):
     pipeline.compile = Compile(enabled=True)
     plain = built(Pipeline(), random_model("llama", num_hidden_layers=4))
     mine, _ = with_liger(random_model("llama", num_hidden_layers=4), pipeline)
-    given = model_inputs(plain, torch.arange(48)[None] % 128, torch.arange(48)[None] % 20, torch.tensor([0, 20, 40, 48]))
+    given = model_inputs(
+        plain, torch.arange(48)[None] % 128, torch.arange(48)[None] % 20, torch.tensor([0, 20, 40, 48])
+    )
     before, graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"], []  # counted since the process began
     for _ in range(2):
         torch.testing.assert_close(mine(**given).logits, plain(**given).logits, rtol=1e-4, atol=1e-4)
@@ -247,8 +297,10 @@ def test_what_did_not_run_is_noticed(stand_ins):
     layer.self_attn.forward = type(layer.self_attn).__mro__[1].forward.__get__(layer.self_attn)
     with pytest.raises(ConfigError) as caught:
         pipeline.prove(model, make_probe(model))
-    for part in ("swiglu: 2 in place, 2 run in a forward pass; seen: 1 in place, 1 run",
-                 "rope: 2 in place, 2 run of fxtune::rotary in a forward pass; seen: 2 in place, 1 run"):
+    for part in (
+        "swiglu: 2 in place, 2 run in a forward pass; seen: 1 in place, 1 run",
+        "rope: 2 in place, 2 run of fxtune::rotary in a forward pass; seen: 2 in place, 1 run",
+    ):
         assert part in str(caught.value)
     assert "rms_norm" not in str(caught.value)
 
@@ -260,7 +312,11 @@ def test_arguments_are_those_of_liger_s_own_patches():
     from liger_kernel.transformers import monkey_patch
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    ours = {name: family for name, family in liger.FAMILIES.items() if not family.layer_norm and not name.startswith("olmo")}
+    ours = {
+        name: family
+        for name, family in liger.FAMILIES.items()
+        if not family.layer_norm and not name.startswith("olmo")
+    }
     assert ours.keys() <= MODEL_TYPE_TO_APPLY_LIGER_FN.keys()
     default = inspect.signature(monkey_patch._patch_rms_norm_module).parameters
     for name, family in ours.items():
@@ -271,20 +327,43 @@ def test_arguments_are_those_of_liger_s_own_patches():
         assert family.in_place == ("in_place=False" not in source), name
 
 
-@pytest.mark.parametrize(("model", "options", "known", "reason"), [
-    ({"model_type": "mamba"}, {}, GPU, "enabled: Liger's kernels are known for gemma, .*and this is mamba"),
-    ({**FAMILIES["llama"]}, {"geglu": Switch.on}, GPU, "geglu: llama with this config has no GeGLU"),
-    ({**FAMILIES["llama"]}, {"layer_norm": Switch.on}, GPU, "layer_norm: llama with this config has no LayerNorm"),
-    ({**FAMILIES["phi"]}, {"swiglu": Switch.on}, GPU, "swiglu: phi with this config has no SwiGLU"),
-    ({**FAMILIES["mistral"], "hidden_act": "gelu"}, {"geglu": Switch.on}, GPU, "geglu: mistral with this config has no GeGLU"),
-    ({**FAMILIES["llama"]}, {"rms_norm": Switch.on}, {}, "rms_norm: Liger's kernels are Triton's and need a GPU"),
-    ({**FAMILIES["llama"]}, {}, {**GPU, "packages": {}}, "enabled: the package liger-kernel is not installed: pip install"),
-    ({**FAMILIES["llama"]}, {"chunk_rows": 64, "fused_linear_cross_entropy": Switch.off}, GPU, "chunk_rows: .* leave chunk_rows"),
-])
+@pytest.mark.parametrize(
+    ("model", "options", "known", "reason"),
+    [
+        ({"model_type": "mamba"}, {}, GPU, "enabled: Liger's kernels are known for gemma, .*and this is mamba"),
+        ({**FAMILIES["llama"]}, {"geglu": Switch.on}, GPU, "geglu: llama with this config has no GeGLU"),
+        ({**FAMILIES["llama"]}, {"layer_norm": Switch.on}, GPU, "layer_norm: llama with this config has no LayerNorm"),
+        ({**FAMILIES["phi"]}, {"swiglu": Switch.on}, GPU, "swiglu: phi with this config has no SwiGLU"),
+        (
+            {**FAMILIES["mistral"], "hidden_act": "gelu"},
+            {"geglu": Switch.on},
+            GPU,
+            "geglu: mistral with this config has no GeGLU",
+        ),
+        ({**FAMILIES["llama"]}, {"rms_norm": Switch.on}, {}, "rms_norm: Liger's kernels are Triton's and need a GPU"),
+        (
+            {**FAMILIES["llama"]},
+            {},
+            {**GPU, "packages": {}},
+            "enabled: the package liger-kernel is not installed: pip install",
+        ),
+        (
+            {**FAMILIES["llama"]},
+            {"chunk_rows": 64, "fused_linear_cross_entropy": Switch.off},
+            GPU,
+            "chunk_rows: .* leave chunk_rows",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
     asked = Liger(enabled=True, **options)
-    reasons = list(asked.check(facts_of(ModelConfig(path=None, init=Init.random, architecture=model), **known)
-                               if model["model_type"] != "mamba" else Facts(model=model, **known)))
+    reasons = list(
+        asked.check(
+            facts_of(ModelConfig(path=None, init=Init.random, architecture=model), **known)
+            if model["model_type"] != "mamba"
+            else Facts(model=model, **known)
+        )
+    )
     assert len(reasons) == 1
     assert re.search(reason, reasons[0]), reasons[0]
 
@@ -292,7 +371,9 @@ def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
 def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
     asked = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
     assert not list(asked.check(facts_of(random_model("llama"), packages={})))
-    assert not list(asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": {"compile": {}}})))
+    assert not list(
+        asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": {"compile": {}}}))
+    )
 
 
 def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
@@ -308,10 +389,16 @@ def resolved(known, family="llama", **options) -> tuple[Liger, str]:
 
 
 def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
-    on = {family: {name for name in WHAT if getattr(resolved(GPU, family)[0], name) is Switch.on}
-          for family in ("llama", "gemma3", "phi", "phi3")}
-    assert on == {"llama": {"rms_norm", "rope", "swiglu"}, "gemma3": {"rms_norm", "rope", "geglu"}, "phi": {"layer_norm", "rope"},
-                  "phi3": {"rms_norm", "rope", "swiglu"}}
+    on = {
+        family: {name for name in WHAT if getattr(resolved(GPU, family)[0], name) is Switch.on}
+        for family in ("llama", "gemma3", "phi", "phi3")
+    }
+    assert on == {
+        "llama": {"rms_norm", "rope", "swiglu"},
+        "gemma3": {"rms_norm", "rope", "geglu"},
+        "phi": {"layer_norm", "rope"},
+        "phi3": {"rms_norm", "rope", "swiglu"},
+    }
     chosen, note = resolved({})
     assert {getattr(chosen, name) for name in WHAT} == {Switch.off}
     assert "rms_norm off (Triton needs a GPU)" in note
@@ -342,7 +429,13 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(liger_timing, "times", times)
-    known = {**GPU, "dtype": "bfloat16", "rows": (4096,), "micro_batch_size": 2, "techniques": {"compile": {}, "lora": {}}}
+    known = {
+        **GPU,
+        "dtype": "bfloat16",
+        "rows": (4096,),
+        "micro_batch_size": 2,
+        "techniques": {"compile": {}, "lora": {}},
+    }
     for _ in range(2):
         chosen, note = resolved(known)
         assert [getattr(chosen, name).value for name in WHAT] == ["off", "off", "on", "on", "off"]
@@ -350,7 +443,9 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
         assert "swiglu on (measured: compiled 0.300 ms, Liger 0.250 ms)" in note
         assert "rope on (our own kernel moves fewer bytes" in note
     assert [(case.operation, case.rows, case.width, case.dtype, case.trained) for case in cases] == [
-        ("rms_norm", 8192, 64, "bfloat16", False), ("swiglu", 8192, 96, "bfloat16", False)]
+        ("rms_norm", 8192, 64, "bfloat16", False),
+        ("swiglu", 8192, 96, "bfloat16", False),
+    ]
     assert len(json.loads((tmp_path / "fxtune" / "liger_times.json").read_text())) == 2
     resolved({**known, "device_name": "B200"})
     resolved({**known, "packages": {**GPU["packages"], "torch": "2.13"}})
@@ -363,7 +458,9 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "gemma3", "phi", "phi_qk"])
 def test_under_compile_rope_is_the_compiler_s_where_norms_stand_before_it(family, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    normed = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules())
+    normed = any(
+        name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules()
+    )
     chosen, note = resolved({**GPU, "techniques": {"compile": {}}}, family)
     assert (chosen.rope is Switch.off) == normed, note
     assert resolved(GPU, family)[0].rope is Switch.on
@@ -378,10 +475,15 @@ def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
     assert resolved({**GPU, "techniques": {"compile": {}}})[0].swiglu is Switch.on
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
-    ids=["torch", "triton", "cublas"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "triton", "cublas"],
+)
 def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(error, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -418,8 +520,10 @@ def test_a_kernel_that_does_not_compile_is_an_answer(monkeypatch):
     assert liger_timing.times(liger_timing.Case("swiglu", 8, 8, "float32", False)) == (1.0, None)
 
 
-@pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-                                   RuntimeError("of another kind")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), RuntimeError("of another kind")],
+)
 def test_any_other_error_of_a_measurement_is_no_answer(error, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -440,6 +544,8 @@ def test_a_pipeline_says_what_it_chose():
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True)
     chosen, notes = pipeline.ready(facts_of(random_model("llama")))
-    assert any(note.startswith("liger: nothing of it acts here: rms_norm off (Triton needs a GPU), ") for note in notes)
+    assert any(
+        note.startswith("liger: nothing of it acts here: rms_norm off (Triton needs a GPU), ") for note in notes
+    )
     assert pipeline.liger.rms_norm is Switch.auto, "what the recipe asked for stays as it is"
     assert replace(chosen.liger, enabled=False).fused_linear_cross_entropy is Switch.off

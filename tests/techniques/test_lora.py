@@ -55,25 +55,37 @@ def test_it_starts_as_its_base_and_plain_peft_loads_what_was_trained(kind, dtype
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype.value))
     theirs = logits(PeftModel.from_pretrained(plain, adapter))
     # peft rounds modules_to_save to the base's bfloat16; everything else is bit for bit the same
-    assert torch.equal(theirs, expected) or (dtype is DType.bfloat16 and "modules_to_save" in ADAPTERS[kind]
-                                             and (theirs - expected).abs().max() < 0.02)
+    assert torch.equal(theirs, expected) or (
+        dtype is DType.bfloat16 and "modules_to_save" in ADAPTERS[kind] and (theirs - expected).abs().max() < 0.02
+    )
 
 
 def test_the_adapter_is_drawn_from_the_seed():
-    first, again, other = (dict(built(lora(), random_model("llama"), seed=seed).named_parameters()) for seed in (0, 0, 1))
+    first, again, other = (
+        dict(built(lora(), random_model("llama"), seed=seed).named_parameters()) for seed in (0, 0, 1)
+    )
     name = next(name for name in first if "lora_A" in name)
     assert torch.equal(first[name], again[name])
     assert not torch.equal(first[name], other[name])
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"target_modules": ["q_prj"]}, "target_modules: q_prj is no module of this model. Its linears are down_proj, gate_proj"),
-    ({"modules_to_save": ["head"]}, "modules_to_save: head is no module"),
-    ({"target_modules": []}, "target_modules: empty"),
-    ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
-    ({"r": 0}, "r: 0"), ({"alpha": 0.0}, "alpha: 0.0"), ({"dropout": 1.0}, "dropout: 1.0"),
-    ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),
-    ({"family": "gemma", "modules_to_save": ["lm_head"]}, "one tensor")])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"target_modules": ["q_prj"]},
+            "target_modules: q_prj is no module of this model. Its linears are down_proj, gate_proj",
+        ),
+        ({"modules_to_save": ["head"]}, "modules_to_save: head is no module"),
+        ({"target_modules": []}, "target_modules: empty"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
+        ({"r": 0}, "r: 0"),
+        ({"alpha": 0.0}, "alpha: 0.0"),
+        ({"dropout": 1.0}, "dropout: 1.0"),
+        ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),
+        ({"family": "gemma", "modules_to_save": ["lm_head"]}, "one tensor"),
+    ],
+)
 def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
     assert reason in refused(**options)
     assert refused() == ""
@@ -118,9 +130,11 @@ def test_an_adapter_of_other_options_is_refused_key_by_key(base, adapter):
     pipeline = lora(r=8, alpha=16.0, rslora=True)
     with pytest.raises(ConfigError) as caught:
         built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
-    for line in ("techniques.lora.r: 8 in the recipe, 4 in the adapter",
-                 "techniques.lora.alpha: 16.0 in the recipe, 32.0 in the adapter",
-                 "techniques.lora.rslora: True in the recipe, False in the adapter"):
+    for line in (
+        "techniques.lora.r: 8 in the recipe, 4 in the adapter",
+        "techniques.lora.alpha: 16.0 in the recipe, 32.0 in the adapter",
+        "techniques.lora.rslora: True in the recipe, False in the adapter",
+    ):
         assert line in str(caught.value)
     with pytest.raises(ConfigError, match=r"target_modules: \['q_proj'\] in the recipe"):
         built(lora(target_modules=["q_proj"]), ModelConfig(path=str(base), adapter=str(adapter)))
@@ -133,8 +147,11 @@ def test_an_adapter_that_is_broken_or_of_another_base_is_refused(base, adapter, 
     model = ModelConfig(path=str(base), adapter=str(adapter))
     weights = load_file(adapter / "adapter_model.safetensors")
     name = sorted(weights)[0]
-    for change, message in (({}, f"weights are missing, such as {name}"), ({name: torch.zeros(1, 1)}, "another shape"),
-                            ({name: weights[name], "base_model.model.x.lora_A.weight": torch.zeros(1)}, "no place")):
+    for change, message in (
+        ({}, f"weights are missing, such as {name}"),
+        ({name: torch.zeros(1, 1)}, "another shape"),
+        ({name: weights[name], "base_model.model.x.lora_A.weight": torch.zeros(1)}, "no place"),
+    ):
         kept = {key: value for key, value in weights.items() if key != name}
         save_file({**kept, **change}, adapter / "adapter_model.safetensors")
         with pytest.raises(StorageError, match=message):

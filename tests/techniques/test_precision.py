@@ -28,8 +28,10 @@ TURING = dataclasses.replace(PASCAL, device_name="Tesla T4", capability=(7, 5))
 AMPERE = dataclasses.replace(PASCAL, device_name="A100", capability=(8, 0))
 
 
-@pytest.mark.parametrize(("autocast", "expected"), [
-    (Autocast.none, torch.float32), (Autocast.bfloat16, torch.bfloat16), (Autocast.float16, torch.float16)])
+@pytest.mark.parametrize(
+    ("autocast", "expected"),
+    [(Autocast.none, torch.float32), (Autocast.bfloat16, torch.bfloat16), (Autocast.float16, torch.float16)],
+)
 def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
     precision = Precision(enabled=True, autocast=autocast)
     model = built(lora(), random_model("llama"))
@@ -70,26 +72,55 @@ def test_an_autocast_that_does_not_act_is_noticed(monkeypatch, autocast):
         pipeline.prove(model, make_probe(model))
 
 
-@pytest.mark.parametrize(("facts", "options", "expected"), [
-    (TURING, {"autocast": Autocast.bfloat16}, "Tesla T4 (compute capability 7.5) has no bfloat16 units. Use float16"),
-    (PASCAL, {"autocast": Autocast.float16}, "no fast float16 units"),
-    (TURING, {"tf32": True}, "tf32: Tesla T4 (compute capability 7.5) has no TF32 units"),
-    (Facts(), {"tf32": True}, "tf32: a feature of NVIDIA cards"),
-    (Facts(), {"cudnn_benchmark": True}, "cudnn_benchmark: cuDNN needs a GPU"),
-    (dataclasses.replace(AMPERE, deterministic=True), {"cudnn_benchmark": True}, "run.deterministic=true rules that out"),
-    (dataclasses.replace(TURING, dtype="bfloat16"), {}, "Set model.dtype=float32"),
-    (dataclasses.replace(AMPERE, dtype="float16"), {"autocast": Autocast.bfloat16}, "bfloat16 over float16 weights"),
-    (dataclasses.replace(AMPERE, dtype="bfloat16"), {"autocast": Autocast.float16}, "float16 over bfloat16 weights"),
-    (AMPERE, {"autocast": Autocast.float16, "initial_scale": 1000.0}, "initial_scale: 1000.0 must be a power of two"),
-    (AMPERE, {"autocast": Autocast.float16, "initial_scale": math.inf}, "initial_scale: inf must be"),
-    (AMPERE, {"autocast": Autocast.bfloat16, "initial_scale": 1024.0},
-     "initial_scale: 1024.0 is read where float16 is in play, and autocast is bfloat16 over float32 weights. Leave it out"),
-    (AMPERE, {"scale_growth_interval": 100}, "scale_growth_interval: 100 is read where float16 is in play"),
-    (AMPERE, {"autocast": Autocast.float16, "scale_growth_interval": 100}, None),
-    (dataclasses.replace(AMPERE, dtype="float16"), {"initial_scale": 1024.0}, None),
-    (AMPERE, {"autocast": Autocast.bfloat16, "tf32": True, "cudnn_benchmark": True}, None), (TURING, {"tf32": False}, None),
-    (TURING, {"autocast": Autocast.float16, "initial_scale": 0.5}, None), (Facts(), {"autocast": Autocast.bfloat16}, None),
-    (Facts(), {"autocast": Autocast.float16}, None)])
+@pytest.mark.parametrize(
+    ("facts", "options", "expected"),
+    [
+        (
+            TURING,
+            {"autocast": Autocast.bfloat16},
+            "Tesla T4 (compute capability 7.5) has no bfloat16 units. Use float16",
+        ),
+        (PASCAL, {"autocast": Autocast.float16}, "no fast float16 units"),
+        (TURING, {"tf32": True}, "tf32: Tesla T4 (compute capability 7.5) has no TF32 units"),
+        (Facts(), {"tf32": True}, "tf32: a feature of NVIDIA cards"),
+        (Facts(), {"cudnn_benchmark": True}, "cudnn_benchmark: cuDNN needs a GPU"),
+        (
+            dataclasses.replace(AMPERE, deterministic=True),
+            {"cudnn_benchmark": True},
+            "run.deterministic=true rules that out",
+        ),
+        (dataclasses.replace(TURING, dtype="bfloat16"), {}, "Set model.dtype=float32"),
+        (
+            dataclasses.replace(AMPERE, dtype="float16"),
+            {"autocast": Autocast.bfloat16},
+            "bfloat16 over float16 weights",
+        ),
+        (
+            dataclasses.replace(AMPERE, dtype="bfloat16"),
+            {"autocast": Autocast.float16},
+            "float16 over bfloat16 weights",
+        ),
+        (
+            AMPERE,
+            {"autocast": Autocast.float16, "initial_scale": 1000.0},
+            "initial_scale: 1000.0 must be a power of two",
+        ),
+        (AMPERE, {"autocast": Autocast.float16, "initial_scale": math.inf}, "initial_scale: inf must be"),
+        (
+            AMPERE,
+            {"autocast": Autocast.bfloat16, "initial_scale": 1024.0},
+            "initial_scale: 1024.0 is read where float16 is in play, and autocast is bfloat16 over float32 weights. Leave it out",
+        ),
+        (AMPERE, {"scale_growth_interval": 100}, "scale_growth_interval: 100 is read where float16 is in play"),
+        (AMPERE, {"autocast": Autocast.float16, "scale_growth_interval": 100}, None),
+        (dataclasses.replace(AMPERE, dtype="float16"), {"initial_scale": 1024.0}, None),
+        (AMPERE, {"autocast": Autocast.bfloat16, "tf32": True, "cudnn_benchmark": True}, None),
+        (TURING, {"tf32": False}, None),
+        (TURING, {"autocast": Autocast.float16, "initial_scale": 0.5}, None),
+        (Facts(), {"autocast": Autocast.bfloat16}, None),
+        (Facts(), {"autocast": Autocast.float16}, None),
+    ],
+)
 def test_check_names_what_the_card_lacks(facts, options, expected):
     reasons = list(Precision(enabled=True, **options).check(facts))
     assert (expected is None) == (not reasons)
@@ -172,7 +203,9 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
     monkeypatch.setattr(train.Trainer, "step", watched)
     narrow.run.dir = "whole"
     result = train.run(narrow)
-    assert result["train/skipped_steps"] > narrow.train.max_skipped_steps, "more in a row than a run of bad numbers may have"
+    assert result["train/skipped_steps"] > narrow.train.max_skipped_steps, (
+        "more in a row than a run of bad numbers may have"
+    )
     assert all(untouched), "skipped steps, and no others, leave every weight as it was"
     lines = history(Path("whole"))
     scales = [line["train/loss_scale"] for line in lines if "train/loss_scale" in line]
@@ -206,7 +239,9 @@ def test_bad_numbers_still_end_a_float16_run(narrow, cwd, monkeypatch):
     real = Loss.sum
     monkeypatch.setattr(Loss, "sum", lambda *arguments: real(*arguments) * math.nan)
     narrow.techniques.precision.autocast = Autocast.float16
-    with pytest.raises(NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"):
+    with pytest.raises(
+        NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"
+    ):
         train.run(narrow)
 
 

@@ -23,15 +23,21 @@ from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
 from fxtune.world import Facts, Library, World
 
-KINDS = {"nf4": ("nf4", "bitsandbytes", True), "nf4_single": ("nf4", "bitsandbytes", False),
-         "int8": ("int8", "bitsandbytes", True), "nf4_torchao": ("nf4", "torchao", True),
-         "int8_torchao": ("int8", "torchao", True)}
+KINDS = {
+    "nf4": ("nf4", "bitsandbytes", True),
+    "nf4_single": ("nf4", "bitsandbytes", False),
+    "int8": ("int8", "bitsandbytes", True),
+    "nf4_torchao": ("nf4", "torchao", True),
+    "int8_torchao": ("int8", "torchao", True),
+}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """Weights of 16,384 elements and more, as torchao's nf4 needs."""
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def qlora(kind: str = "nf4", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options) -> Pipeline:
+def qlora(
+    kind: str = "nf4", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options
+) -> Pipeline:
     pipeline = lora(**options)
     name, library, double = KINDS[kind]
     pipeline.quantize = Quantize(True, Type(name), Library(library), double, compute, list(skip))
@@ -58,7 +64,9 @@ def test_it_computes_exactly_with_the_weight_that_it_stands_for(kind, bias):
     weight = dequantized(made)
     lost = ((weight - source.weight).norm() / source.weight.norm()).item()
     assert 0 < lost < {"nf4": 0.1, "int8": 0.01}[kind.partition("_")[0]]  # uniform weights lose less than normal ones
-    ours, plain = (torch.randn(2, 5, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2))
+    ours, plain = (
+        torch.randn(2, 5, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
+    )
     output = made(ours)
     expected = torch.nn.functional.linear(plain, weight, source.bias)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
@@ -103,7 +111,9 @@ def test_bytes_per_weight_are_the_paper_s():
 def test_compiled_code_sees_no_graph_break(kind):
     made = stored(kind, linear(True))
     compiled = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="aot_eager")
-    ours, plain = (torch.randn(6, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2))
+    ours, plain = (
+        torch.randn(6, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
+    )
     compiled(ours).cos().sum().backward()
     made(plain).cos().sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
@@ -126,7 +136,8 @@ def test_a_quantised_model_is_near_its_base_and_trains_adapters_only(kind):
     mine.train()
     mine(**make_probe(mine)).logits.logsumexp(-1).sum().backward()
     assert {name for name, parameter in mine.named_parameters() if parameter.grad is not None} == {
-        name for name, parameter in mine.named_parameters() if "lora_" in name}
+        name for name, parameter in mine.named_parameters() if "lora_" in name
+    }
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "int8_torchao"])
@@ -150,7 +161,9 @@ def test_gradients_are_those_of_the_dequantised_model_also_after_an_evaluation_a
         one.train()
         one.zero_grad()
         one(**make_probe(one)).logits.logsumexp(-1).sum().backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad]))
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad])
+        )
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
@@ -159,8 +172,16 @@ def base(tmp_path_factory):
     return on_disk(tmp_path_factory.mktemp("quantize") / "base", **WIDE)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("nf4", {}), ("nf4", {"dora": True}), ("int8", {"dora": True}),
-                                               ("nf4_torchao", {"modules_to_save": ["lm_head"]}), ("int8_torchao", {})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("nf4", {}),
+        ("nf4", {"dora": True}),
+        ("int8", {"dora": True}),
+        ("nf4_torchao", {"modules_to_save": ["lm_head"]}),
+        ("int8_torchao", {}),
+    ],
+)
 def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -219,17 +240,26 @@ def test_what_it_left_open_is_chosen_by_what_is_here():
 
 def test_skipped_linears_and_the_head_stay_as_they_are():
     mine = built(qlora(skip=("down_proj", "layers.0.self_attn.q_proj")), random_model("llama"))
-    left = [name for name, module in mine.named_modules()
-            if isinstance(module, torch.nn.Linear) and not is_quantized(module) and "lora_" not in name]
+    left = [
+        name
+        for name, module in mine.named_modules()
+        if isinstance(module, torch.nn.Linear) and not is_quantized(module) and "lora_" not in name
+    ]
     assert [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in left] == [
-        "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+        "lm_head",
+    ]
 
 
 T4 = dict(device="cuda", device_name="Tesla T4", capability=(7, 5))
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
 
 
-def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False, **options) -> str:
+def refused(
+    family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False, **options
+) -> str:
     here = options.pop("here", {})
     pipeline = qlora(**options)
     for name, value in here.items():
@@ -239,36 +269,75 @@ def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None
     return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"full": True}, "enabled: weights in nf4 cannot be trained, only adapters over them. Set techniques.lora.enabled=true"),
-    ({"facts": {"packages": {}}}, "library: bitsandbytes is not installed. Install it: pip install 'fxtune[quant]'"),
-    ({"facts": {"packages": {}}, "here": {"library": Library.auto}}, "library: neither bitsandbytes nor torchao is installed"),
-    ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
-    ({"kind": "int8", "here": {"double": False}}, "double: nf4's scales alone can be quantised, and type is int8"),
-    ({"kind": "nf4_torchao"}, "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
-                              "model.layers.0.self_attn.q_proj"),
-    ({"kind": "int8", "facts": {**T4, "capability": (7, 0)}}, "type: int8 needs compute capability 7.5, and Tesla T4 has 7.0."),
-    ({"facts": {**T4, "capability": (5, 2)}}, "type: nf4 needs compute capability 6.0"),
-    ({"facts": T4, "compute": ComputeDtype.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
-    ({"facts": H200, "compute": ComputeDtype.float16}, "compute_dtype: float16 needs loss scaling"),
-    ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
-    ({"init": AdapterInit.olora}, "enabled: techniques.lora.init=olora"),
-    ({"kind": "int8_torchao", "dora": True}, "library: techniques.lora.dora=true"),
-    ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
-    ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model. Its linears are down_proj, gate_proj"),
-    ({"skip": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}, "enabled: 0 % of this model's"),
-    ({"facts": {**H200, "free_memory": 60_000}}, "enabled: the quantised model takes 0.0 GiB, and the card has 0.0 GiB free"),
-    ({"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}}, "enabled: before it is quantised, the model takes"),
-])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"full": True},
+            "enabled: weights in nf4 cannot be trained, only adapters over them. Set techniques.lora.enabled=true",
+        ),
+        (
+            {"facts": {"packages": {}}},
+            "library: bitsandbytes is not installed. Install it: pip install 'fxtune[quant]'",
+        ),
+        (
+            {"facts": {"packages": {}}, "here": {"library": Library.auto}},
+            "library: neither bitsandbytes nor torchao is installed",
+        ),
+        ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
+        ({"kind": "int8", "here": {"double": False}}, "double: nf4's scales alone can be quantised, and type is int8"),
+        (
+            {"kind": "nf4_torchao"},
+            "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
+            "model.layers.0.self_attn.q_proj",
+        ),
+        (
+            {"kind": "int8", "facts": {**T4, "capability": (7, 0)}},
+            "type: int8 needs compute capability 7.5, and Tesla T4 has 7.0.",
+        ),
+        ({"facts": {**T4, "capability": (5, 2)}}, "type: nf4 needs compute capability 6.0"),
+        ({"facts": T4, "compute": ComputeDtype.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
+        ({"facts": H200, "compute": ComputeDtype.float16}, "compute_dtype: float16 needs loss scaling"),
+        ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+        ({"init": AdapterInit.olora}, "enabled: techniques.lora.init=olora"),
+        ({"kind": "int8_torchao", "dora": True}, "library: techniques.lora.dora=true"),
+        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
+        ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model. Its linears are down_proj, gate_proj"),
+        (
+            {"skip": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
+            "enabled: 0 % of this model's",
+        ),
+        (
+            {"facts": {**H200, "free_memory": 60_000}},
+            "enabled: the quantised model takes 0.0 GiB, and the card has 0.0 GiB free",
+        ),
+        (
+            {"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}},
+            "enabled: before it is quantised, the model takes",
+        ),
+    ],
+)
 def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
     assert reason in refused(**options)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"kind": "int8"}, {"facts": H200}, {"facts": T4, "kind": "int8"}, {"kind": "nf4_torchao", "sizes": WIDE},
-    {"facts": {**T4, "dtype": "float16"}, "compute": ComputeDtype.float16}, {"dora": True}, {"kind": "int8", "dora": True},
-    {"modules_to_save": ["lm_head", "norm"]}, {"modules_to_save": ["down_proj"], "skip": ("down_proj",)},
-    {"facts": {**H200, "free_memory": 110_000, "host_memory": 2**30}}, {"family": "gemma"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "int8"},
+        {"facts": H200},
+        {"facts": T4, "kind": "int8"},
+        {"kind": "nf4_torchao", "sizes": WIDE},
+        {"facts": {**T4, "dtype": "float16"}, "compute": ComputeDtype.float16},
+        {"dora": True},
+        {"kind": "int8", "dora": True},
+        {"modules_to_save": ["lm_head", "norm"]},
+        {"modules_to_save": ["down_proj"], "skip": ("down_proj",)},
+        {"facts": {**H200, "free_memory": 110_000, "host_memory": 2**30}},
+        {"family": "gemma"},
+    ],
+)
 def test_what_can_act_is_not(options):
     assert refused(**options) == ""
 

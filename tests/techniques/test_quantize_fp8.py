@@ -32,7 +32,9 @@ H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="
 both = pytest.mark.parametrize("fused", ["on", "off"])
 
 
-def fp8(fused: str = "off", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options: Any) -> Pipeline:
+def fp8(
+    fused: str = "off", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options: Any
+) -> Pipeline:
     pipeline = lora(**options)
     pipeline.lora.fused = type(pipeline.lora.fused)(fused)
     pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=compute, skip=list(skip))
@@ -77,7 +79,8 @@ def test_a_model_is_near_its_base_and_trains_adapters_only(fused):
     mine.train()
     mine(**make_probe(mine)).logits.logsumexp(-1).sum().backward()
     assert {name for name, parameter in mine.named_parameters() if parameter.grad is not None} == {
-        name for name, parameter in mine.named_parameters() if "lora_" in name}
+        name for name, parameter in mine.named_parameters() if "lora_" in name
+    }
     assert {parameter.dtype for name, parameter in mine.named_parameters() if "lora_" in name} == {torch.float32}
 
 
@@ -95,23 +98,36 @@ def test_fused_adapters_and_peft_s_train_the_same_model():
         one.train()
         one.zero_grad()
         one(**make_probe(one)).logits.logsumexp(-1).sum().backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad]))
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in one.parameters() if parameter.requires_grad])
+        )
     assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
 
 
 @both
 def test_bytes_are_those_that_are_planned_and_groups_share_one_storage(fused):
     mine = made(fp8(fused), random_model("llama", **WIDE))
-    linears = {name.rpartition(".")[2]: module for name, module in mine.get_base_model().model.layers[1].named_modules()
-               if name.endswith("_proj")}
+    linears = {
+        name.rpartition(".")[2]: module
+        for name, module in mine.get_base_model().model.layers[1].named_modules()
+        if name.endswith("_proj")
+    }
     bases = {name: linear.get_base_layer() for name, linear in linears.items()}
     for base in bases.values():
         planned = bytes_per_weight(dataclasses.asdict(Quantize(type=Type.fp8)))
         assert stored_bytes(base) == pytest.approx(planned * base.in_features * base.out_features, rel=0.05)
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for module in mine.modules()
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if tensor.dtype is torch.uint8}
-    assert sum(held.values()) == 2 * 2 * sum(base.in_features * base.out_features for base in bases.values()), "stored once"
-    together = {base.weight.untyped_storage().data_ptr() for name, base in bases.items() if name in ("gate_proj", "up_proj")}
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for module in mine.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if tensor.dtype is torch.uint8
+    }
+    assert sum(held.values()) == 2 * 2 * sum(base.in_features * base.out_features for base in bases.values()), (
+        "stored once"
+    )
+    together = {
+        base.weight.untyped_storage().data_ptr() for name, base in bases.items() if name in ("gate_proj", "up_proj")
+    }
     assert len(together) == (1 if fused == "on" else 2)
 
 
@@ -126,7 +142,9 @@ def test_adapters_switched_off_leave_the_quantised_base(fused):
         torch.testing.assert_close(logits(mine), fresh, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize(("fused", "options"), [("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})])
+@pytest.mark.parametrize(
+    ("fused", "options"), [("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})]
+)
 def test_its_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -153,7 +171,9 @@ def test_tuning_over_it_ends_where_tuning_over_the_plain_base_does():
     ends = {}
     for name, mine in (("plain", built(lora(r=8), model)), ("fp8", made(fp8("on", r=8), model))):
         mine.train()
-        optimizer = torch.optim.AdamW([parameter for parameter in mine.parameters() if parameter.requires_grad], lr=5e-3)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in mine.parameters() if parameter.requires_grad], lr=5e-3
+        )
         losses = []
         for _ in range(40):
             loss = mine(input_ids=ids, labels=ids, use_cache=False).loss
@@ -227,14 +247,23 @@ def test_the_memory_of_its_weights_is_foreseen(tied, head, embeddings):
     pipeline = ended(head, embeddings)
     pipeline.lora.fused = type(pipeline.lora.fused)("off")
     mine = made(pipeline, model)
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for module in mine.modules()
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for module in mine.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
     facts = dataclasses.replace(facts_of(model), techniques=pipeline.asked())
     assert forecast(facts, Keeping()).weights == pytest.approx(sum(held.values()), rel=0.04)  # scales, at 128 a row
 
 
-def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False,
-            here: dict | None = None, **options: Any) -> str:
+def refused(
+    family: str = "llama",
+    facts: dict | None = None,
+    sizes: dict | None = None,
+    full: bool = False,
+    here: dict | None = None,
+    **options: Any,
+) -> str:
     pipeline = fp8(compute=ComputeDtype.auto, **options)
     for name, value in (here or {}).items():
         setattr(pipeline.quantize, name, value)
@@ -243,38 +272,83 @@ def refused(family: str = "llama", facts: dict | None = None, sizes: dict | None
     return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"facts": {"device": "cpu"}}, "type: fp8's products run on a GPU's tensor cores, and the device is cpu. Use nf4 or int8."),
-    ({"facts": {"capability": (8, 0), "device_name": "NVIDIA A100"}},
-     "type: fp8 needs compute capability 8.9, and NVIDIA A100 has 8.0. Use nf4 or int8."),
-    ({"facts": {"dtype": "float32"}}, "compute_dtype: fp8's products come out in bfloat16, and this asks for float32. Set "
-                                      "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16."),
-    ({"here": {"compute_dtype": ComputeDtype.float16}}, "compute_dtype: fp8's products come out in bfloat16, and this asks for "
-                                                        "float16. Set it to auto or bfloat16."),
-    ({"here": {"library": Library.torchao}}, "library: fp8 is torch's own, and torchao has no part in it. Set it to auto."),
-    ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
-    ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
-    ({"dora": True}, "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's."),
-    ({"sizes": {"intermediate_size": 88}}, "type: fp8's products take sizes of a multiple of 16, and 6 linears have others, such "
-                                           "as model.layers.0.mlp.gate_proj. Use nf4 or int8, or name them in skip."),
-    ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
-    ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model."),
-    ({"here": {"type": Type.nf4, "head": True}}, "head: nf4 quantises linears besides the head. Set it to false, or type to"),
-    ({"here": {"head": True}, "sizes": {"vocab_size": 100}}, "head: a product in fp8 takes a plain linear with sizes of a"),
-    ({"here": {"embeddings": True}, "sizes": {"tie_word_embeddings": True}}, "embeddings: this model's head and embeddings"),
-    ({"here": {"head": True}, "modules_to_save": ["lm_head"]}, "head: techniques.lora trains lm_head, and what is in fp8 is"),
-    ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
-])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"facts": {"device": "cpu"}},
+            "type: fp8's products run on a GPU's tensor cores, and the device is cpu. Use nf4 or int8.",
+        ),
+        (
+            {"facts": {"capability": (8, 0), "device_name": "NVIDIA A100"}},
+            "type: fp8 needs compute capability 8.9, and NVIDIA A100 has 8.0. Use nf4 or int8.",
+        ),
+        (
+            {"facts": {"dtype": "float32"}},
+            "compute_dtype: fp8's products come out in bfloat16, and this asks for float32. Set "
+            "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16.",
+        ),
+        (
+            {"here": {"compute_dtype": ComputeDtype.float16}},
+            "compute_dtype: fp8's products come out in bfloat16, and this asks for "
+            "float16. Set it to auto or bfloat16.",
+        ),
+        (
+            {"here": {"library": Library.torchao}},
+            "library: fp8 is torch's own, and torchao has no part in it. Set it to auto.",
+        ),
+        ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
+        ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+        (
+            {"dora": True},
+            "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's.",
+        ),
+        (
+            {"sizes": {"intermediate_size": 88}},
+            "type: fp8's products take sizes of a multiple of 16, and 6 linears have others, such "
+            "as model.layers.0.mlp.gate_proj. Use nf4 or int8, or name them in skip.",
+        ),
+        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
+        ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model."),
+        (
+            {"here": {"type": Type.nf4, "head": True}},
+            "head: nf4 quantises linears besides the head. Set it to false, or type to",
+        ),
+        (
+            {"here": {"head": True}, "sizes": {"vocab_size": 100}},
+            "head: a product in fp8 takes a plain linear with sizes of a",
+        ),
+        (
+            {"here": {"embeddings": True}, "sizes": {"tie_word_embeddings": True}},
+            "embeddings: this model's head and embeddings",
+        ),
+        (
+            {"here": {"head": True}, "modules_to_save": ["lm_head"]},
+            "head: techniques.lora trains lm_head, and what is in fp8 is",
+        ),
+        ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
+    ],
+)
 def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
     assert reason in refused(**options)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"facts": {"capability": (8, 9)}}, {"facts": {"capability": (10, 0)}}, {"facts": {"packages": {}}}, {"family": "gemma"},
-    {"dropout": 0.1}, {"modules_to_save": ["lm_head"]}, {"skip": ("down_proj",)},
-    {"here": {"head": True, "embeddings": True}},
-    {"here": {"head": True, "embeddings": True}, "sizes": {"tie_word_embeddings": True}},
-    {"sizes": {"intermediate_size": 88}, "skip": ("gate_proj", "up_proj", "down_proj")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"facts": {"capability": (8, 9)}},
+        {"facts": {"capability": (10, 0)}},
+        {"facts": {"packages": {}}},
+        {"family": "gemma"},
+        {"dropout": 0.1},
+        {"modules_to_save": ["lm_head"]},
+        {"skip": ("down_proj",)},
+        {"here": {"head": True, "embeddings": True}},
+        {"here": {"head": True, "embeddings": True}, "sizes": {"tie_word_embeddings": True}},
+        {"sizes": {"intermediate_size": 88}, "skip": ("gate_proj", "up_proj", "down_proj")},
+    ],
+)
 def test_what_can_act_is_not(options):
     assert refused(**options) == ""
 

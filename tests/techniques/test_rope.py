@@ -67,8 +67,12 @@ def observed(model, prefix: str = "") -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize(("original", "factor"), [(64, 4.0), (4096, 16.0), (8192, 8.0)])
 def test_yarn_of_the_built_model_is_the_paper_s(original, factor):
-    model = random_model("llama", max_position_embeddings=original, head_dim=64, rope_parameters={
-        "rope_type": "default", "rope_theta": 500000.0})
+    model = random_model(
+        "llama",
+        max_position_embeddings=original,
+        head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
     yarned = built(scaled(factor=factor), model)
     inv_freq, attention = observed(yarned)
     expected = torch.tensor(yarn(64, 500000.0, original, factor), dtype=torch.float64)
@@ -87,7 +91,9 @@ def test_yarn_reads_each_of_its_options():
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
     assert attention == 1.5
     other, _ = observed(built(scaled(original_max_position_embeddings=2048), model))
-    torch.testing.assert_close(other, torch.tensor(yarn(64, 10000.0, 2048, 4.0), dtype=torch.float64), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        other, torch.tensor(yarn(64, 10000.0, 2048, 4.0), dtype=torch.float64), rtol=1e-5, atol=0
+    )
 
 
 def test_llama3_and_linear_of_the_built_model_are_their_formulas():
@@ -102,17 +108,24 @@ def test_llama3_and_linear_of_the_built_model_are_their_formulas():
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # shared cores: time says nothing here
-@given(dim=st.sampled_from([16, 64, 128]), base=st.floats(1e3, 1e7), original=st.integers(32, 1 << 17),
-       factor=st.floats(1.01, 64))
+@given(
+    dim=st.sampled_from([16, 64, 128]),
+    base=st.floats(1e3, 1e7),
+    original=st.integers(32, 1 << 17),
+    factor=st.floats(1.01, 64),
+)
 def test_the_reference_of_verify_equals_the_formulas(dim, base, original, factor):
     rope = Rope(enabled=True, factor=factor)
     for kind, formula in ((RopeType.yarn, yarn), (RopeType.llama3, llama3)):
         rope.type = kind
         reference, _ = rope.frequencies(dim, base, original, original)
-        torch.testing.assert_close(reference, torch.tensor(formula(dim, base, original, factor), dtype=torch.float64),
-                                   rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            reference, torch.tensor(formula(dim, base, original, factor), dtype=torch.float64), rtol=1e-9, atol=0
+        )
         plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        assert ((reference <= plain * (1 + 1e-12)) & (reference >= plain / factor * (1 - 1e-12))).all(), "between kept and slowed"
+        assert ((reference <= plain * (1 + 1e-12)) & (reference >= plain / factor * (1 - 1e-12))).all(), (
+            "between kept and slowed"
+        )
 
 
 @pytest.mark.parametrize("family", SCALABLE)
@@ -144,10 +157,17 @@ def test_a_scaling_set_after_the_model_was_built_is_seen_through():
 def test_a_scaling_with_the_wrong_original_length_is_seen_through():
     """The other silent trap: max_position_embeddings raised, and transformers takes the raised one for the original."""
     config = load_config(random_model("llama"))
-    config.rope_parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
     config.max_position_embeddings = 256
     model = Pipeline().build(random_model("llama"), config, CPU, 0)
-    assert not any(one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(model, make_probe(model)))
+    assert not any(
+        one.acted for one in scaled(original_max_position_embeddings=64).rope.verify(model, make_probe(model))
+    )
 
 
 def test_the_evidence_names_the_frequencies_asked_for_and_observed():
@@ -198,37 +218,64 @@ def test_dynamic_grows_with_the_row_and_forgets_it():
     assert torch.equal(frequencies(40), short)
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"factor": 1.0}, "factor: 1.0 lengthens nothing"),
-    ({"factor": 0.5}, "factor: 0.5"),
-    ({"sequence_length": 257}, "factor: 4.0 x 64 positions = 256, fewer than data.sequence_length=257. Set it to at least 4.02"),
-    ({"original_max_position_embeddings": -1}, "original_max_position_embeddings: -1"),
-    ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: type=linear does not read it"),
-    ({"low_freq_factor": 2.0}, "low_freq_factor: type=yarn does not read it"),
-    ({"beta_fast": 1.0}, "beta_fast: 1.0 must be above"),
-    ({"attention_factor": 0.0}, "attention_factor: 0.0"),
-    ({"type": RopeType.llama3, "high_freq_factor": 1.0}, "high_freq_factor"),
-    ({"family": "phi3"}, "phi3 config keeps no RoPE type but longrope"),
-    ({"family": "gemma3", "type": RopeType.dynamic}, "type: dynamic is not defined"),
-    ({"architecture": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-                                           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}},
-     "original_max_position_embeddings: llama already scales its RoPE (llama3, factor=8.0, original_max_position_embeddings=32)"),
-])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"factor": 1.0}, "factor: 1.0 lengthens nothing"),
+        ({"factor": 0.5}, "factor: 0.5"),
+        (
+            {"sequence_length": 257},
+            "factor: 4.0 x 64 positions = 256, fewer than data.sequence_length=257. Set it to at least 4.02",
+        ),
+        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings: -1"),
+        ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: type=linear does not read it"),
+        ({"low_freq_factor": 2.0}, "low_freq_factor: type=yarn does not read it"),
+        ({"beta_fast": 1.0}, "beta_fast: 1.0 must be above"),
+        ({"attention_factor": 0.0}, "attention_factor: 0.0"),
+        ({"type": RopeType.llama3, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"family": "phi3"}, "phi3 config keeps no RoPE type but longrope"),
+        ({"family": "gemma3", "type": RopeType.dynamic}, "type: dynamic is not defined"),
+        (
+            {
+                "architecture": {
+                    "rope_parameters": {
+                        "rope_type": "llama3",
+                        "rope_theta": 5e5,
+                        "factor": 8.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 32,
+                    }
+                }
+            },
+            "original_max_position_embeddings: llama already scales its RoPE (llama3, factor=8.0, original_max_position_embeddings=32)",
+        ),
+    ],
+)
 def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
     assert reason in reasons(**options)
 
 
 def test_a_model_without_rope_is_refused():
-    model = ModelConfig(path=None, init=random_model("llama").init, architecture={
-        "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128})
+    model = ModelConfig(
+        path=None,
+        init=random_model("llama").init,
+        architecture={"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
+    )
     assert "gpt2 has no rotary position embeddings" in "\n".join(Rope(enabled=True, factor=4.0).check(facts_of(model)))
     assert reasons() == ""
 
 
 def test_scaled_again_from_the_length_that_is_named(tmp_path):
     """Llama 3.1 comes with a scaling of its own: named, the original length lets another one replace it, whole."""
-    theirs = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 8192}
+    theirs = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     model = random_model("llama", max_position_embeddings=65536, head_dim=64, rope_parameters=theirs)
     pipeline = scaled(factor=16.0, original_max_position_embeddings=8192)
     again = built(pipeline, model)

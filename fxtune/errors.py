@@ -37,7 +37,7 @@ class HardwareError(UserError):
 
 class MemoryShortError(HardwareError):
     """Memory ran out in the middle of some work. The message says what to change; half as many rows at once may do, too
-    (fxtune/halving.py), and are tried first.
+    (fxtune/system/oom.py), and are tried first.
     """
 
 

@@ -5,7 +5,7 @@ could do anything about them.
 
 Honest where it cannot know. pip-audit calls what its database does not answer for "no known vulnerabilities", as behind a mirror
 of packages that has no database. So it is first asked for a version that everybody knows to be bad: who does not know that one
-knows nothing, and that is said. What holds then is tests/test_advisories.py: no version that we know to be bad is allowed by
+knows nothing, and that is said. What holds then is tests/repository/test_advisories.py: no version that we know to be bad is allowed by
 pyproject.toml, or installed. It never takes longer than --seconds.
 """
 
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-INSTEAD = "What holds instead: tests/test_advisories.py (no version with a known hole is allowed by pyproject.toml)."
+INSTEAD = "What holds instead: tests/repository/test_advisories.py (no version with a known hole is allowed by pyproject.toml)."
 ACCEPTED: dict[str, str] = {}
 """Advisories that do not reach us, each with the reason: {"CVE-...": "we never call ..."}."""
 KNOWN_BAD = "jinja2==3.1.5"  # CVE-2025-27516

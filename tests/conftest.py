@@ -7,17 +7,16 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from fxtune.config import Config, TrainConfig
-from fxtune.data.sources import DataConfig, SourceConfig
-from fxtune.model import Init, ModelConfig
-from fxtune.tracking import Display, TrackingConfig
+from fxtune.config.root import Config, TrainConfig
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.models.load import Init, ModelConfig
+from fxtune.tracking.tracker import Display, TrackingConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -136,7 +135,7 @@ def narrow(small) -> Config:
 @pytest.fixture(scope="session")
 def forks():
     """The parent that runs of tests/faults are forked from: one for all tests of a worker, since importing takes seconds."""
-    from killing import ForkServer
+    from support.killing import ForkServer
 
     with ForkServer() as server:
         yield server
@@ -145,7 +144,7 @@ def forks():
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
     """What runs of this process tell beside their figures, as it comes."""
-    from fxtune import display
+    from fxtune.tracking import display
 
     notes: list[str] = []
     monkeypatch.setattr(display.Display, "note", lambda self, text: notes.append(text))
@@ -155,45 +154,20 @@ def said(monkeypatch) -> list[str]:
 @pytest.fixture
 def build(cwd):
     """A Trainer that is built and not yet run; its folder is released at the end."""
-    from fxtune import train
-    from fxtune.display import display
-    from fxtune.runfolder import claim
+    from fxtune.checkpoint.run_folder import claim
+    from fxtune.tracking.display import display
+    from fxtune.training import trainer
 
     made = []
 
-    def make(config, note=None) -> train.Trainer:
+    def make(config, note=None) -> trainer.Trainer:
         plain = json.loads(json.dumps(dataclasses.asdict(config)))
         folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
         made.append(folder)
         screen = display(Display.none)
         screen.note = note or screen.note
-        return train.Trainer(config, folder, screen, plain)
+        return trainer.Trainer(config, folder, screen, plain)
 
     yield make
     for folder in made:
         folder.release()
-
-
-def history(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["train/loss"] for line in history(folder) if "train/loss" in line]
-
-
-def interpreted(script: Path) -> list[str]:
-    """The words that a script printed which ran Triton kernels in triton's interpreter. That has to be chosen before triton is
-    imported, hence a process of its own.
-    """
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.split()

@@ -1,0 +1,1 @@
+"""Rows to batches: read, chat, tokenized, batches."""

@@ -1,0 +1,1 @@
+"""Operators of torch.library and their plain references, nothing else."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fxtune.errors import StorageError
-from fxtune.host import cache_home
+from fxtune.system.host import cache_home
 
 VERSION = "4.0.0b36"
 """The release of flash-attn-4 whose internal functions are called here."""

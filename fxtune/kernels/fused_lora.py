@@ -31,10 +31,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels.gated import ACTS, Passing, gated, gated_backward, sums_in_passing
+from fxtune.kernels.frozen_base import DENSE, Base, Dense, Dequantized, added, is_dense, spaced
 from fxtune.kernels.lora_adapters import Adapters, Sums, padded_rank
-from fxtune.kernels.lora_base import DENSE, Base, Dense, Dequantized, added, is_dense, spaced
 from fxtune.kernels.lora_flops import FORMULAS
+from fxtune.kernels.swiglu import ACTS, Passing, gated, gated_backward, sums_in_passing
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
 _MLP_PARTS = (

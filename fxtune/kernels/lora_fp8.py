@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxtune.kernels.fp8 import Weight, quantize_rows, scaled_mm
-from fxtune.kernels.lora_base import Adapters, Base, Operand, added
+from fxtune.kernels.frozen_base import Adapters, Base, Operand, added
 
 
 class Fp8(Base):

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.technique import Evidence, Technique
-from fxtune.world import Facts, World
+from fxtune.distributed.world import World
+from fxtune.system.facts import Facts
+from fxtune.techniques.base import Evidence, Technique
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """How far a norm's output may be from what it was, relative to its norm."""

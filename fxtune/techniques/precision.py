@@ -28,8 +28,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxtune.technique import Evidence, Technique, decoder_layers, observed
-from fxtune.world import Facts, World
+from fxtune.distributed.world import World
+from fxtune.models.structure import decoder_layers, observed
+from fxtune.system.facts import Facts
+from fxtune.techniques.base import Evidence, Technique
 
 VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.fp8_ends import Fp8Embedding, Fp8Head, embedding_of, end_bytes, head_of
-from fxtune.kernels.profiled import operators, short
 from fxtune.kernels.quantized import (
     NF4_BLOCK,
     SCALE_BLOCK,
@@ -40,8 +40,10 @@ from fxtune.kernels.quantized import (
     quantized,
     stored_bytes,
 )
-from fxtune.technique import Evidence, Technique, observed, skeleton
-from fxtune.world import Facts, Library, World
+from fxtune.models.structure import observed, skeleton
+from fxtune.system.facts import Facts, Library
+from fxtune.system.profiler import operators, short
+from fxtune.techniques.base import Evidence, Technique
 
 GIB = 2**30
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}

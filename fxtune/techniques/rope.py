@@ -28,8 +28,9 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from fxtune.technique import Evidence, Technique
-from fxtune.world import Facts, World
+from fxtune.distributed.world import World
+from fxtune.system.facts import Facts
+from fxtune.techniques.base import Evidence, Technique
 
 FULL = "full_attention"
 CLOSE = 1e-5

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import built, lora, on_disk, trained
-from harness import command, run, small_disk
-from killing import tail
 from safetensors.torch import load_file, save_file
+from support.architectures import built, lora, on_disk, trained
+from support.harness import command, run, small_disk
+from support.killing import tail
 
-from fxtune.commands import merge as merging
-from fxtune.commands.merge import merge
+from fxtune.cli import merge as merging
+from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
-from fxtune.model import ModelConfig, load_tokenizer, save
+from fxtune.models.load import ModelConfig, load_tokenizer, save
 
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"

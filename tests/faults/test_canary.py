@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Wandb, serving
+from support.servers import Wandb, serving
 
-from fxtune import __main__ as command
-from fxtune import tracking, trials
-from fxtune.commands import doctor
-from fxtune.tracking import Tracker, TrackingConfig, WandbConfig, WandbMode
-from fxtune.trials import Answer, Outcome, failed
+from fxtune.cli import doctor
+from fxtune.cli import main as command
+from fxtune.tracking import tracker as tracking
+from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
+from fxtune.tuning import trial_process
+from fxtune.tuning.trial_process import Outcome, TrialResult, failed
 
 ENVIRONMENT = {
     "HF_TOKEN": "hf_" + "CanaryOne" * 4,
@@ -181,10 +182,10 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
         f"run.name={TYPED['hex']}",
     ]
     answers = [
-        Answer(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
+        TrialResult(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
         failed(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0),
     ]
-    monkeypatch.setattr(trials, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
+    monkeypatch.setattr(trial_process, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
     monkeypatch.setattr(doctor, "probe", lambda *_: {"state": "missing", "seen": ""})
     monkeypatch.setenv("WANDB_BASE_URL", f"http://me:{TYPED['server']}@127.0.0.1:9")  # nobody listens
@@ -269,7 +270,7 @@ def test_no_secret_is_in_what_libraries_print_and_in_a_traceback(planted):
         timeout=60,
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(command.__file__).parents[1]),
+            "PYTHONPATH": str(Path(command.__file__).parents[2]),
             "HTTPS_PROXY": f"http://me:{TYPED['url']}@proxy:3128",
         },
     )

@@ -14,20 +14,20 @@ import threading
 import tracemalloc
 from pathlib import Path
 
-import harness
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support import harness
 from transformers import AutoTokenizer
 
-from fxtune.data import sources
-from fxtune.data.chat import Encoder
-from fxtune.data.loader import Loader, LoaderConfig
-from fxtune.data.preparation import plan_training
-from fxtune.data.rows import ROW_BYTES
-from fxtune.data.sources import DataConfig, OnBadRow, SourceConfig, TextUnit
-from fxtune.data.tokens import tokenize
+from fxtune.data.batches.build import plan_training
+from fxtune.data.batches.loader import Loader, LoaderConfig
+from fxtune.data.chat.encode import Encoder
+from fxtune.data.config import DataConfig, OnBadRow, SourceConfig, TextUnit
+from fxtune.data.read import sources
+from fxtune.data.read.jsonl import ROW_BYTES
+from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError, StorageError
 
 TINY = harness.ROOT / "fxtune" / "assets" / "tiny"
@@ -408,7 +408,7 @@ def tokenising(pid: int) -> int | None:
 
 
 def test_two_thousand_fuzzed_inputs(tmp_path):
-    sys.path.insert(0, str(harness.ROOT / "scripts"))
+    sys.path.insert(0, str(harness.ROOT / "scripts" / "faults"))
     try:
         import fuzz
     finally:
@@ -421,12 +421,12 @@ def test_two_thousand_fuzzed_inputs(tmp_path):
 
 def test_the_fuzzer_sees_a_quoted_turn_that_counts(tmp_path, monkeypatch):
     """What it looks for is there to be found: with special tokens in messages taken for such, as tokenizers do, it finds them."""
-    sys.path.insert(0, str(harness.ROOT / "scripts"))
+    sys.path.insert(0, str(harness.ROOT / "scripts" / "faults"))
     try:
         import fuzz
     finally:
         sys.path.pop(0)
-    from fxtune.data.literal import Literal
+    from fxtune.data.chat.special_tokens import Literal
 
     monkeypatch.setattr(Literal, "within", lambda *_: False)
     report = fuzz.Fuzzer(0, tmp_path, keep=None).go(700)

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import history
-from harness import command, small_disk
 from safetensors.torch import load_file
+from support.harness import command, small_disk
+from support.runs import history
 
-from fxtune import held_out, stored, train
-from fxtune.__main__ import main
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
-from fxtune.config import Config, Resume
+from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.cli.main import main
+from fxtune.config.root import Config, Resume, Spikes
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
-from fxtune.halving import Halving
-from fxtune.loss import Loss
-from fxtune.spikes import Spikes
-from fxtune.techniques.checkpointing import Checkpointing, Policy
-from fxtune.tracking import Tracker
+from fxtune.objectives.causal_lm import Loss
+from fxtune.system.oom import Halving
+from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.tracking.tracker import Tracker
+from fxtune.training import evaluation, trainer
 
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -79,7 +79,7 @@ def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
 
 def at_step(monkeypatch, step: int, what) -> None:
     """Call `what` before the step of this number, counted from 0, is taken; once."""
-    taken, done = train.Trainer.step, []
+    taken, done = trainer.Trainer.step, []
 
     def watched(self, given, lr):
         if given.index == step and not done:
@@ -87,7 +87,7 @@ def at_step(monkeypatch, step: int, what) -> None:
             what()
         return taken(self, given, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", watched)
+    monkeypatch.setattr(trainer.Trainer, "step", watched)
 
 
 def test_a_signal_waits_for_the_save_that_is_being_written(run_, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_signal_waits_for_the_save_that_is_being_written(run_, monkeypatch):
     monkeypatch.setattr(stored, "write", slow)
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
-        train.run(run_)
+        trainer.run(run_)
     assert written == [3]
     assert state()["step"] == 3
 
@@ -122,7 +122,7 @@ def test_a_save_that_fails_while_a_signal_waits_for_it_is_tried_once_more(run_, 
     monkeypatch.setattr(stored, "write", failing)
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
-        train.run(run_)
+        trainer.run(run_)
     assert tries == [3, 3]
     assert state()["step"] == 3
 
@@ -143,12 +143,12 @@ def test_a_signal_on_a_full_disk_ends_with_6_and_the_earlier_checkpoint(run_, cw
         with pytest.raises(
             StorageError, match=r"step 3 could not be written.*Earlier checkpoints are intact"
         ) as ended:
-            train.run(run_)
+            trainer.run(run_)
         assert ended.value.exit_code == 6
         assert [path.name for path in stored.paths(folder)] == ["step-00000002"]
         assert not [note for note in said if "training goes on" in note]
         (cwd / "disk" / "ballast").unlink()
-        assert train.run(run_)["train/step"] == 6
+        assert trainer.run(run_)["train/step"] == 6
 
 
 def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(run_, monkeypatch, said):
@@ -158,10 +158,10 @@ def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(ru
     made = Halving.make_room
     monkeypatch.setattr(Halving, "make_room", lambda self: (tell(), made(self))[1])
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
-        train.run(run_)
+        trainer.run(run_)
     assert state()["rows"] == {"training": 2}
     said.clear()
-    assert train.run(run_)["train/step"] == 6
+    assert trainer.run(run_)["train/step"] == 6
     assert not [note for note in said if "ran out of memory" in note], "it knew from the start"
 
 
@@ -169,14 +169,14 @@ def test_memory_that_runs_out_as_a_signal_comes_is_no_halving(run_, monkeypatch)
     """Whatever a library makes of a signal, it is the signal that is answered."""
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=tell))
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
-        train.run(run_)
+        trainer.run(run_)
     assert state()["rows"] == {}
 
 
 def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, said):
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     seen = short_of_memory(monkeypatch, 99)  # none yet
-    real, rows = held_out.mean_loss, []
+    real, rows = evaluation.mean_loss, []
 
     def scarce(loss, loader, precision):
         rows.append(loader.plan.sizes.micro_batch_size)
@@ -184,13 +184,13 @@ def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, sai
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(loss, loader, precision)
 
-    monkeypatch.setattr(held_out, "mean_loss", scarce)
+    monkeypatch.setattr(evaluation, "mean_loss", scarce)
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
-        train.run(run_)
+        trainer.run(run_)
     assert rows == [4, 2, 1]
     assert state()["rows"] == {"evaluation": 1}
-    train.run(run_)
+    trainer.run(run_)
     assert rows == [4, 2, 1, 1, 1], "steps 4 and 6, one row at once from the start"
     assert seen[0] == 4, "training keeps its own"
     assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
@@ -201,13 +201,13 @@ def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_ne
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     saved = Checkpoints.save
     with monkeypatch.context() as patch:
-        patch.setattr(held_out, "mean_loss", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
+        patch.setattr(evaluation, "mean_loss", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
         patch.setattr(Checkpoints, "save", lambda *given: (tell(), saved(*given))[1])
         with pytest.raises((HardwareError, Stopped)):
-            train.run(run_)
+            trainer.run(run_)
     assert state()["step"] == 2
     assert state()["evaluation_due"]
-    train.run(run_)
+    trainer.run(run_)
     assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
 
 
@@ -219,7 +219,7 @@ def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
         match=r"(?s)Training ran out of memory with 1 row.*step 2 could not be written.*"
         r"What would help most",
     ):
-        train.run(run_)
+        trainer.run(run_)
 
 
 def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_, monkeypatch, said):
@@ -228,14 +228,14 @@ def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_,
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped):
-        train.run(run_)
+        trainer.run(run_)
     file = Path("run/setting.json")
     setting = json.loads(file.read_text())
     was = setting["techniques"]["checkpointing"]
     assert was["policy"] != "auto"
     was["policy"] = "none" if was["policy"] != "none" else "full"
     file.write_text(json.dumps(setting))
-    assert train.run(run_)["train/step"] == 6
+    assert trainer.run(run_)["train/step"] == 6
     assert [note for note in said if f"as when the run was started, policy={was['policy']}" in note]
     assert state()["rows"] == {"training": 2}
     assert sum("ran out of memory" in note for note in said) == 1
@@ -246,11 +246,11 @@ def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, mon
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped):
-        train.run(run_)
+        trainer.run(run_)
     real = Loss.sum
     at_step(monkeypatch, 4, lambda: monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * math.nan))
     at_step(monkeypatch, 5, lambda: monkeypatch.setattr(Loss, "sum", real))
-    train.run(run_)
+    trainer.run(run_)
     place = Path("run/skipped/step-00000005")
     assert len(load_file(place / "batch-0.safetensors")["input_ids"]) == 2
     assert len(list(place.glob("batch-*"))) == 4
@@ -261,19 +261,19 @@ def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monke
     run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
     real, index = Loss.sum, [0]
     monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0))
-    taken = train.Trainer.step
+    taken = trainer.Trainer.step
     monkeypatch.setattr(
-        train.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
+        trainer.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
     )
     moved: list[bool] = []
-    update = train.Optimizer.step
+    update = trainer.Optimizer.step
     monkeypatch.setattr(
-        train.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
+        trainer.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
     )
     at_step(monkeypatch, 2, tell)
     with pytest.raises(Stopped, match="after step 2"):
-        train.run(run_)
-    assert train.run(run_)["train/skipped_steps"] == 2
+        trainer.run(run_)
+    assert trainer.run(run_)["train/skipped_steps"] == 2
     assert moved == [False, False, True, True, True, True]
 
 
@@ -316,7 +316,7 @@ for last in range(1, 99):
         text=True,
         timeout=90,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[2])},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
@@ -350,35 +350,35 @@ def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monke
 def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
     """Its folder holds part of it, and an export from before lies where it goes."""
     with monkeypatch.context() as patch:
-        patch.setattr("fxtune.model.write_card", lambda *_: tell())
+        patch.setattr("fxtune.models.load.write_card", lambda *_: tell())
         with pytest.raises(
             Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"
         ):
-            train.run(run_)
+            trainer.run(run_)
     assert not Path("run/adapter").exists()
     Path("run/.adapter.partial").mkdir(exist_ok=True)
     Path("run/.adapter.old").mkdir()
     Path("run/.adapter.partial/junk").write_text("half")
-    train.run(run_)
+    trainer.run(run_)
     assert load_file(f"run/{ADAPTER}")
     assert not list(Path("run").glob(".adapter*"))
     assert not Path("run/adapter/junk").exists()
 
 
 def test_a_finished_run_is_left_as_it_is(run_, monkeypatch, said):
-    result = train.run(run_)
+    result = trainer.run(run_)
     before = {
         path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"
     }
-    monkeypatch.setattr(train, "Trainer", pytest.fail)
+    monkeypatch.setattr(trainer, "Trainer", pytest.fail)
     for resume in (Resume.auto, Resume.must):
         run_.run.resume = resume
-        assert train.run(run_) == result
+        assert trainer.run(run_) == result
         assert "run holds this run, finished: nothing to do" in said[-1]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     run_.run.resume = Resume.never
     with pytest.raises(ConfigError, match=r"run already holds a run.*Set run\.dir to a new folder"):
-        train.run(run_)
+        trainer.run(run_)
 
 
 def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monkeypatch, said):
@@ -403,7 +403,7 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
         lambda self, *given, **named: (made(self, *given, **named), setattr(self, "_wandb", Slow()))[0],
     )
     began = time.monotonic()
-    assert train.run(run_)["train/step"] == 6
+    assert trainer.run(run_)["train/step"] == 6
     assert Path("run/result.json").exists()
     assert waited == [None, 3.0]
     assert said[-1] == "W&B was left behind. To send it what it does not have: fxtune sync run"
@@ -416,11 +416,11 @@ def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, r
     at_step(monkeypatch, 2, tell)
     narrow.run.resume = Resume.auto if resume is Resume.must else resume
     with pytest.raises(Stopped):
-        train.run(narrow)
+        trainer.run(narrow)
     narrow.run.resume = Resume.auto if resume is Resume.never else resume
     at_step(monkeypatch, 4, tell)
     with pytest.raises(Stopped) as stop:
-        train.run(narrow)
+        trainer.run(narrow)
     assert str(stop.value) == "SIGTERM: saved after step 4 of 6 in runs/run. The same command goes on from there."
     assert [
         note
@@ -430,17 +430,17 @@ def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, r
     narrow.run.resume = Resume.never
     at_step(monkeypatch, 1, tell)
     with pytest.raises(Stopped) as stop:
-        train.run(narrow)
+        trainer.run(narrow)
     assert str(stop.value).endswith("in runs/run-2. The same command with run.resume=auto goes on from there.")
     narrow.run.dir = "runs/run"
     with pytest.raises(ConfigError, match=r"Set run\.dir to a new folder, or use run\.resume=auto"):
-        train.run(narrow)
+        trainer.run(narrow)
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(small, cwd, monkeypatch):
-    monkeypatch.setattr(train, "Optimizer", lambda *_: raises(HardwareError("no room")))
+    monkeypatch.setattr(trainer, "Optimizer", lambda *_: raises(HardwareError("no room")))
     with pytest.raises(HardwareError):
-        train.run(small)
+        trainer.run(small)
     assert not list(Path("runs").iterdir())
 
 

@@ -1,6 +1,6 @@
 """A run that was killed with SIGKILL and started again ends bit for bit as one that nobody disturbed.
 
-scripts/kill.py does this by the hundred, at random instants; here are some of each kind.
+scripts/faults/kill.py does this by the hundred, at random instants; here are some of each kind.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from killing import Aim, Reference, disturb, prepare
+from support.killing import Aim, Reference, disturb, prepare
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}

@@ -16,13 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune import host
-from fxtune.__main__ import main
+from fxtune.cli.main import main
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
-from fxtune.halving import Halving, Shortage, attempt, fewer, shortage
-from fxtune.kernels.offload import Offload
+from fxtune.system import host
+from fxtune.system.oom import Halving, Shortage, attempt, fewer, shortage
+from fxtune.techniques.checkpointing.offload import Offload
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ROOT / "tests" / "support" / "short.py"
 HUGE = 1 << 58
 """Bytes that no allocator has."""
 SCENARIOS = ["training", "middle", "looking", "nothing", "stop", "program", "building", "eval"]
@@ -33,12 +34,12 @@ def short(tmp_path_factory):
     """What became of each scenario."""
     folder = tmp_path_factory.mktemp("short")
     done = subprocess.run(
-        [sys.executable, str(HERE / "short.py"), str(folder), *SCENARIOS],
+        [sys.executable, str(SHORT), str(folder), *SCENARIOS],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(HERE.parents[1])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -147,7 +148,7 @@ def test_weights_that_do_not_fit_are_another_thing(short):
 
 
 def test_memory_that_runs_out_where_nobody_has_advice_is_no_traceback(monkeypatch, capsys):
-    monkeypatch.setattr("fxtune.config.prepare", lambda *_, **__: np.empty(HUGE, np.uint8))
+    monkeypatch.setattr("fxtune.config.compose.prepare", lambda *_, **__: np.empty(HUGE, np.uint8))
     assert main(["+recipe=quickstart"]) == HardwareError.exit_code
     assert "fxtune: This process was given no more memory (Unable to allocate" in capsys.readouterr().err
 
@@ -321,7 +322,7 @@ def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no control group can be made here: {error}")
@@ -344,7 +345,7 @@ def test_a_limit_of_the_address_space_counts():
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     total, available = map(int, done.stdout.split())
     assert total == 1 << 30

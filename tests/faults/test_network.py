@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from servers import COMMIT, Hub, refused, serving
+from support.servers import COMMIT, Hub, refused, serving
 
 # --- the hub
 

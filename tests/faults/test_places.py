@@ -16,15 +16,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.harness import ENVIRON, wait_for
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import ENVIRON, wait_for
-
-from fxtune import __main__ as command
-from fxtune import train
-from fxtune.commands import recipes
-from fxtune.data.sources import DataConfig, SourceConfig, open_source
-from fxtune.data.tokens import tokenize
+from fxtune.checkpoint.run_folder import claim, place
+from fxtune.cli import main as command
+from fxtune.cli import recipes
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import (
     CheckError,
     ConfigError,
@@ -36,10 +35,10 @@ from fxtune.errors import (
     Stopped,
     StorageError,
 )
-from fxtune.host import cache_home
-from fxtune.hub import locate
-from fxtune.model import ModelConfig, load_tokenizer
-from fxtune.runfolder import claim, place
+from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.system.host import cache_home
+from fxtune.system.hub import locate
+from fxtune.training import trainer
 
 RUN = ["+recipe=quickstart", "run.dir=run"]
 
@@ -62,7 +61,7 @@ def test_a_tilde_is_the_home_folder(cwd, monkeypatch):
     assert (cwd / "home" / "run" / "config.yaml").exists()
     assert not Path("~").exists()
     assert command.main([*RUN[:1], "run.dir='~/sweep'", "-m", "train.max_steps=0,1"]) == 2  # 0 steps are none
-    monkeypatch.setattr(train, "run", lambda config: given.append(config.run.dir))
+    monkeypatch.setattr(trainer, "run", lambda config: given.append(config.run.dir))
     given: list[str] = []
     assert command.main(["-m", *RUN[:1], "run.dir='~/sweep'", "train.max_steps=1,2"]) == 0
     assert given == [str(cwd / "home" / "sweep" / f"train.max_steps={steps}") for steps in (1, 2)]

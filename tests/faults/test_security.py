@@ -1,7 +1,7 @@
 """A recipe, a dataset, a model folder and a checkpoint are data from strangers: each test tries to get more out of one of them.
 
 What shows that code ran is a file (`ran`); that a template was let loose, the clock and the memory; that a path led out, what
-lies there. Recipes' own tricks with Hydra and YAML are in tests/test_main.py (`STRANGE`).
+lies there. Recipes' own tricks with Hydra and YAML are in tests/cli/test_main.py (`STRANGE`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fxtune import __main__ as program
-from fxtune import model as models
-from fxtune.commands import sync
-from fxtune.commands.merge import merge
-from fxtune.config import Config, TrainConfig
-from fxtune.data.chat import Encoder
-from fxtune.data.sources import DataConfig, RowFormat, SourceConfig, open_source
-from fxtune.data.tokens import tokenize
+from fxtune.checkpoint.run_folder import RunFolder, claim
+from fxtune.cli import main as program
+from fxtune.cli import sync
+from fxtune.cli.merge import merge
+from fxtune.config.root import Config, TrainConfig
+from fxtune.data.chat.encode import Encoder
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.sources import open_source
+from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, StorageError, UserError
-from fxtune.fence import Exceeded, fence
-from fxtune.hub import locate
-from fxtune.model import Init, ModelConfig, load_tokenizer
-from fxtune.runfolder import RunFolder, claim
-from fxtune.tracking import Display, Tracker, TrackingConfig, WandbMode
-from fxtune.tracking import _identity as wandb_identity
-from fxtune.train import run as train
-from fxtune.world import World
+from fxtune.models import load as models
+from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.system.hub import locate
+from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode
+from fxtune.tracking.tracker import _identity as wandb_identity
+from fxtune.training.trainer import run as train
 
 # --- recipes
 
@@ -126,7 +128,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("what", GREEDY)
 def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd, tokenizer, monkeypatch):
-    monkeypatch.setattr("fxtune.data.template.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    monkeypatch.setattr("fxtune.data.chat.template.fence", lambda: fence(seconds=0.5, more=200 << 20))
     Path("greedy.jinja").write_text(GREEDY[what])
     began = time.process_time()
     with pytest.raises(DataError, match=r"asks for more than (0\.5 s of processor time|200 MiB of memory)"):
@@ -138,7 +140,7 @@ def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd,
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
 def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeypatch):
-    monkeypatch.setattr("fxtune.data.chat.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    monkeypatch.setattr("fxtune.data.chat.encode.fence", lambda: fence(seconds=0.5, more=200 << 20))
     Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
     encoder = Encoder(tokenizer, RowFormat.messages, "late.jinja")
     assert not isinstance(encoder.encode([CHAT])[0], str)
@@ -491,7 +493,7 @@ ODD_ADAPTERS = {
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
 def test_an_adapter_s_config_has_nothing_run_or_hang(what, adapter, monkeypatch):
     values, told = ODD_ADAPTERS[what]
-    monkeypatch.setattr("fxtune.commands.merge.fence", lambda: fence(seconds=0.5))
+    monkeypatch.setattr("fxtune.cli.merge.fence", lambda: fence(seconds=0.5))
     (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(adapter.parent)
     change(adapter / "adapter_config.json", **values)
@@ -913,8 +915,8 @@ def test_modules_in_the_working_directory_are_not_imported(cwd):
 
 
 SAFE = {
-    ("fxtune/data/tokens.py", "pickle.loads"),
-    ("fxtune/data/tokens.py", "pickle.dumps"),
+    ("fxtune/data/tokenized/tokenize.py", "pickle.loads"),
+    ("fxtune/data/tokenized/tokenize.py", "pickle.dumps"),
 }  # between this run's own processes
 DANGEROUS = re.compile(
     r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"

@@ -15,11 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from endings import Ending, Traced
-from harness import ENVIRON, ROOT, command, wait_for
-from killing import LEARNS, Forked, Reference, prepare, tail
+from support.endings import Ending, Traced
+from support.harness import ENVIRON, ROOT, command, wait_for
+from support.killing import LEARNS, Forked, Reference, prepare, tail
 
 GOES_ON = "The same command goes on from there."
 WHOLE = 10**7

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import command, small_disk, wait_for
-from killing import tail
 from safetensors.torch import save_file
+from support.harness import command, small_disk, wait_for
+from support.killing import tail
 
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.folder import damaged, paths, step_of
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
-from fxtune.sealed import Seal, write_text
-from fxtune.stored import damaged, paths, step_of
+from fxtune.system.atomic_files import Seal, write_text
 
 MIB = 2**20
 
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again
 
 def test_a_disk_that_fills_while_a_checkpoint_is_written_keeps_nothing_half(tmp_path, monkeypatch):
     """The free space was there when it was looked at, and gone when it was needed."""
-    monkeypatch.setattr("fxtune.checkpoint.SPARE", -(2**40))
+    monkeypatch.setattr("fxtune.checkpoint.manager.SPARE", -(2**40))
     with small_disk(tmp_path / "disk", "16m") as disk:
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=lambda text: None)
         save(checkpoints, 1, mib=6)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from servers import Wandb, black_hole, refused, serving
+from support.servers import Wandb, black_hole, refused, serving
 
-from fxtune import tracking, wandb_link
-from fxtune.__main__ import main
-from fxtune.tracking import Tracker, TrackingConfig, WandbConfig, WandbMode
+from fxtune.cli.main import main
+from fxtune.tracking import tracker as tracking
+from fxtune.tracking import wandb_client
+from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
 
 RUN = "abcd1234"
 
@@ -98,7 +99,7 @@ def test_a_server_that_does_not_take_the_run_costs_no_time_and_one_command_after
 @pytest.mark.parametrize("fault", ["silent", "breaks", 401])
 def test_a_server_that_is_lost_half_way_has_every_step_once_in_the_end(tmp_path, server, monkeypatch, fault, capsys):
     """Of a silent one W&B's library says in the end that it did not take everything; of the others it says that all is well."""
-    monkeypatch.setattr(wandb_link, "UPLOAD_TIMEOUT", 2.0)
+    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 2.0)
     notes: list[str] = []
     with start(tmp_path / "run", notes, wandb_id=RUN) as tracker:
         for step in range(1, 6):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, command
-from killing import tail
 from safetensors.torch import load_file, save_file
+from support.harness import ROOT, command
+from support.killing import tail
 
+from fxtune.distributed.world import World
 from fxtune.errors import StorageError
-from fxtune.model import DType, ModelConfig, build, load_config
-from fxtune.world import World
+from fxtune.models.load import DType, ModelConfig, build, load_config
 
 UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 

@@ -17,16 +17,12 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent):  # `import reference`, `from architectures import ...`
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 WHY = f"needs a GPU, and torch {torch.__version__} sees none here"
 

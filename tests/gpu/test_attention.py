@@ -6,13 +6,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from reference import LIMITS, SHAPES, apart, batch, build, ours, plain, relative
+from support.reference import LIMITS, SHAPES, apart, batch, build, ours, plain, relative
 
 from fxtune.errors import ConfigError
-from fxtune.kernels import packed_attention
 from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
-from fxtune.loss import Loss
-from fxtune.pipeline import Pipeline
+from fxtune.objectives.causal_lm import Loss
+from fxtune.techniques.attention import packed as packed_attention
+from fxtune.techniques.pipeline import Pipeline
 
 LENGTHS = (1, 7, 127, 128, 129, 5000, 0, 0, 0)
 """Documents shorter than a tile, of about one, and of many; and slots that are not used."""
@@ -278,7 +278,7 @@ def test_compiled_layers_without_a_graph_break(backend):
 @pytest.mark.parametrize("backend", ["flash4", "sdpa", "cudnn"])
 def test_answers_with_a_cache_and_padding_on_the_left(backend):
     """Calls that a kernel for documents is not for; what it then takes is the same for all."""
-    from fxtune.generation import _greedy
+    from fxtune.training.answers import _greedy
 
     given = batch("llama", (900,), packed=False)
     prompts = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
-from fxtune.snapshot import Snapshot
+from fxtune.checkpoint.host_copy import Snapshot
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 
 SIZE = 2**28
 """Numbers of the tensor that is copied: 1 GiB, some 20 ms."""
@@ -96,7 +96,7 @@ def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
 @pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_of_tensors_on_the_card_comes_back(tmp_path: Path, monkeypatch, background):
     if not background:
-        monkeypatch.setattr("fxtune.snapshot.memory", lambda: (0, 0))
+        monkeypatch.setattr("fxtune.checkpoint.host_copy.memory", lambda: (0, 0))
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
     weight = torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16)

@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import reference
 import torch
+from support import reference
 
-from fxtune.memory import forecast
-from fxtune.pipeline import Pipeline
-from fxtune.techniques.checkpointing import Checkpointing, Policy, What
-from fxtune.techniques.lora import Fused
+from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
+from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.pipeline import Pipeline
 
 GIB = 1 << 30
 BIG = dict(
@@ -78,7 +78,7 @@ class Measured:
         self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4), supervised=1.0)
         torch.manual_seed(0)
         self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
-        from fxtune.loss import Loss
+        from fxtune.objectives.causal_lm import Loss
 
         self.loss = Loss(self.model, self.pipeline.liger)
         offload = getattr(self.model, "offload", None)
@@ -134,7 +134,7 @@ def freed() -> None:
 
 def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
-    from fxtune.world import World
+    from fxtune.distributed.world import World
 
     facts = World(torch.device("cuda", 0)).facts(
         model=shape,
@@ -288,7 +288,7 @@ def test_sending_what_layers_keep_costs_no_time_at_long_rows():
 
 
 def test_pinned_memory_is_at_most_what_was_forecast():
-    from fxtune.world import World
+    from fxtune.distributed.world import World
 
     measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
     measured.step()

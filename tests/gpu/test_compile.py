@@ -7,16 +7,16 @@ import dataclasses
 import time
 
 import pytest
-import reference
 import torch
+from support import reference
 
-from fxtune.kernels.recorded import Recorder
-from fxtune.loss import Loss
-from fxtune.optimizer import Optimizer
-from fxtune.pipeline import Pipeline
-from fxtune.techniques.checkpointing import Checkpointing
-from fxtune.techniques.compile import Compile, CompileMode, Dynamic, Scope
-from fxtune.update_rule import OptimizerConfig, OptimizerName
+from fxtune.objectives.causal_lm import Loss
+from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.optimizer import Optimizer
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.cuda_graphs import Recorder
+from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope
+from fxtune.techniques.pipeline import Pipeline
 
 LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 """Rows of 1,800 tokens with three documents each."""

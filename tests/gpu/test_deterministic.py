@@ -6,15 +6,11 @@ last digits of some step. Both runs have empty caches, so nothing is alike becau
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
-
-from endings import Ending
-from harness import command, kill, run, start, wait_for, write_chats
+from support.endings import Ending
+from support.harness import command, kill, run, start, wait_for, write_chats
 
 SIZES = (
     "{hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
@@ -71,7 +67,7 @@ def test_the_same_bits_from_a_process_that_compiles_anew_and_is_killed(mode, tmp
 def test_what_is_decided_by_memory_does_not_look_at_what_is_free_now():
     import torch
 
-    from fxtune.world import World
+    from fxtune.distributed.world import World
 
     world = World.create()
     before = world.facts(deterministic=True).free_memory

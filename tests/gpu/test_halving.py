@@ -16,20 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import reference
 import torch
+from support import reference
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
-from fxtune import train
-from fxtune.config import Config, OutOfMemory, TrainConfig
-from fxtune.data.sources import DataConfig, SourceConfig
-from fxtune.display import display
+from fxtune.checkpoint.run_folder import claim
+from fxtune.config.root import Config, OutOfMemory, TrainConfig
+from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
-from fxtune.model import DType, Init, ModelConfig
-from fxtune.runfolder import claim
-from fxtune.techniques.checkpointing import Policy
-from fxtune.techniques.compile import CompileMode, Scope, Switch
-from fxtune.tracking import Display, TrackingConfig
+from fxtune.models.load import DType, Init, ModelConfig
+from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.techniques.compile.technique import CompileMode, Scope, Switch
+from fxtune.tracking.display import display
+from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.training import trainer as train
 
 GIB = 1 << 30
 SHAPE = dict(
@@ -88,7 +88,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(tmp_path)
-    AutoTokenizer.from_pretrained(Path(train.__file__).parent / "assets" / "tiny").save_pretrained("base")
+    AutoTokenizer.from_pretrained(Path(train.__file__).parents[1] / "assets" / "tiny").save_pretrained("base")
     reference._config(SHAPE).save_pretrained("base")
     with Path("chats.jsonl").open("w") as out:
         for number in range(3000):

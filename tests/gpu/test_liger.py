@@ -6,17 +6,17 @@ import copy
 import time
 
 import pytest
-import reference
 import torch
+from support import reference
 from torch import nn
 
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.kernels import liger_timing
-from fxtune.pipeline import Pipeline
-from fxtune.techniques.checkpointing import Policy
-from fxtune.techniques.compile import Compile
-from fxtune.techniques.liger import WHAT, Liger, Switch, _operations
-from fxtune.world import World
+from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.liger import timing
+from fxtune.techniques.liger.technique import WHAT, Liger, Switch, _operations
+from fxtune.techniques.pipeline import Pipeline
 
 DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
 PHI = dict(
@@ -279,7 +279,7 @@ def test_what_is_measured(width):
     """Every operation that can be compiled, both ways, at 16k tokens."""
     inside = int(3.5 * width)
     for operation, size in (("rms_norm", width), ("layer_norm", width), ("swiglu", inside), ("geglu", inside)):
-        compiled, ligers = liger_timing.times(liger_timing.Case(operation, 16384, size, "bfloat16", False))
+        compiled, ligers = timing.times(timing.Case(operation, 16384, size, "bfloat16", False))
         print(f"\n{operation} {size}: compiled {compiled:.3f} ms, Liger {ligers and round(ligers, 3)} ms", end="")
         assert compiled > 0
         assert ligers is None or ligers > 0

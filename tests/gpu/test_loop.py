@@ -12,22 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import reference
 import torch
+from support import reference
 
-from fxtune import train
-from fxtune.config import Config, TrainConfig
-from fxtune.data.sources import DataConfig, SourceConfig
-from fxtune.display import display
-from fxtune.interval import Interval
-from fxtune.model import ModelConfig
-from fxtune.runfolder import claim
-from fxtune.spikes import Spikes
-from fxtune.techniques.compile import Switch
-from fxtune.techniques.liger import Switch as Fused
-from fxtune.tracking import Display, TrackingConfig
-from fxtune.update_rule import OptimizerName
-from fxtune.world import Library
+from fxtune.checkpoint.run_folder import claim
+from fxtune.config.root import Config, Spikes, TrainConfig
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.models.load import ModelConfig
+from fxtune.optim.config import OptimizerName
+from fxtune.system.facts import Library
+from fxtune.techniques.compile.technique import Switch
+from fxtune.techniques.liger.technique import Switch as Fused
+from fxtune.tracking.display import display
+from fxtune.tracking.tracker import Display, TrackingConfig
+from fxtune.training import trainer as train
+from fxtune.training.interval import Interval
 
 SMALL = dict(
     reference.SHAPES["llama"],
@@ -87,7 +86,7 @@ def _with_tokenizer(folder: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(Path(train.__file__).parent / "assets" / "tiny").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(Path(train.__file__).parents[1] / "assets" / "tiny").save_pretrained(folder)
     reference._config(SMALL).save_pretrained(folder)
     save_file(
         {name: tensor.bfloat16() for name, tensor in reference.weights(SMALL).items()},

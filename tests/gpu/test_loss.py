@@ -6,12 +6,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
-import reference
 import torch
+from support import reference
 
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
-from fxtune.pipeline import Pipeline
-from fxtune.techniques.liger import WHAT, Liger, Switch
+from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.pipeline import Pipeline
 
 WORDS = 128256
 GIB = 2**30

@@ -5,22 +5,22 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-import reference
 import torch
+from support import reference
 
-from fxtune import matmuls
-from fxtune.commands import doctor
-from fxtune.host import cache_home
+from fxtune.cli import doctor
+from fxtune.distributed.world import World
 from fxtune.kernels import matmul
+from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
-from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.matmul import CUTE, mm, served
-from fxtune.kernels.profiled import operators
-from fxtune.model import DType, Init, ModelConfig, load_config
-from fxtune.pipeline import Pipeline, make_probe
-from fxtune.techniques.lora import Fused, Matmul
-from fxtune.world import World
+from fxtune.models.load import DType, Init, ModelConfig, load_config
+from fxtune.system.host import cache_home
+from fxtune.system.profiler import operators
+from fxtune.techniques.lora import gemm_choice
+from fxtune.techniques.lora.technique import Fused, Matmul
+from fxtune.techniques.pipeline import Pipeline, make_probe
 
 GPU = torch.device("cuda", 0)
 R = 32
@@ -143,7 +143,7 @@ def test_it_is_recorded_and_played(all_sizes):
 
 def test_the_profiler_sees_quack():
     left, right, out = drawn(16384, 4096), drawn(4096, 4096), drawn(16384, 4096)
-    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": matmuls.OPERATOR})["cute"]
+    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_choice.OPERATOR})["cute"]
     print(sorted(seen.kernels))
     assert seen.calls == 1
     assert not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels), seen.kernels

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import relative
+from support.reference import relative
 from torch import nn
 
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
-from fxtune.kernels.stochastic_adamw import StochasticAdamW
-from fxtune.optimizer import Optimizer
-from fxtune.update_rule import OptimizerConfig, OptimizerName, check
-from fxtune.world import Library, World
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.distributed.world import World
+from fxtune.optim.config import OptimizerConfig, OptimizerName, check
+from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.stochastic_adamw import StochasticAdamW
+from fxtune.system.facts import Library
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import reference
 import torch
+from support import reference
 
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.model import DType
-from fxtune.pipeline import Pipeline, make_probe
+from fxtune.models.load import DType
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
-from fxtune.world import World
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ def test_loss_scaling_waits_for_nothing():
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_fifty_steps_in_float16_fall_as_in_bfloat16(lora, small, cwd):
-    from fxtune import train
+    from fxtune.training import trainer
 
     small.model.dtype = DType.float32
     small.techniques.lora.enabled = lora
@@ -100,7 +100,7 @@ def test_fifty_steps_in_float16_fall_as_in_bfloat16(lora, small, cwd):
     small.train.max_steps, found, skipped = 50, {}, {}
     for autocast in (Autocast.bfloat16, Autocast.float16):
         small.techniques.precision.autocast, small.run.dir = autocast, autocast.value
-        skipped[autocast] = train.run(small)["train/skipped_steps"]
+        skipped[autocast] = trainer.run(small)["train/skipped_steps"]
         lines = [json.loads(line) for line in (Path(autocast.value) / "metrics.jsonl").read_text().splitlines()]
         found[autocast] = [line["train/loss"] for line in lines if line.get("train/loss") is not None]
     half, brain = found[Autocast.float16], found[Autocast.bfloat16]

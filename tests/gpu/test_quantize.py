@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 
 import pytest
-import reference
 import torch
+from support import reference
 
+from fxtune.distributed.world import World
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized
-from fxtune.model import DType, Init, ModelConfig, load_config
-from fxtune.pipeline import Pipeline, make_probe
-from fxtune.techniques.checkpointing import Checkpointing
+from fxtune.models.load import DType, Init, ModelConfig, load_config
+from fxtune.system.facts import Library
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import Quantize, Type
-from fxtune.world import Library, World
 
 KINDS = {
     "nf4": ("nf4", "bitsandbytes"),

@@ -6,14 +6,14 @@ import re
 import subprocess
 import sys
 
-import reference
 import torch
-from architectures import word_tokenizer
+from support import reference
+from support.architectures import word_tokenizer
 
-from fxtune.model import DType, ModelConfig, load_config, save
-from fxtune.pipeline import Pipeline, make_probe
+from fxtune.distributed.world import World
+from fxtune.models.load import DType, ModelConfig, load_config, save
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
-from fxtune.world import World
 
 LENGTH = 2000
 """Of a row: the shapes are taken as trained on 512 positions and scaled to 2,048."""

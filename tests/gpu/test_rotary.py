@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
+from support import reference
 
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.kernels.rotary import reference as exact
-from fxtune.pipeline import Pipeline
-from fxtune.techniques.compile import Compile
-from fxtune.techniques.liger import WHAT, Liger, Switch
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.pipeline import Pipeline
 
 SHAPES = {
     "llama": (2, 500, 32, 8, 128, 128),

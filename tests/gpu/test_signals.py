@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-from harness import command, start, wait_for
-from killing import Processes
+from support.harness import command, start, wait_for
+from support.killing import Processes
 
 WORDS = (
     "techniques.compile.enabled=true",

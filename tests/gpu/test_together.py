@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
+from support import reference
 
 ASSETS = Path(__file__).resolve().parents[2] / "fxtune" / "assets"
 SIZES = dict(
@@ -183,10 +183,10 @@ def logged(folder: Path) -> list[float]:
 
 def documents(setting: SimpleNamespace, line: list[str]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """What each step of the command `line` learns from: the plan's rows, taken apart where positions restart."""
-    from fxtune.config import load
-    from fxtune.setting import Setting
+    from fxtune.config.compose import load
+    from fxtune.training.builder import RunBuilder
 
-    plan = Setting(load(line[3:])).read(setting.folder / "quarantine.jsonl")[1].training
+    plan = RunBuilder(load(line[3:])).read(setting.folder / "quarantine.jsonl")[1].training
     steps = []
     for step in range(plan.steps):
         found = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import interpreted
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.runs import interpreted
 from torch.nn import functional as F
 
 from fxtune.kernels import fp8

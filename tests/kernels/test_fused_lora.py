@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from pathlib import Path
 
 import peft
 import pytest
 import torch
-from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import SUPPORT, interpreted
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -20,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.kernels import fused_lora
+from fxtune.kernels.frozen_base import Dense, augment, weight_views
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.lora_base import Dense, augment, weight_views
 from fxtune.kernels.quantized import dequantized, grouped, quantized
 
 OPERATORS = {
@@ -515,7 +514,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_the_triton_kernels_are_the_plain_ones():
-    assert interpreted(Path(__file__).with_name("interpreted_lora.py")) == ["36", "compared"]
+    assert interpreted(SUPPORT / "interpreted_lora.py") == ["36", "compared"]
 
 
 @pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.kernels import liger_operators as operators
-from fxtune.kernels.liger_timing import Case, ligers, plain
-from fxtune.kernels.selective import Rule, name_of
+from fxtune.techniques.checkpointing.policy import Rule, name_of
+from fxtune.techniques.liger.timing import Case, ligers, plain
 
 ops = pytest.importorskip("liger_kernel.ops")
 CASES = {

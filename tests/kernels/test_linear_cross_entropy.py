@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels import linear_cross_entropy as kernel

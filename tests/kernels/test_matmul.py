@@ -8,22 +8,22 @@ from types import ModuleType
 
 import pytest
 import torch
-from architectures import FAMILIES, built, facts_of, lora, random_model
+from support.architectures import FAMILIES, built, facts_of, lora, random_model
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune import matmuls
 from fxtune.errors import HardwareError
 from fxtune.kernels import linear_cross_entropy as heads
 from fxtune.kernels import matmul
+from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.lora_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.matmul import CUBLAS, CUTE, filled, mm, served
-from fxtune.loss import Loss
-from fxtune.pipeline import make_probe
-from fxtune.techniques.lora import Fused, Matmul
-from fxtune.world import Facts
+from fxtune.objectives.causal_lm import Loss
+from fxtune.system.facts import Facts
+from fxtune.techniques.lora import gemm_choice
+from fxtune.techniques.lora.technique import Fused, Matmul
+from fxtune.techniques.pipeline import make_probe
 
 H200 = Facts(
     device="cuda",
@@ -326,8 +326,8 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
     ],
 )
 def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason):
-    assert matmuls.hindrance(H200) is None
-    assert reason in matmuls.hindrance(facts)
+    assert gemm_choice.hindrance(H200) is None
+    assert reason in gemm_choice.hindrance(facts)
     facts = replace(
         facts,
         model=random_shape() | facts.model,
@@ -361,7 +361,7 @@ def test_auto_takes_it_on_a_card_that_it_is_for():
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     """A model of two small layers in bfloat16, built as if the card were one that the kernel is for."""
-    monkeypatch.setattr(matmuls, "hindrance", lambda facts: None)
+    monkeypatch.setattr(gemm_choice, "hindrance", lambda facts: None)
     pipeline = lora(fused=Fused.on, matmul=matmul_, **options)
     pipeline.lora._may_be_cublas = optional
     return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
@@ -384,11 +384,11 @@ def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op
 def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monkeypatch, small, quack):
     _, model = model_with(monkeypatch, Matmul.cute)
     with torch.autocast("cpu", torch.bfloat16):
-        told, was = matmuls.ran(model)
+        told, was = gemm_choice.ran(model)
         assert was, told
         assert "2 products" in told
         monkeypatch.setattr(matmul, "LEAST_SIZE", 4096)
-        told, was = matmuls.ran(model)
+        told, was = gemm_choice.ran(model)
         assert was is None
         assert "large enough" in told
 
@@ -410,7 +410,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
 
 
 def test_facts_know_the_package():
-    assert "quack-kernels" in __import__("fxtune.world", fromlist=["PACKAGES"]).PACKAGES
+    assert "quack-kernels" in __import__("fxtune.distributed.world", fromlist=["PACKAGES"]).PACKAGES
     assert facts_of(random_model("llama")).packages.get("quack-kernels") is None
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from architectures import FAMILIES, SIZES, built, lora, random_model
-from conftest import interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.architectures import FAMILIES, SIZES, built, lora, random_model
+from support.runs import SUPPORT, interpreted
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
-from fxtune.kernels.lora_base import Dense, augment
+from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv, seeing
-from fxtune.pipeline import Pipeline
-from fxtune.technique import decoder_layers, model_inputs
-from fxtune.techniques.checkpointing import Policy
-from fxtune.techniques.liger import WHAT, Liger, Switch
-from fxtune.techniques.lora import Fused
+from fxtune.models.structure import decoder_layers
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
 ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
@@ -340,4 +340,4 @@ def test_an_attention_of_another_form_is_refused_in_words():
 
 
 def test_the_triton_kernel_is_the_plain_one():
-    assert interpreted(Path(__file__).with_name("interpreted_rotary.py")) == ["72", "compared"]
+    assert interpreted(SUPPORT / "interpreted_rotary.py") == ["72", "compared"]

@@ -17,10 +17,10 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fxtune.kernels import gated_lora_triton, gated_sums_triton, lora_triton  # noqa: E402
+from fxtune.kernels import lora_triton, swiglu_lora_triton, swiglu_reduce_triton  # noqa: E402
 
-SUMS = {**gated_sums_triton.WALK, "SILU": True, "ADD": False}
-TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), gated_lora_triton.TILE, strict=True), SILU=True)
+SUMS = {**swiglu_reduce_triton.WALK, "SILU": True, "ADD": False}
+TILE = dict(zip(("ROWS", "COLUMNS", "num_warps"), swiglu_lora_triton.TILE, strict=True), SILU=True)
 KERNELS = {
     "project": (
         lora_triton._project,
@@ -33,14 +33,14 @@ KERNELS = {
     "reduce": (lora_triton._reduce, {**lora_triton.REDUCE, "ADD": True, "WIDTH": 64}),
     "add": (lora_triton._add, {**lora_triton.ADD, "MORE": False, "RANKS": 64, "factor_across": 1}),
     "add, and the residual": (lora_triton._add, {**lora_triton.ADD, "MORE": True, "RANKS": 64, "factor_across": 1}),
-    "sums": (gated_sums_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
-    "sums and p": (gated_sums_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
+    "sums": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": False, "RANKS": 16, "DOWN": 16}),
+    "sums and p": (swiglu_reduce_triton._backward, {**SUMS, "KEEP": True, "RANKS": 16, "DOWN": 16}),
     "sums of higher ranks": (
-        gated_sums_triton._backward,
+        swiglu_reduce_triton._backward,
         {**SUMS, "KEEP": False, "RANKS": 32, "DOWN": 32, "COLUMNS": 64},
     ),
-    "walk": (gated_lora_triton._walk, {**gated_lora_triton.WALK, "SILU": True, "RANKS": 32}),
-    "backward": (gated_lora_triton._backward, {**TILE, "RANKS": 32, "ABOVE": 16}),
+    "walk": (swiglu_lora_triton._walk, {**swiglu_lora_triton.WALK, "SILU": True, "RANKS": 32}),
+    "backward": (swiglu_lora_triton._backward, {**TILE, "RANKS": 32, "ABOVE": 16}),
 }
 
 

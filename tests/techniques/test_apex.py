@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import apex_standin
 import pytest
 import torch
-from architectures import built, logits, lora, random_model
+from support import apex_standin
+from support.architectures import built, logits, lora, random_model
 from torch import nn
 
 from fxtune.errors import ConfigError
-from fxtune.pipeline import make_probe
+from fxtune.system.facts import APEX, Facts
 from fxtune.techniques.apex import Apex
-from fxtune.world import APEX, Facts
+from fxtune.techniques.pipeline import make_probe
 
 HERE = Facts(device="cuda", packages={APEX: "0.1"})
 

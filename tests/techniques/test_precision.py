@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CPU, built, facts_of, lora, random_model
-from conftest import history, losses
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.architectures import CPU, built, facts_of, lora, random_model
+from support.runs import history, losses
 
-from fxtune import train
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
-from fxtune.loss import Loss
-from fxtune.model import DType
-from fxtune.pipeline import make_probe
+from fxtune.models.load import DType
+from fxtune.objectives.causal_lm import Loss
+from fxtune.system.facts import Facts
+from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
-from fxtune.world import Facts, World
+from fxtune.training import trainer
 
 PASCAL = Facts(device="cuda", device_name="Tesla P100", capability=(6, 0))
 TURING = dataclasses.replace(PASCAL, device_name="Tesla T4", capability=(7, 5))
@@ -187,7 +188,7 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
     """float16 matmuls over float32 weights, from a scale that is far too large. (On a CPU they are slow: a model with few.)"""
     narrow.techniques.precision = Precision(True, Autocast.float16, initial_scale=2.0**34, scale_growth_interval=3)
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.checkpoint.every = 22, 4, 2
-    real, untouched, seen = train.Trainer.step, [], []
+    real, untouched, seen = trainer.Trainer.step, [], []
 
     def watched(self, step, lr):
         if self.config.run.dir == "broken":
@@ -200,9 +201,9 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
         untouched.append(same != bool(done[2]))
         return done
 
-    monkeypatch.setattr(train.Trainer, "step", watched)
+    monkeypatch.setattr(trainer.Trainer, "step", watched)
     narrow.run.dir = "whole"
-    result = train.run(narrow)
+    result = trainer.run(narrow)
     assert result["train/skipped_steps"] > narrow.train.max_skipped_steps, (
         "more in a row than a run of bad numbers may have"
     )
@@ -215,8 +216,8 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
     narrow.run.dir = "broken"
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train.run(narrow)
-    train.run(narrow)
+            trainer.run(narrow)
+    trainer.run(narrow)
     whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     for column in ("train/loss", "train/loss_scale", "train/skipped_steps"):
@@ -227,7 +228,7 @@ def test_float16_learns_what_float32_learns(narrow, cwd):
     narrow.train.max_steps, narrow.train.global_batch_size, ends = 10, 4, {}
     for autocast in (Autocast.none, Autocast.float16):
         narrow.techniques.precision.autocast, narrow.run.dir = autocast, autocast.value
-        train.run(narrow)
+        trainer.run(narrow)
         ends[autocast] = losses(Path(autocast.value))
     assert "train/loss_scale" not in history(Path("none"))[0]
     assert ends[Autocast.float16] == pytest.approx(ends[Autocast.none], rel=2e-3)
@@ -242,13 +243,13 @@ def test_bad_numbers_still_end_a_float16_run(narrow, cwd, monkeypatch):
     with pytest.raises(
         NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"
     ):
-        train.run(narrow)
+        trainer.run(narrow)
 
 
 def test_a_memory_limit_needs_a_gpu_and_fits_it(small, cwd, monkeypatch):
     small.run.memory_gib = 24.0
     with pytest.raises(ConfigError, match=r"run\.memory_gib=24\.0 limits a GPU's memory, and this run is on a CPU"):
-        train.run(small)
+        trainer.run(small)
     card = type("Card", (), {"total_memory": 80 * 2**30})()
     limits = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

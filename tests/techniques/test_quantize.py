@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
-from conftest import losses
 from safetensors.torch import load_file
+from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.runs import losses
 
-from fxtune import model as models
-from fxtune import train
-from fxtune.commands.merge import merge
+from fxtune.cli.merge import merge
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
-from fxtune.model import DType, ModelConfig, load_config, load_tokenizer, save
-from fxtune.pipeline import Pipeline, make_probe
-from fxtune.techniques.lora import AdapterInit
+from fxtune.models import load as models
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.system.facts import Facts, Library
+from fxtune.techniques.lora.technique import AdapterInit
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
-from fxtune.world import Facts, Library, World
+from fxtune.training import trainer
 
 KINDS = {
     "nf4": ("nf4", "bitsandbytes", True),
@@ -206,8 +207,8 @@ def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, narrow, cwd, m
     narrow.techniques.precision.autocast = Autocast.bfloat16
     narrow.data.packing, narrow.checkpoint.every, narrow.run.dir = True, 2, "whole"
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.train.micro_batch_size = 5, 2, 1
-    train.run(narrow)
-    real, seen = train.Trainer.step, []
+    trainer.run(narrow)
+    real, seen = trainer.Trainer.step, []
 
     def dying(self, step, lr):
         seen.append(step.index)
@@ -215,11 +216,11 @@ def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, narrow, cwd, m
             raise KeyboardInterrupt
         return real(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", dying)
+    monkeypatch.setattr(trainer.Trainer, "step", dying)
     narrow.run.dir = "broken"
     with pytest.raises(KeyboardInterrupt):
-        train.run(narrow)
-    train.run(narrow)
+        trainer.run(narrow)
+    trainer.run(narrow)
     assert seen == [0, 1, 2, 3, 2, 3, 4]
     assert losses(Path("broken")) == losses(Path("whole"))
     whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 
-from fxtune.commands.merge import merge
+from fxtune.cli.merge import merge
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.fp8_ends import head_of
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
-from fxtune.loss import Loss
-from fxtune.memory import Keeping, forecast
-from fxtune.model import ModelConfig, load_config, load_tokenizer, save
-from fxtune.pipeline import Pipeline, make_probe
-from fxtune.techniques.liger import Liger, Switch
-from fxtune.techniques.lora import AdapterInit
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
+from fxtune.objectives.causal_lm import Loss
+from fxtune.system.facts import Library
+from fxtune.techniques.estimate.memory import RecomputePlan, forecast
+from fxtune.techniques.liger.technique import Liger, Switch
+from fxtune.techniques.lora.technique import AdapterInit
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
-from fxtune.world import Library
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
@@ -253,7 +253,9 @@ def test_the_memory_of_its_weights_is_foreseen(tied, head, embeddings):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
     facts = dataclasses.replace(facts_of(model), techniques=pipeline.asked())
-    assert forecast(facts, Keeping()).weights == pytest.approx(sum(held.values()), rel=0.04)  # scales, at 128 a row
+    assert forecast(facts, RecomputePlan()).weights == pytest.approx(
+        sum(held.values()), rel=0.04
+    )  # scales, at 128 a row
 
 
 def refused(

@@ -8,13 +8,13 @@ import re
 
 import pytest
 import torch
-from architectures import CPU, FAMILIES, built, facts_of, random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.architectures import CPU, FAMILIES, built, facts_of, random_model
 
 from fxtune.errors import ConfigError
-from fxtune.model import ModelConfig, load_config, load_tokenizer, save
-from fxtune.pipeline import Pipeline, make_probe
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
+from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope, RopeType
 
 SCALABLE = [family for family in FAMILIES if family != "phi3"]
@@ -286,7 +286,7 @@ def test_scaled_again_from_the_length_that_is_named(tmp_path):
 
 
 def test_a_saved_model_carries_its_scaling(tmp_path):
-    from architectures import on_disk
+    from support.architectures import on_disk
     from transformers import AutoModelForCausalLM
 
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))

@@ -1,0 +1,312 @@
+"""A run's folder: found, claimed and locked, so that no run is overwritten and no two write to one.
+
+    runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
+                compile.json, where something is compiled        result.json, written last
+
+The lock is the operating system's (flock), on a file in the folder: whichever path leads there, it is the same lock, and a
+process that dies, by whatever, holds none. On a network file system it reaches other machines only if the file system passes
+locks on (NFS 4, Lustre with `-o flock`, GPFS); see docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of
+from fxtune.system.atomic_files import read_json, replace_text
+
+FREE_ON_RESUME = (
+    "run.dir",
+    "run.resume",
+    "run.device",
+    "tracking",
+    "loader",
+    "checkpoint",
+    "train.log_every",
+    "data.workers",
+    "data.cache_dir",
+    "data.questions",
+)
+"""Keys that may differ when a run goes on: none of them changes what is learned."""
+CHECKPOINTS = "checkpoints"
+"""The folder of the run's checkpoints, in its own."""
+ANEW = "run.resume=never, or another run.dir where that is set"
+"""What starts a run anew."""
+_FILES = (".json", ".jsonl", ".yaml")
+ALIVE = "is in use by a run that is alive"
+
+
+@dataclass
+class RunFolder:
+    path: Path
+    resumed: bool
+    """The folder holds an unfinished run of the same config."""
+    lock: FileLock
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "result.json").exists()
+
+    def result(self) -> dict[str, Any]:
+        """The last figures of a finished run. Raises StorageError where they cannot be read."""
+        file = self.path / "result.json"
+        try:
+            return read_json(file)
+        except ValueError as error:
+            raise StorageError(
+                f"{file}, which says that this run is finished, cannot be read: {error}. Remove it to finish the "
+                "run again from its last checkpoint."
+            ) from error
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Mark the run as finished, with its last figures. Raises StorageError."""
+        self.write("result.json", result)
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a JSON file of the run, whole or not at all. Raises StorageError."""
+        try:
+            replace_text(self.path / name, json.dumps(value, indent=1))
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / name} cannot be written: {error.strerror or error}. Free space there, or mend its "
+                "permissions; the same command goes on from the last checkpoint."
+            ) from error
+
+    def abandon(self) -> None:
+        """Give the folder up if the run came to nothing, so that the corrected command does not get another number."""
+        if not self.resumed and not (self.path / "metrics.jsonl").exists():
+            with contextlib.suppress(OSError):  # something else lies there, or the disk is gone: it stays
+                for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) -> RunFolder:
+    """Find this run's folder and lock it; `config` is the whole config as plain data and is written there.
+
+    Without `folder` the run lives in runs/NAME, or runs/NAME-2 and so on. resume: `auto` goes on with the newest unfinished
+    run of the same config, else takes a new folder; `never` always takes a new one; `must` fails where there is nothing to
+    go on with. A `folder` that is given is used as it is: what stands in the way is an error.
+    """
+    root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
+    try:
+        if folder is None:
+            return _claim_numbered(root, resume, config)
+        found = _open(root)
+        if found is None:
+            raise StorageError(f"{root} {ALIVE}. Wait for it, or set run.dir to another folder.")
+        try:
+            return _claim_given(found, resume, config)
+        except (OSError, UserError):
+            found.release()
+            raise
+    except OSError as error:
+        raise StorageError(
+            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
+        ) from error
+
+
+def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
+    """Where the job of a sweep goes that is called `root`: the newest of ROOT, ROOT-2 and so on that holds a run of this config,
+    be it finished or not; else, and with resume=never, the next that is free. So the same sweep goes on where it stopped, and one
+    with another setting leaves what is there alone. Raises StorageError.
+    """
+    try:
+        taken = {number: path for number, path in _numbers(root).items() if (path / "config.yaml").exists()}
+        for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
+            with contextlib.suppress(StorageError):  # one that cannot be read is not of this config
+                if not differences(recorded(path) or {}, config):
+                    return path
+    except OSError as error:
+        raise StorageError(
+            f"The run folder {root} cannot be used: {error}. Set run.dir to a folder that can be written."
+        ) from error
+    return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
+
+
+def identity(config: dict[str, Any]) -> str:
+    """A digest of all that counts as a difference: two configs have the same if one can go on with the other's run."""
+    learned = {key: value for key, value in _flat(config).items() if not _free(key)}
+    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+
+
+def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFolder:
+    root = found.path
+    before = recorded(root)
+    if before is None:
+        if resume == "must":
+            raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
+        return _start(found, config)
+    if resume == "never":
+        raise ConfigError(
+            f"{root} already holds a run, and run.resume=never would write over it. "
+            "Set run.dir to a new folder, or use run.resume=auto to go on with it."
+        )
+    if changed := differences(before, config):
+        raise ConfigError(
+            f"{root} holds a run of another config, so it cannot go on with this one:\n"
+            + "\n".join(changed)
+            + "\nPut these back, or set run.dir to a new folder."
+        )
+    found.resumed = True
+    return found
+
+
+def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:
+    numbers = _numbers(root)
+    taken = max(numbers, default=0)  # folders before it may have been deleted
+    unlike: list[str] = []
+    for number in sorted(numbers, reverse=True) if resume != "never" else ():
+        path = numbers[number]
+        try:
+            before = recorded(path)
+        except StorageError as error:
+            unlike = unlike or [str(error)]
+            continue
+        if before is None or (path / "result.json").exists():
+            continue
+        changed = differences(before, config)
+        if not changed:
+            if found := _open(path):
+                found.resumed = True
+                return found
+            if resume == "must":
+                raise StorageError(
+                    f"run.resume=must, but {path}, which this would go on with, {ALIVE}. Wait for it, or end it."
+                )
+        unlike = unlike or ([f"{path}:", *changed] if changed else [])
+    if resume == "must":
+        raise ConfigError(
+            f"run.resume=must, but no unfinished run of this config lies in {root}*."
+            + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else "")
+        )
+    while True:  # another process may take the same number at the same moment: mkdir tells who was first
+        taken += 1
+        path = _numbered(root, taken)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        found = _open(path)
+        if found is not None:
+            return _start(found, config)
+
+
+def _numbers(root: Path) -> dict[int, Path]:
+    """What there is of ROOT, ROOT-2, ROOT-3 and so on, by number."""
+    ours = re.compile(re.escape(root.name) + r"(?:-([1-9]\d*))?")
+    return {int(match[1] or 1): path for path in root.parent.glob("*") if (match := ours.fullmatch(path.name))}
+
+
+def _numbered(root: Path, number: int) -> Path:
+    return root if number == 1 else root.with_name(f"{root.name}-{number}")
+
+
+def _open(path: Path) -> RunFolder | None:
+    path.mkdir(parents=True, exist_ok=True)
+    require_own(path)
+    lock = FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return RunFolder(path, resumed=False, lock=lock)
+
+
+def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
+    replace_text(found.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    return found
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """The config of the run in `path`; None where there is none. Raises StorageError for one that cannot be read."""
+    file = path / "config.yaml"
+    if not file.exists():
+        return None
+    try:
+        if not file.is_file():
+            raise ValueError("it is no regular file")
+        text = file.read_text()
+        _require_plain(text)
+        config = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise StorageError(
+            f"{file}, the config of the run there, cannot be read: {' '.join(str(error).split())}. Bring it back, "
+            "or set run.dir to a new folder."
+        ) from error
+    if not isinstance(config, dict):
+        raise StorageError(
+            f"{file}, the config of the run there, is empty or no config. Bring it back, or set run.dir to a new "
+            "folder."
+        )
+    return config
+
+
+def require_own(path: Path) -> None:
+    """Refuse a run folder whose links would have us write elsewhere (checkpoints may lie on another disk), or in which something
+    lies that is no file: who opens a pipe waits for ever. Raises StorageError.
+    """
+    for entry in path.iterdir():
+        if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
+            raise StorageError(
+                f"{entry} is a link to {entry.resolve()}, out of the run folder, and would be written to. Remove "
+                "it, or set run.dir to another folder."
+            )
+        if entry.name == CHECKPOINTS and not entry.exists():
+            raise StorageError(
+                f"{entry} is a link to {entry.readlink()}, which is not there. Mount that disk, or correct the link."
+            )
+        wanted = {FOLDER} if entry.name == CHECKPOINTS else {FILE} if entry.suffix in _FILES else {FILE, FOLDER}
+        if (found := kind_of(entry)) not in {None, *wanted}:
+            raise StorageError(
+                f"{entry} is {found}, and a run has something else there. Remove it, or set run.dir to another folder."
+            )
+
+
+def _require_plain(text: str) -> None:
+    """Refuse YAML that a few lines of make endless work: lists within lists, and aliases that stand for the same list again and
+    again. fxtune writes neither. Raises ValueError."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > 24:
+            raise ValueError(
+                f"line {event.start_mark.line + 1} is not as fxtune writes it (an alias, or more than 24 levels)"
+            )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line a key that would change what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
+    old, new = _flat(before), _flat(now)
+    return [
+        f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and not _free(key)
+    ]
+
+
+def _free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in items:
+        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else str(key)))
+    return flat

@@ -1,0 +1,1 @@
+"""YAML and command line to typed dataclasses."""

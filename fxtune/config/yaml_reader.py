@@ -1,0 +1,106 @@
+"""Reads a YAML file that is only data, and knows in which line it says what. It may be a stranger's: nothing in it is executed,
+built or followed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fxtune.config.discovery import place
+from fxtune.errors import ConfigError
+
+Keys = tuple[str, ...]
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 24
+
+POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
+"""`${optimizer.lr}`: the value of another key."""
+
+
+@dataclass
+class Document:
+    """A YAML file that is only data: what it says, and in which line it says it."""
+
+    path: Path
+    data: dict[str, Any]
+    lines: dict[Keys, int]
+    package: str | None
+    """What a `# @package` line says."""
+
+    def where(self, keys: Keys) -> str:
+        """`recipes/mine.yaml:7`, for the deepest of `keys` that the file holds."""
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return f"{place(self.path)}:{self.lines.get(keys, 1)}"
+
+
+def read(path: Path) -> Document:
+    """Read a YAML mapping that uses nothing but plain values. Raises ConfigError with file and line."""
+    name = place(path)
+    try:
+        if not path.is_file():  # a pipe would be waited for, a device never ends
+            raise ConfigError(f"{name}: this is no regular file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{name}: {path.stat().st_size} bytes are no recipe (the limit is {MAX_BYTES})")
+        text = path.read_text(encoding="utf-8")
+        _plain_yaml(text, name)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data: Any = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+        raise ConfigError(f"{name}{line}: this is not YAML: {what or error}") from error
+    except OmegaConfBaseException as error:
+        pointers = [n for n, line in enumerate(text.splitlines(), 1) if "${" in POINTER.sub("", line)]
+        first = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(f"{name}:{pointers[0] if pointers else 1}: {first}") from error
+    if not isinstance(data, dict) or (node is not None and not isinstance(node, yaml.MappingNode)):
+        raise ConfigError(f"{name}:1: a recipe is `key: value` lines, and this is none")
+    lines: dict[Keys, int] = {}
+    if node is not None:
+        _mark(node, data, (), lines)
+    header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    return Document(path, data, lines, header[1] if header else None)
+
+
+def _plain_yaml(text: str, name: str) -> None:
+    """Refuse what YAML can do beyond data. Reading the events builds nothing, so a bomb cannot go off here."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"{name}:{event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ConfigError(
+                f"{where}: YAML anchors (&{event.anchor}, *{event.anchor}) are not read; "
+                "write the value out, or point at a key: ${optimizer.lr}"
+            )
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+            raise ConfigError(f"{where}: YAML merge keys (<<) are not read, write the values out")
+        if getattr(event, "tag", None):
+            raise ConfigError(f"{where}: YAML tags ({event.tag}) are not read, a recipe holds plain values only")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: more than {MAX_DEPTH} levels deep")
+
+
+def _mark(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
+    """Note the line of each key; `data` has what the mapping's keys became (`on:` is True)."""
+    if isinstance(node, yaml.MappingNode):
+        for (key_node, value_node), key in zip(node.value, data, strict=True):
+            lines[(*keys, str(key))] = key_node.start_mark.line + 1
+            _mark(value_node, data[key], (*keys, str(key)), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*keys, str(index))] = item.start_mark.line + 1
+            _mark(item, data[index], (*keys, str(index)), lines)

@@ -1,0 +1,1 @@
+"""Token tables to the batches of each step."""

@@ -1,0 +1,1 @@
+"""Rows to text with the supervised characters marked."""

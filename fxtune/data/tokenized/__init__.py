@@ -1,0 +1,1 @@
+"""Text to token tables, in several processes, cached."""

@@ -1,0 +1,1 @@
+"""Is it right, fast, installed: parity with plain transformers, benchmark, package checks, energy."""

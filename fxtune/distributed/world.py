@@ -1,0 +1,107 @@
+"""This process's place in the world: its device and rank, and the facts of the machine, the packages and the model.
+
+`Facts` is plain frozen data, so that every technique's `check` can be tested for hardware that is not here.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fxtune.errors import ConfigError, HardwareError
+from fxtune.system.facts import Facts, installed_packages
+from fxtune.system.host import cores, memory
+
+CONTEXT = 2**30
+"""Bytes of a card that a driver and the context of a process take, at most."""
+_LIMITED: set[torch.device] = set()
+"""Cards whose memory a run of this process has limited; the next run of a sweep may not want that."""
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process runs. fxtune trains on one device; `rank` and `size` are here so that a launcher is refused clearly."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
+        """Pick the device, and let torch have at most `memory_gib` GiB of its memory (None: all of it).
+
+        Raises HardwareError where the device asked for is not there, ConfigError where the limit cannot be kept.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={size}: fxtune {metadata.version('fxtune')} trains on one device. "
+                "Start it with `python -m fxtune`, not torchrun; CUDA_VISIBLE_DEVICES picks the GPU."
+            )
+        if device is Device.cuda and not torch.cuda.is_available():
+            raise HardwareError(
+                "run.device=cuda, but torch sees no GPU here "
+                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). "
+                "Use run.device=auto, or install a CUDA build of torch and a driver that serves it."
+            )
+        cuda = torch.cuda.is_available() and device is not Device.cpu
+        world = World(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+        if memory_gib is not None:
+            _limit(world.device, memory_gib)
+        elif world.device in _LIMITED:
+            torch.cuda.set_per_process_memory_fraction(1.0, world.device)
+            _LIMITED.discard(world.device)
+        return world
+
+    def facts(self, **known: Any) -> Facts:
+        """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
+        here: dict[str, Any] = dict(
+            device=self.device.type,
+            device_name=f"{cores()} cores, {platform.machine()}",
+            cores=cores(),
+            platform=platform.system(),
+            packages=installed_packages(),
+        )
+        if self.device.type == "cuda":
+            card = torch.cuda.get_device_properties(self.device)
+            total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
+            # What is free differs from run to run, and `auto` decides by it.
+            free = (
+                total - CONTEXT if known.get("deterministic") else min(torch.cuda.mem_get_info(self.device)[0], total)
+            )
+            here.update(
+                device_name=card.name,
+                capability=(card.major, card.minor),
+                memory=total,
+                free_memory=free,
+                host_memory=memory()[0],
+            )
+        else:
+            here.update(memory=memory()[0], free_memory=memory()[0], host_memory=memory()[0])
+        return Facts(**{**here, **known})
+
+
+def _limit(device: torch.device, gib: float) -> None:
+    """Let torch's allocator have at most `gib` GiB of the card. The CUDA context (about 0.5 GiB) comes on top."""
+    if device.type != "cuda":
+        raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
+    whole = torch.cuda.get_device_properties(device).total_memory
+    if gib * 2**30 > whole:
+        raise ConfigError(
+            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
+            "remove it."
+        )
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
+    _LIMITED.add(device)

@@ -1,0 +1,1 @@
+"""Hugging Face models and adapters: loading, saving, structure."""

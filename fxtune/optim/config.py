@@ -1,0 +1,127 @@
+"""The optimizers there are: their options, which of these each reads, and why one cannot run on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fxtune.system.facts import Facts, Library, c_compiler
+
+QUANT = "Install it with pip install 'fxtune[quant]'"
+
+
+class OptimizerName(str, Enum):
+    adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+    apex_adamw = "apex_adamw"
+    sgd = "sgd"
+    adafactor = "adafactor"
+    lion = "lion"
+    muon = "muon"
+
+
+@dataclass
+class OptimizerConfig:
+    name: OptimizerName = OptimizerName.adamw
+    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with
+    Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
+    lr: float = 2e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay (weight x lr x weight_decay a step), but for SGD: torch's adds weight x weight_decay to the
+    gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
+    eps: float = 1e-8
+    """AdamW's."""
+    momentum: float = 0.9
+    """SGD's and Muon's momentum."""
+    fused: bool = True
+    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""
+    library: Library = Library.auto
+    """Whose `adamw_8bit`: `auto` is torchao's on a CPU and with stochastic_rounding, which bitsandbytes does not have, else
+    bitsandbytes', which compiles nothing, where it is installed."""
+    stochastic_rounding: bool = False
+    """Over bfloat16 weights: round each update up or down by chance, so that small ones add up in place of being lost.
+    `adamw` (its moments are float32 then) and `adamw_8bit` of torchao have it."""
+
+
+READS: dict[OptimizerName, tuple[str, ...]] = {
+    OptimizerName.adamw: ("betas", "eps", "fused"),
+    OptimizerName.adamw_8bit: ("betas", "eps"),
+    OptimizerName.apex_adamw: ("betas", "eps"),
+    OptimizerName.sgd: ("momentum", "fused"),
+    OptimizerName.adafactor: (),
+    OptimizerName.lion: ("betas",),
+    OptimizerName.muon: ("momentum", "betas", "eps", "fused"),
+}
+"""Which of the options that are not everybody's each optimizer reads. Muon hands what is no matrix to AdamW."""
+
+
+def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    """Yield each reason why this optimizer cannot run under `facts`, with its key: known before a weight is loaded."""
+    yield from _unread(config)
+    if config.name is OptimizerName.adamw_8bit:
+        chosen = library(config, facts)
+        if chosen is Library.auto:
+            yield f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use adamw."
+        elif chosen.value not in facts.packages:
+            yield f"optimizer.library: {chosen.value} is not installed. {QUANT}, or use another library."
+        if chosen is Library.bitsandbytes and config.stochastic_rounding:
+            yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+    elif config.library is not Library.auto:
+        yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
+    if config.name is OptimizerName.apex_adamw and (why := facts.without_apex()):
+        yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
+    if config.stochastic_rounding:
+        yield from _not_rounded(config, facts)
+    compiled = facts.device == "cuda" and (
+        config.stochastic_rounding
+        or (config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao)
+    )
+    if compiled and not c_compiler():
+        yield (
+            "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
+            "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
+        )
+
+
+def _unread(config: OptimizerConfig) -> Iterator[str]:
+    """A reason for each option that was changed and that this optimizer does not read."""
+    default = OptimizerConfig()
+    for option in ("betas", "eps", "momentum", "fused"):
+        value, own = getattr(config, option), getattr(default, option)
+        rounds = option == "fused" and config.stochastic_rounding
+        if value != own and (rounds or option not in READS[config.name]):
+            readers = ", ".join(name.value for name, options in READS.items() if option in options)
+            told, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
+            yield (
+                f"optimizer.{option}: {told} is not read by {config.name.value}{' with stochastic_rounding' * rounds}. Leave "
+                f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounds else ".")
+            )
+
+
+def library(config: OptimizerConfig, facts: Facts) -> Library:
+    """Whose adamw_8bit it is under `facts`; `auto` where there is none."""
+    if config.library is not Library.auto:
+        return config.library
+    order = [Library.torchao, Library.bitsandbytes]
+    if facts.device == "cuda" and not config.stochastic_rounding:
+        order.reverse()
+    return next((one for one in order if one.value in facts.packages), Library.auto)
+
+
+def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+    if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
+        yield (
+            f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
+            "false."
+        )
+    if "lora" in facts.techniques:
+        yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
+    elif facts.dtype != "bfloat16":
+        yield (
+            f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
+            "model.dtype to bfloat16."
+        )

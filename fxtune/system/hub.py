@@ -1,0 +1,265 @@
+"""From a name in a recipe to a folder on this disk: a folder, a hub id, or what ships with fxtune.
+
+Everything after this file reads local folders only, so that a network can fail in one place and with one message. Hub
+files land in the Hugging Face cache, first the small ones (config, tokenizer), then the weights by name.
+
+The hub's own library waits ten seconds for an answer, asks some questions six times, and does so for each file. Here it is
+asked one short question a repository, which has PATIENCE to be answered. A hub that gave no answer is not asked again for a
+while: what an earlier run fetched is used, and that is said. So a run whose files are here starts at most PATIENCE later than
+it would with a network, whatever the recipe names; and a commit that is here whole is not asked for at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from fxtune.errors import ConfigError, HubError, StorageError
+from fxtune.system.console import say
+from fxtune.system.redact import redact
+
+BUILTIN = "builtin:"
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Patterns of a repository's config and tokenizer files."""
+PATIENCE = 4.0
+"""Seconds that the hub has to answer: for the look-up of its name, the connection and the whole answer together."""
+SILENCE = 60.0
+"""Seconds for which a hub that did not answer is not asked again. Longer than a start-up, shorter than a run of a sweep."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model, tokenizer or adapter comes from."""
+
+    folder: Path
+    """Its files on this disk."""
+    name: str
+    """What a saved adapter names as its base: the hub id, or the folder's absolute path."""
+    revision: str | None = None
+    """The commit, for what comes from the hub."""
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether `revision` is a full commit hash: the only kind that cannot change under its user."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def locate(name: str, revision: str | None = None, key: str = "model.path", code: bool = False) -> Origin:
+    """Find `name` and make its small files local. `key` is the recipe's key, for messages; `code`: also fetch *.py.
+
+    Raises ConfigError where the name is wrong, HubError where the hub cannot be reached.
+    """
+    if name.startswith(BUILTIN):
+        return _builtin(name, key)
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):  # unlike Path's, it takes a name that is too long for a name
+        if revision is not None:
+            raise ConfigError(
+                f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision."
+            )
+        return Origin(folder, str(folder.resolve()))
+    if os.path.exists(folder):
+        raise ConfigError(
+            f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
+            f"{folder.parent})."
+        )
+    if _looks_local(name):
+        raise ConfigError(
+            f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
+            "or a hub id such as Qwen/Qwen3-0.6B."
+        )
+    patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
+    found = _snapshot(name, revision, patterns, key)
+    return Origin(found, name, found.name if is_commit(found.name) else revision)
+
+
+def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
+    """locate() for a PEFT adapter. Raises ConfigError also where a folder is none."""
+    origin = locate(name, key=key)
+    if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
+        below = origin.folder / "adapter"
+        known = below if (below / "adapter_config.json").exists() else "runs/NAME/adapter"
+        raise ConfigError(
+            f"{key}={name} is no PEFT adapter: it holds no adapter_config.json. Give a folder such as {known}."
+        )
+    return origin
+
+
+def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None:
+    """Make these files of `origin` local. Raises StorageError naming the first one that is not there afterwards."""
+    files = [file for file in files if not (origin.folder / file).exists()]
+    if files and origin.revision is not None:
+        _snapshot(origin.name, origin.revision, list(files), key)
+    for file in files:
+        if not (origin.folder / file).exists():
+            reason = (
+                "It is not in the cache and could not be fetched: check the network and HF_HUB_OFFLINE."
+                if origin.revision
+                else "Copy it there, or use a complete copy of the model."
+            )
+            raise StorageError(f"{key}={origin.name}: {origin.folder / file} is missing. {reason}")
+
+
+def _builtin(name: str, key: str) -> Origin:
+    assets = Path(str(resources.files("fxtune"))) / "assets"
+    folder = assets / name.removeprefix(BUILTIN)
+    if not (folder / "config.json").exists():
+        there = ", ".join(sorted(BUILTIN + path.parent.name for path in assets.glob("*/config.json"))) or "none"
+        raise ConfigError(f"{key}={name} does not ship with this fxtune (those that do: {there}).")
+    return Origin(folder, str(folder.resolve()))
+
+
+def _looks_local(name: str) -> bool:
+    """A name that cannot be a hub id, or that points into a folder where fxtune itself writes."""
+    return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
+
+
+def ask(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
+    """(the commit that `revision` is now, None), or (None, why the hub cannot be asked). Takes PATIENCE at most.
+
+    `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and HFValidationError.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "HF_HUB_OFFLINE is set"
+    if (reason := _silence.reason()) is not None:
+        return None, reason
+    answers: list[str | Exception] = []
+
+    def question() -> None:
+        try:
+            answers.append(str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=PATIENCE).sha))
+        except Exception as error:  # noqa: BLE001  handed to the thread that asks, which sorts it out
+            answers.append(error)
+
+    # In a thread, since no timeout of an HTTP library bounds the look-up of a name, or an answer that comes a byte at a time.
+    asking = threading.Thread(target=question, name="hub", daemon=True)
+    asking.start()
+    asking.join(PATIENCE)
+    answer = answers[0] if answers else TimeoutError(f"no answer in {PATIENCE:g} s")
+    if isinstance(answer, str):
+        return answer, None
+    if isinstance(answer, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)):
+        raise answer
+    status = answer.response.status_code if isinstance(answer, errors.HfHubHTTPError) else 500
+    return None, _reason(answer) if 400 <= status < 429 else _silence.keep(
+        _reason(answer)
+    )  # a refusal is about this name alone
+
+
+class _Silence:
+    """That the hub did not answer lately, and why."""
+
+    def __init__(self) -> None:
+        self._why, self._until = "", 0.0
+
+    def reason(self) -> str | None:
+        return self._why if time.monotonic() < self._until else None
+
+    def keep(self, why: str) -> str:
+        self._why, self._until = why, time.monotonic() + SILENCE
+        return why
+
+
+_silence = _Silence()
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{name}"
+    try:
+        here = _cached(name, revision, patterns)
+        if here is not None and is_commit(revision) and _whole(here):
+            return here  # a commit does not change: there is nothing to ask
+        try:
+            commit, reason = ask(name, revision)
+        except errors.RepositoryNotFoundError as error:  # also what a token that is no longer good gets
+            if here is None:
+                raise
+            commit, reason = None, f"it knows no such model, or not for this user: {_reason(error)}"
+        if reason is None:
+            if here is not None and here.name == commit and _whole(here):
+                return here
+            # By its branch or tag, not by what that is now: the cache then knows it by that name, too, when the network is gone.
+            return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if here is None:
+            raise HubError(_unreachable(name, key, reason))
+        say(
+            f"{key}={name}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used: commit "
+            f"{here.name}."
+        )
+        return here
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{key}={name} is gated. Accept its terms at {page}, then log in here with `hf auth login` (or set "
+            "HF_TOKEN)."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{key}={name} has no revision {revision!r}. Its branches, tags and commits: {page}/commits"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ConfigError(
+            f"{key}={name}: no such folder here, and no such model on the hub ({page}). Check the spelling; a "
+            "private model needs `hf auth login`."
+        ) from error
+    except HubError:
+        raise
+    except Exception as error:  # a fetch that broke off, a full disk: the classes differ by the library's version
+        known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(
+            ("httpx", "huggingface_hub")
+        )
+        if not known:
+            raise
+        raise HubError(
+            f"{key}={name}: fetching {', '.join(patterns)} from the hub broke off ({_reason(error)}). What has come "
+            "is kept: give the same command again, and it goes on from there. Or fetch it elsewhere (`hf download "
+            f"{name}`) and give that folder."
+        ) from error
+
+
+def _unreachable(name: str, key: str, reason: str) -> str:
+    return (
+        f"{key}={name}: no such folder here, and the hub cannot be reached for it ({reason}). Check the "
+        f"network and HF_HUB_OFFLINE, or fetch it elsewhere (`hf download {name}`) and give that folder."
+    )
+
+
+def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """What an earlier run fetched of `revision`: the folder where each file that `patterns` names lies; None without it."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
+        )
+    except (errors.LocalEntryNotFoundError, ValueError):
+        return None
+    there = [pattern for pattern in patterns if any(found.glob(pattern))]
+    return found if there and all("*" in pattern or pattern in there for pattern in patterns) else None
+
+
+def _whole(found: Path | None) -> bool:
+    """Whether the cache knows the commit's list of files, so that a look-up in it vouches for all of them."""
+    return found is not None and (found.parent.parent / "trees" / f"{found.name}.json").exists()
+
+
+def _reason(error: Exception) -> str:
+    text = str(redact((str(error).splitlines() or [""])[0].rstrip(".")))
+    return (
+        text
+        if isinstance(error, TimeoutError) or "HTTP" in type(error).__name__
+        else f"{type(error).__name__}: {text}"
+    )

@@ -1,0 +1,1 @@
+"""Attention kernels, and documents that cannot see each other."""

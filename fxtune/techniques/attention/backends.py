@@ -1,0 +1,311 @@
+"""What each attention backend needs and leaves out: the table that techniques/attention.py checks, chooses from and proves.
+
+Each answers for GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism with the
+reasons why it cannot run under some facts. transformers would fall back from most of that in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fxtune.kernels.flash4 import VERSION as FLASH4_VERSION
+from fxtune.system.facts import Facts
+from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
+
+SINKS = {"gpt_oss"}
+"""Models whose softmax has one more, learned score."""
+LARGEST_MASK = 2**30
+"""Bytes. transformers' mask for packed rows has rows x length^2 of them."""
+HUB = "hub:"
+
+Reason = tuple[str, str]
+"""What is wrong, and what to change. Both end without a full stop."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one implementation needs and leaves out. The defaults are those of a fused kernel on a GPU."""
+
+    implementation: str
+    """Its name in transformers' registry."""
+    what: str
+    ran: str
+    """Matches the operator that the profiler sees when it runs, or its kernel on the device."""
+    packages: tuple[tuple[str, str, str], ...] = ()
+    """(package, version or "" for any, how to install it)."""
+    capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
+    """The first GPU generation that it serves, and the first that it does not."""
+    gpu: bool = True
+    half: bool = True
+    """Computes in float16 and bfloat16 only."""
+    head_dim: int = 256
+    """Largest; 0: any."""
+    window: bool = True
+    softcap: bool = False
+    dropout: bool = False
+    sinks: bool = False
+    deterministic: bool = True
+    """Whether its backward pass can give the same bits each time: by itself, or told to (technique.model_inputs). Of a kernel of
+    the hub nobody knows."""
+    flag: str = "_supports_flash_attn"
+    """What a transformers model says of itself if it hands such a function all that it needs."""
+
+    def refuses(self, facts: Facts) -> Iterator[Reason]:
+        """Each reason why this cannot run under `facts`."""
+        model = facts.text
+        kind = model.get("model_type", "this model")
+        if self.gpu and facts.device != "cuda":
+            yield "needs a GPU, and this run is on a CPU", "Use sdpa or eager"
+        elif self.gpu and facts.capability and not self.capability[0] <= facts.capability < self.capability[1]:
+            yield (
+                (
+                    f"does not serve {facts.device_name} (compute capability {_dotted(facts.capability)}; it serves "
+                    f"{_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
+                ),
+                "Use sdpa, or auto",
+            )
+        for package, version, install in self.packages:
+            if package not in facts.packages:
+                yield f"needs the package {package}", f"Install it: {install}"
+            elif version and facts.packages[package] != version:
+                yield (
+                    f"is built on {package} {version}, and {facts.packages[package]} is here",
+                    f"Install it: {install}",
+                )
+        if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
+            yield (
+                f"computes in float16 and bfloat16, not in {facts.compute_dtype}",
+                "Set model.dtype=bfloat16, or techniques.precision.autocast=bfloat16",
+            )
+        yield from self._heads(facts)
+        if (
+            self.flag == "_supports_flash_attn"
+            and "chunked_attention" in (model.get("layer_types") or ())
+            and (facts.sequence_length > model.get("attention_chunk_size", 0))
+        ):
+            yield (
+                f"has no chunked attention, and {kind} has chunks of {model.get('attention_chunk_size')} tokens",
+                "Use flex or eager, or shorten data.sequence_length",
+            )
+        for has, name, value in (
+            (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
+            (self.dropout, "dropout in attention", _dropout(model)),
+            (self.window, "sliding window", _window(facts)),
+            (self.sinks, "attention sinks", kind in SINKS),
+        ):
+            if value and not has:
+                yield f"leaves out {kind}'s {name}" + ("" if value is True else f" ({value})"), "Use eager, or auto"
+        if facts.deterministic and not self.deterministic:
+            yield "does not promise the same bits each time", "Set run.deterministic=false, or use auto"
+        yield from self._more(facts)
+        if not offers(kind, self.flag):
+            yield f"is not there for {kind} in transformers", "Use auto"
+
+    def _heads(self, facts: Facts) -> Iterator[Reason]:
+        for width in _head_dims(facts.text):
+            if self.head_dim and (width > self.head_dim or width % 8):
+                yield (
+                    (
+                        f"takes heads of up to {self.head_dim} in steps of 8, and {facts.text.get('model_type', 'this model')}'s "
+                        f"have {width}"
+                    ),
+                    "Use eager, or auto",
+                )
+                return
+
+    def _more(self, facts: Facts) -> Iterator[Reason]:
+        yield from ()
+
+
+class Flash4(Backend):
+    def _heads(self, facts: Facts) -> Iterator[Reason]:
+        """Hopper takes 8 to 256; Blackwell to 128, DeepSeek's 192 with 128, and 256 (flash_attn/cute/interface.py)."""
+        widths = _head_dims(facts.text)
+        most = 256 if (facts.capability or (9, 0))[0] == 9 else 128
+        if (
+            widths
+            and (max(widths) > most or any(width % 8 or width < 8 for width in widths))
+            and not (most == 128 and facts.capability and facts.capability[0] < 12 and widths in ({256}, {128, 192}))
+        ):
+            yield (
+                (f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"),
+                "Use sdpa, or auto",
+            )
+
+    def _more(self, facts: Facts) -> Iterator[Reason]:
+        if facts.deterministic and (facts.capability or (9, 0))[0] >= 12:
+            yield "has no deterministic backward pass on this GPU", "Set run.deterministic=false, or use sdpa"
+
+
+class Cudnn(Backend):
+    def _more(self, facts: Facts) -> Iterator[Reason]:
+        compiled = facts.techniques.get("compile", {})
+        if facts.packing and compiled and compiled.get("fullgraph"):
+            yield (
+                "takes packed rows one document at a time, which a whole compiled graph cannot hold",
+                "Set techniques.compile.fullgraph=false, or use flash4 or sdpa",
+            )
+        if facts.text.get("kv_lora_rank"):
+            yield "takes values as wide as keys only", "Use flash4, or auto"
+
+
+class Sdpa(Backend):
+    """Built into torch. On a GPU in half precision the FlashAttention-2 in it; else with transformers' mask."""
+
+    def refuses(self, facts: Facts) -> Iterator[Reason]:
+        instead = list(BY_DOCUMENTS.refuses(facts))
+        if facts.device == "cuda" and not instead:
+            return
+        yield from super().refuses(facts)
+        if facts.device == "cuda" and facts.packing and _mask_bytes(facts) > LARGEST_MASK:
+            yield (
+                f"would build a mask of {_mask_bytes(facts) / 2**30:.1f} GiB for packed rows of {facts.sequence_length} "
+                f"tokens, because its kernel for documents {instead[0][0]}",
+                "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
+            )
+
+
+class Eager(Backend):
+    def _more(self, facts: Facts) -> Iterator[Reason]:
+        # bfloat16 scores, the mask added, a softmax in float32
+        scores = 8 * facts.text.get("num_attention_heads", 0) * _mask_bytes(facts)
+        if facts.device == "cuda" and facts.memory and scores > facts.memory:
+            yield (
+                f"writes out the scores of each layer and their softmax, {scores / 2**30:,.0f} GiB in rows of "
+                f"{facts.sequence_length} tokens",
+                "Use auto, or shorten data.sequence_length",
+            )
+
+
+FA3 = "build it from github.com/Dao-AILab/flash-attention, folder hopper, or use techniques.attention.backend=flash4"
+BY_DOCUMENTS = Backend(SDPA, "FlashAttention-2, built into torch", r"^aten::_flash_attention_forward$")
+BACKENDS: dict[str, Backend] = {
+    "flash4": Flash4(
+        FLASH4,
+        "FlashAttention-4",
+        r"^fxtune::flash4$",
+        capability=((9, 0), (13, 0)),
+        softcap=True,
+        packages=(("flash-attn-4", FLASH4_VERSION, "pip install 'fxtune[flash]'"),),
+    ),
+    "flash3": Backend(
+        "flash_attention_3",
+        "FlashAttention-3",
+        r"flash_attn_3::\w*fwd|FlashAttnFwdSm90",
+        softcap=True,
+        capability=((9, 0), (10, 0)),
+        packages=(("flash-attn-3", "", FA3),),
+    ),
+    "cudnn": Cudnn(
+        CUDNN,
+        "cuDNN's attention",
+        r"^aten::_scaled_dot_product_cudnn_attention$",
+        head_dim=128,
+        window=False,
+        deterministic=False,
+    ),
+    "flash2": Backend(
+        "flash_attention_2",
+        "FlashAttention-2",
+        r"flash_attn::_flash_attn_(varlen_)?forward|void flash::flash_fwd",
+        softcap=True,
+        dropout=True,
+        packages=(("flash-attn", "", "pip install flash-attn --no-build-isolation (compiles for an hour)"),),
+    ),
+    "sdpa": Sdpa(
+        "sdpa",
+        "scaled_dot_product_attention of torch",
+        r"^aten::scaled_dot_product_attention$",
+        gpu=False,
+        half=False,
+        head_dim=0,
+        dropout=True,
+        flag="_supports_sdpa",
+    ),
+    "flex": Backend(
+        "flex_attention",
+        "torch's compiler, for a block mask",
+        "",
+        half=False,
+        softcap=True,
+        sinks=True,
+        head_dim=0,
+        flag="_supports_flex_attn",
+    ),
+    "eager": Eager(
+        "eager",
+        "plain operations",
+        r"^aten::softmax$",
+        gpu=False,
+        half=False,
+        head_dim=0,
+        softcap=True,
+        dropout=True,
+        sinks=True,
+        flag="",
+    ),
+}
+"""The fastest first."""
+
+
+def named(implementation: str) -> Backend:
+    """By transformers' name; one that is not in the table is a kernel of the hub."""
+    for backend in [*BACKENDS.values(), BY_DOCUMENTS]:
+        if backend.implementation == implementation:
+            return backend
+    return hub(HUB + implementation)
+
+
+def hub(asked: str) -> Backend:
+    name = asked.removeprefix(HUB)
+    return Backend(
+        name,
+        f"the hub's {name}",
+        r"(?i)flash|attn|attention|fmha",
+        softcap=True,
+        packages=(("kernels", "", "pip install kernels"),),
+        deterministic=False,
+    )
+
+
+def offers(kind: str, flag: str) -> bool:
+    """Whether transformers' class for this model type says so. Of a class that comes with its model, only sdpa is expected."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    classes = AutoModelForCausalLM._model_mapping
+    if not flag:
+        return True
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in classes:
+        return flag == "_supports_sdpa"
+    return bool(getattr(classes[CONFIG_MAPPING[kind]], flag, False))
+
+
+def _head_dims(text: dict[str, Any]) -> set[int]:
+    """Of queries and keys, and of values; of layers of different kinds."""
+    if text.get("kv_lora_rank"):  # multi-head latent attention
+        return {text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0), text.get("v_head_dim", 0)} - {0}
+    heads = text.get("num_attention_heads")
+    width = text.get("head_dim") or (text["hidden_size"] // heads if heads and text.get("hidden_size") else 0)
+    return {width, text.get("global_head_dim") or width} - {0}
+
+
+def _dropout(text: dict[str, Any]) -> float:
+    return next((text[name] for name in ("attention_dropout", "attn_pdrop") if text.get(name)), 0.0)
+
+
+def _window(facts: Facts) -> int:
+    """The sliding window, 0 where no row is longer or no layer has one."""
+    window, layers = facts.text.get("sliding_window") or 0, facts.text.get("layer_types")
+    used = window and (layers is None or "sliding_attention" in layers)
+    return window if used and facts.sequence_length > window else 0
+
+
+def _mask_bytes(facts: Facts) -> int:
+    return facts.micro_batch_size * facts.sequence_length**2
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

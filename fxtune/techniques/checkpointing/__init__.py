@@ -1,0 +1,1 @@
+"""Activation checkpointing: recompute, keep, or offload."""

@@ -1,0 +1,1 @@
+"""Liger's fused kernels."""

@@ -1,0 +1,1 @@
+"""LoRA adapters, plain and fused."""

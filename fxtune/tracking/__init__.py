@@ -1,0 +1,1 @@
+"""Where figures go: terminal, JSONL, W&B, TensorBoard."""

@@ -1,0 +1,342 @@
+"""What a person sees of a run: a live display on a terminal, one line a log interval elsewhere, or nothing.
+
+The line without a terminal is `key=value`, in a fixed order, made to grep. Nothing here waits for the device or can stop
+training: a display gets plain numbers, at the log interval.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fxtune.errors import ConfigError
+from fxtune.system.console import answers_table, console, plain, say, table, tick, unicode
+from fxtune.techniques.base import Evidence
+
+WINDOW = 50  # log intervals that the rate behind "time left" looks back on
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model") -> Table:
+    """What `Technique.verify` saw, for people."""
+    return table(
+        title,
+        ["technique", "asked for", "observed", "acted"],
+        [[each.technique, each.asked, each.observed, tick(each.acted)] for each in evidence],
+    )
+
+
+class Display:
+    """What the trainer talks to. This one keeps silent; the others show. Use it with `with`, or call `finish` at last."""
+
+    def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
+        """The run has `total_steps`, of which an earlier process did `done_steps`."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """`step` steps are done; `metrics` by their full names, as they go to the tracker. Never raises."""
+
+    def note(self, text: str) -> None:
+        """A message for the user, on lines of its own."""
+
+    def evidence(self, seen: Iterable[Evidence]) -> None:
+        """Show what was observed of the techniques, as `fxtune verify` does."""
+
+    def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
+        """Show answers to questions, as `answers_table` takes them."""
+
+    def finish(self) -> None:
+        """Leave the terminal as it was found. Safe to call twice."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+
+def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> Display:
+    """The display of that kind: auto, rich, plain or none. `auto`: rich on a terminal, plain elsewhere.
+
+    Raises ConfigError for rich without a terminal.
+    """
+    if kind == "none":
+        return Display()
+    able = console().is_terminal and not console().is_dumb_terminal
+    if kind == "rich" and not able:
+        raise ConfigError(
+            "tracking.display=rich, but standard output is no terminal that can redraw a line: use auto or plain"
+        )
+    return LiveDisplay(clock) if able and kind != "plain" else PlainDisplay(clock)
+
+
+class Pace:
+    """Time left, from the steps that this process made: what an earlier one did says nothing about this machine."""
+
+    def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
+        self.total, self.done = total, done
+        self._clock = clock
+        self._seen: deque[tuple[int, float]] = deque([(done, clock())], maxlen=WINDOW)
+        self._begun = True
+
+    def reached(self, step: int) -> None:
+        if step <= self.done:
+            return
+        self._seen.append((step, self._clock()))
+        self.done = step
+        if self._begun and len(self._seen) > 2:
+            self._seen.popleft()  # the first interval holds compilation and warm-up
+            self._begun = False
+
+    def left(self) -> float | None:
+        """Seconds to the last step; None before the first step of this process is done."""
+        (first, began), (last, ended) = self._seen[0], self._seen[-1]
+        if last == first:
+            return None
+        return max(0.0, (self.total - last) * (ended - began) / (last - first) - (self._clock() - ended))
+
+
+class PlainDisplay(Display):
+    """`step=12/400 loss=1.2345 lr=1.00e-04 ... left=0:02:10`: fixed order, one line, nothing but figures; made to grep."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pace = Pace(0, 0, clock)
+
+    def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
+        self._pace = Pace(total_steps, done_steps, self._clock)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._pace.reached(step)
+        words = [f"step={step}/{self._pace.total}", *(f"{name}={text}" for name, text in figures(metrics).items())]
+        left = self._pace.left()
+        if left is not None and "train/loss" in metrics:
+            words.append(f"left={clock_time(left)}")
+        say(" ".join(words))
+
+    def note(self, text: str) -> None:
+        say(text)
+
+    def evidence(self, seen: Iterable[Evidence]) -> None:
+        say(evidence_table(seen))
+
+    def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
+        say(answers_table(rows))
+
+
+class LiveDisplay(PlainDisplay):
+    """A bar and the latest figures at the foot of the terminal, notes above it.
+
+    The cursor is never hidden and the screen never switched, so that even a kill -9 leaves a sane terminal.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._latest: dict[str, Any] = {}
+        self._losses = Trace()
+        self._title = ""
+        self._began = 0.0
+        self._live: Live | None = None
+
+    def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
+        super().start(total_steps, title, done_steps)
+        self.finish()
+        self._title, self._began = title, self._clock()
+        self._live = Live(
+            console=console(), get_renderable=self._render, refresh_per_second=4, vertical_overflow="crop"
+        )
+        try:
+            self._live.start()
+            console().show_cursor(True)
+        except OSError:
+            self._live = None  # the terminal is gone
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._pace.reached(step)
+        self._latest = {**self._latest, **metrics}  # a new dict: the refreshing thread may be reading the old one
+        loss = _number(metrics.get("train/loss"))
+        if loss is not None and math.isfinite(loss):
+            self._losses.add(loss)
+
+    def finish(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except OSError:
+                console().quiet = True  # the terminal is gone; there is nothing to restore
+
+    def _render(self) -> RenderableType:
+        pace, width = self._pace, console().width
+        left = pace.left()
+        passed = self._clock() - self._began
+        times = f"{clock_time(passed)}" + (
+            f", {clock_time(left)} left" if left is not None and pace.done < pace.total else ""
+        )
+        head = [plain(self._title), Text(f"{pace.done:,}/{pace.total:,}", "bold"), Text(times, "cyan")]
+        room = width - sum(part.cell_len + 2 for part in head)
+        bar = ProgressBar(
+            total=max(pace.total, 1),
+            completed=pace.done,
+            width=min(room, 60),
+            complete_style="green",
+            finished_style="green",
+        )
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_row(*((head[0], bar, *head[1:]) if room >= 10 else head[1:]))
+        return Group(row, *_flow(self._parts(), width))
+
+    def _parts(self) -> list[Text]:
+        parts = []
+        for name, text in figures(self._latest).items():
+            beside = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith(
+                "checkpoint_"
+            )
+            if beside or (name == "skipped" and text == "0"):
+                continue  # in metrics.jsonl; here they would push out what people look at
+            style = "bold" if name == "loss" else ""
+            parts.append(Text.assemble((LABELS.get(name, name) + " ", "dim"), (_human(name, text), style)))
+        if len(self._losses.values) > 2 and unicode():
+            spark = Text(sparkline(self._losses.values, 24), "green")
+            parts.insert(1, spark)
+        return parts
+
+
+# The order of a line, and what each metric is called in it. Others follow under their own names.
+NAMES = {
+    "train/loss": "loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "train/tokens_per_second": "tok/s",
+    "train/mfu": "mfu",
+    "train/memory_gib": "mem_gib",
+    "train/memory_reserved_gib": "reserved_gib",
+    "train/data_wait": "data_wait",
+    "train/step_seconds": "step_s",
+    "train/epoch": "epoch",
+    "train/tokens": "tokens",
+    "train/supervised_tokens": "supervised_tokens",
+    "train/skipped_steps": "skipped",
+    "eval/loss": "eval_loss",
+    "eval/perplexity": "eval_perplexity",
+    "questions/exact_match": "exact_match",
+}
+LABELS = {
+    "grad_norm": "grad",
+    "mem_gib": "mem",
+    "data_wait": "data wait",
+    "eval_loss": "eval loss",
+    "eval_perplexity": "perplexity",
+    "exact_match": "exact match",
+    "mfu": "MFU",
+}
+FORMATS = {
+    "loss": ".4f",
+    "eval_loss": ".4f",
+    "eval_perplexity": ".3f",
+    "lr": ".2e",
+    "grad_norm": ".3g",
+    "tok/s": ".0f",
+    "mfu": ".3f",
+    "mem_gib": ".2f",
+    "reserved_gib": ".2f",
+    "data_wait": ".3f",
+    "step_s": ".3f",
+    "epoch": ".2f",
+    "tokens": ".0f",
+    "supervised_tokens": ".0f",
+    "skipped": ".0f",
+    "exact_match": ".3f",
+}
+
+
+def figures(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics as short names and texts without spaces, in the order of NAMES."""
+    shown = {}
+    ordered = [name for name in NAMES if name in metrics] + [name for name in metrics if name not in NAMES]
+    for name in ordered:
+        if name == "train/step":
+            continue
+        short = NAMES.get(name, "_".join(name.replace("/", " ").split()))
+        number = math.nan if metrics[name] is None else _number(metrics[name])
+        text = str(plain(metrics[name])) if number is None else format(number, FORMATS.get(short, ".4g"))
+        shown[short] = "_".join(text.split())
+    return shown
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of `values` in at most `width` characters, lowest to highest; neighbours are averaged to fit."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(at * len(values) / width) for at in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5)] for mean in means)
+
+
+class Trace:
+    """The whole course of a figure in bounded memory: when full, neighbours are merged and each entry stands for more."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        self.values: list[float] = []
+        self._capacity, self._each = capacity, 1
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count == self._each:
+            self.values.append(self._sum / self._count)
+            self._sum, self._count = 0.0, 0
+        if len(self.values) == self._capacity:
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._each *= 2
+
+
+def clock_time(seconds: float) -> str:
+    """1:02:03, or 2d 1:02:03 without the blank: `2d1:02:03`."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    return (f"{days}d" if days else "") + f"{hours}:{minutes:02}:{whole % 60:02}"
+
+
+def _human(name: str, text: str) -> str:
+    number = _number(text)
+    if number is None or not math.isfinite(number):
+        return text
+    if name in ("mfu", "data_wait", "exact_match"):
+        return f"{number:.1%}"
+    if name == "tok/s":
+        return f"{number:,.0f}"
+    return f"{text} GiB" if name == "mem_gib" else text
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _flow(parts: Iterable[Text], width: int) -> list[Text]:
+    """The parts on as few lines as they fit on, none of them broken (but cut where it alone is too wide)."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + 2 + part.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], "  ", part)
+        else:
+            part.truncate(width)
+            lines.append(part)
+    return lines

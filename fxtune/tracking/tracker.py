@@ -1,0 +1,322 @@
+"""Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked.
+
+A tracker is a witness: whatever happens to it, training goes on. `Tracker.log` never raises and never waits. W&B runs in
+a process of its own (wandb_link.py says why), fed by a thread here: starting costs the loop nothing, a network that
+does not answer sends the run offline, and a service that dies is reported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import shlex
+import string
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Optional
+
+from filelock import FileLock
+
+from fxtune.checkpoint.run_folder import recorded, require_own
+from fxtune.errors import ConfigError, Stopped, StorageError
+from fxtune.system.atomic_files import replace_text
+from fxtune.system.facts import Facts
+from fxtune.system.redact import redact, redact_arguments
+from fxtune.system.signals import SIGNALS
+from fxtune.tracking.jsonl import History
+from fxtune.tracking.wandb_client import WandbLink, api_key_at_hand
+from fxtune.tracking.wandb_worker import GOES_ON, STEP
+
+SYNC_PATIENCE = 15.0
+"""Seconds that W&B has to answer `fxtune sync`, which may take UPLOAD_PATIENCE then."""
+UPLOAD_PATIENCE = 6 * 3600.0
+SHORT_PATIENCE = 3.0
+"""Seconds that a run which was told to stop waits for W&B: whoever told it will not wait for long, and it goes on later."""
+
+
+class WandbMode(str, Enum):
+    disabled = "disabled"
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+class Display(str, Enum):
+    auto = "auto"
+    rich = "rich"
+    plain = "plain"
+    none = "none"
+
+
+@dataclass
+class WandbConfig:
+    mode: WandbMode = WandbMode.disabled
+    """`auto`: online when an API key is at hand (WANDB_API_KEY or netrc), offline otherwise; WANDB_MODE decides if set."""
+    project: str = "fxtune"
+    entity: Optional[str] = None
+    group: Optional[str] = None
+    tags: list[str] = field(default_factory=list)
+    init_timeout: float = 5.0
+    """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
+
+
+@dataclass
+class TrackingConfig:
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = False
+    """Also write TensorBoard event files, into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
+    display: Display = Display.auto
+    """`auto`: a live display on a terminal, one line a log interval elsewhere."""
+
+
+def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
+    """Yield each reason why this tracking cannot work here, worded as what to change. Loads nothing."""
+    if config.tensorboard and "tensorboard" not in facts.packages:
+        yield _TENSORBOARD_MISSING
+    wandb = config.wandb
+    if wandb.mode is WandbMode.disabled:
+        return
+    if "wandb" not in facts.packages:
+        yield f"tracking.wandb.mode={wandb.mode.value}, but wandb is not installed: pip install wandb"
+    if not wandb.init_timeout > 0:
+        yield f"tracking.wandb.init_timeout={wandb.init_timeout}: give seconds above 0"
+    if not 0 < len(wandb.project) <= 128 or set(wandb.project) & set("/\\#?%:"):
+        yield (f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :")
+    for tag in wandb.tags:
+        if not 0 < len(tag) <= 64:
+            yield f"tracking.wandb.tags: {tag!r} has {len(tag)} characters; W&B takes 1 to 64"
+
+
+_TENSORBOARD_MISSING = (
+    "tracking.tensorboard=true, but tensorboard is not installed: "
+    'pip install "fxtune[tensorboard]", or set tracking.tensorboard=false'
+)
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """`online`, `offline` or `disabled`: what the configured mode means with this machine's credentials. Never asks."""
+    mode = config.mode.value
+    if config.mode is WandbMode.auto:
+        mode = os.environ.get("WANDB_MODE", "").lower()
+        mode = mode if mode in ("online", "offline", "disabled") else "online"
+    return "offline" if mode == "online" and not api_key_at_hand() else mode
+
+
+class Tracker:
+    """Writes a run's metrics to every place asked for.
+
+    `resume_step`: the optimizer steps already done by the run that goes on here; `logged`: the last of them that was logged (see
+    history.py for what becomes of its metrics.jsonl). `wandb_id`: the id of the W&B run to continue.
+    `note` gets one-line messages for the user, always from the thread that calls this object.
+
+    Raises ConfigError where TensorBoard is asked for and not installed; nothing else.
+    """
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        run_dir: str | Path,
+        run_name: str,
+        resolved_config: dict[str, Any],
+        wandb_id: str | None = None,
+        resume_step: int = 0,
+        logged: int | None = None,
+        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self._note = note
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._step = resume_step
+        self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
+        self._resume_step = resume_step
+        self._history = History(self.run_dir, resume_step, logged, self._notes.put)
+        self._wandb: WandbLink | None = None
+        self.wandb_id: str | None = None
+        """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
+        mode = wandb_mode(config.wandb)
+        if mode != "disabled":
+            self.wandb_id = _identity(self.run_dir, wandb_id)
+            if mode == "offline" and config.wandb.mode is not WandbMode.offline:
+                self._notes.put(
+                    "W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline"
+                )
+            modes = (mode, "offline")
+            self._wandb = _link(
+                config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes
+            )
+        self._drain()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
+        self._step = step
+        if step == self._resume_step and frozenset(metrics) in self._history.kept:
+            return  # a kill between the last figures and the end of the run: they are asked for again, and are there
+        values = {STEP: step, **{name: _plain(value) for name, value in metrics.items()}}
+        end = self._history.write({"time": round(time.time(), 3), **values})
+        if self._wandb:
+            self._wandb.put({"log": values, "end": end}, step)
+        if self._tensorboard:
+            self._to_tensorboard(step, values)
+        self._drain()
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Set the figures that stand for the whole run in W&B's table of runs."""
+        if self._wandb:
+            self._wandb.put({"summary": {name: _plain(value) for name, value in figures.items()}}, self._step)
+        self._drain()
+
+    def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
+        """Set the summary, close everything. Safe to call twice.
+
+        Waits for W&B's last upload as wandb_link.py says, half a minute at most; SHORT_PATIENCE with the exit code of a run
+        that was told to stop.
+        """
+        if figures:
+            self.summary(figures)
+        link, self._wandb = self._wandb, None
+        if link:
+            try:
+                with SIGNALS.leaving() if exit_code == 0 else contextlib.nullcontext():
+                    link.finish(exit_code, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
+            except Stopped:  # the run is finished, whatever W&B has of it
+                if not link.finish(exit_code, SHORT_PATIENCE):
+                    again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
+                    self._notes.put(f"W&B was left behind. To send it what it does not have: {again}")
+        self._close_files()
+        self._drain()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        unnamed = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.finish(exit_code=0 if error is None else getattr(error, "exit_code", unnamed))
+
+    def _close_files(self) -> None:
+        if self._tensorboard:
+            try:
+                self._tensorboard.close()
+            except Exception as error:  # noqa: BLE001  a third party's writer at the end of a run: report, do not raise
+                self._notes.put(f"TensorBoard: {error}")
+            self._tensorboard = None
+        self._history.close()
+
+    def _drain(self) -> None:
+        while not self._notes.empty():
+            self._note(redact(self._notes.get()))  # an address with a password may be part of an error's text
+
+    def _open_tensorboard(self, resume_step: int) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(_TENSORBOARD_MISSING) from error
+        purge = resume_step + 1 if resume_step else None  # hides the lines of steps that are done again
+        try:
+            return SummaryWriter(log_dir=str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
+        except OSError as error:
+            self._notes.put(f"TensorBoard's files cannot be written ({error}); training goes on without them")
+            return None
+
+    def _to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
+        assert self._tensorboard is not None
+        try:
+            for name, value in values.items():
+                if name != STEP and isinstance(value, (int, float)):
+                    self._tensorboard.add_scalar(name, value, step)
+        except Exception as error:  # noqa: BLE001  its writer thread re-raises whatever broke it; training goes on without
+            self._notes.put(f"TensorBoard stopped at step {step} ({error}); training goes on")
+            self._tensorboard = None
+
+
+def upload(run_dir: Path, note: Callable[[str], None]) -> None:
+    """Send W&B what it does not have of the run in `run_dir`, which is not under way.
+
+    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune leaves one, or W&B did not take
+    all of it).
+    """
+    if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
+        raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
+    if not api_key_at_hand():
+        raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
+    require_own(run_dir)
+    with FileLock(run_dir / ".lock", timeout=0):
+        plain = recorded(run_dir) or {}
+        try:
+            settings = plain["tracking"]["wandb"]
+            config = WandbConfig(
+                WandbMode.online,
+                settings["project"],
+                settings["entity"],
+                settings["group"],
+                settings["tags"],
+                init_timeout=SYNC_PATIENCE,
+            )
+            name = str(plain["run"]["name"])
+        except (KeyError, TypeError) as error:
+            raise StorageError(
+                f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
+                "tracking.wandb is missing. Bring it back."
+            ) from error
+        notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        link = _link(config, _identity(run_dir, None), run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
+        link.finish(0 if (run_dir / "result.json").exists() else 1, UPLOAD_PATIENCE)
+    while not notes.empty():
+        note(redact(notes.get()))
+    if link.trouble:
+        raise StorageError(f"{run_dir}: {redact(link.trouble)}. Nothing is lost: give the same command again later.")
+
+
+def _link(
+    config: WandbConfig,
+    wandb_id: str,
+    run_dir: Path,
+    run_name: str,
+    resolved_config: dict[str, Any],
+    modes: tuple[str, ...],
+    notes: queue.SimpleQueue[str],
+    upload_timeout: float | None = None,
+) -> WandbLink:
+    init = {
+        "id": wandb_id,
+        "name": run_name,
+        "project": config.project,
+        "entity": config.entity,
+        "group": config.group,
+        "tags": list(config.tags),
+        "config": redact(resolved_config),
+        "allow_val_change": True,
+    }
+    argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
+    return WandbLink(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
+
+
+def _identity(run_dir: Path, given: str | None) -> str:
+    """The W&B run that this folder belongs to: a run that was killed before its first checkpoint is still the same one."""
+    file = run_dir / "wandb" / "id"
+    known = given
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if file.is_file() and not file.is_symlink():  # the folder may be a stranger's: no pipe, no file of ours
+            known = known or file.read_text(encoding="utf-8").strip()
+    known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
+    with contextlib.suppress(OSError):  # the folder cannot be written, as W&B will say itself
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, known)
+    return known
+
+
+def _plain(value: Any) -> int | float | str | bool | None:
+    """A Python number from whatever holds one (a tensor, a numpy scalar); text for anything else."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
+
+
+def _new_id() -> str:
+    """Eight characters, as W&B makes its own; drawn from the system, so that a run's seed does not repeat it."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

@@ -1,0 +1,1 @@
+"""One run: built, looped, resumed."""

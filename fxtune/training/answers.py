@@ -1,0 +1,265 @@
+"""Greedy answers to held-out questions, and how many are exactly right.
+
+A question is a chat row like those of training: what the encoder supervises in its last assistant turn is the right answer,
+all before it is the prompt. So prompts are what the model saw in training, token by token, and the end-of-turn token that
+it was taught to write is the one that ends an answer.
+
+Prompts of about the same length are asked together, padded on the left, with a KV cache. Training runs without one; nothing
+here outlasts the call: not the cache, not the evaluation mode, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.config import QuestionsConfig, SourceConfig
+from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.sources import open_source
+from fxtune.errors import ConfigError, DataError, StorageError
+from fxtune.models.structure import observed
+from fxtune.system.oom import Halving
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    """The last thing that was said to the model, for people."""
+    prompt: list[int]
+    """Token ids up to where the answer begins."""
+    answer: str
+    """What is right, without special tokens and outer whitespace."""
+    end: Optional[int] = None
+    """The special token that ends the answer, where the chat template writes one."""
+
+
+def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str | None = None) -> list[Question]:
+    """The first `config.limit` rows of `config.path` as questions.
+
+    Args:
+        chat_template: data.chat_template, the Jinja file that replaces the tokenizer's.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        DataError: no such data, a row that cannot be read (named by file and line), or one without an answer.
+    """
+    for name in ("limit", "batch_size", "max_new_tokens"):
+        if (value := getattr(config, name)) < 1:
+            raise ConfigError(
+                f"data.questions.{name}={value} must be at least 1; data.questions.path=null asks nothing."
+            )
+    assert config.path is not None
+    source = open_source(SourceConfig(path=config.path, limit=config.limit))
+    form = source.format()
+    if form is RowFormat.text:
+        raise DataError(
+            f"data.questions.path={config.path} holds plain text, which has no question and no answer. "
+            "Use chat or prompt/completion rows."
+        )
+    rows = list(islice(source.rows(), config.limit))
+    for row in rows:
+        if row.value is None:
+            raise DataError(f"{row.where}: {row.error}")
+    values = [row.value for row in rows if row.value is not None]
+    questions = []
+    for row, value, seen in zip(rows, values, Encoder(tokenizer, form, chat_template).encode(values), strict=True):
+        question = seen if isinstance(seen, str) else _question(value, seen, tokenizer)
+        if isinstance(question, str):
+            raise DataError(f"{row.where}: {question}")
+        questions.append(question)
+    return questions
+
+
+def answer(
+    model: nn.Module,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    batch_size: int = 32,
+    max_new_tokens: int = 64,
+    halving: Halving | None = None,
+) -> list[str]:
+    """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
+
+    Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were. `halving`: what makes
+    `batch_size` smaller where memory runs out.
+    """
+    halving = halving or Halving(next(model.parameters()).device)
+    ends = {question.end for question in questions if question.end is not None}
+    ends |= {tokenizer.eos_token_id} - {None}
+    order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
+    answers = [""] * len(questions)
+    # Compiled layers would be compiled again for every length of the cache.
+    with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        while order:
+            written = halving.within(
+                "questions",
+                batch_size,
+                partial(
+                    _first,
+                    model,
+                    [questions[index].prompt for index in order],
+                    ends,
+                    tokenizer.pad_token_id or 0,
+                    max_new_tokens,
+                ),
+            )
+            for index, ids in zip(order, written, strict=False):
+                answers[index] = _text(tokenizer, ids)
+            order = order[len(written) :]
+    return answers
+
+
+def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
+    """Share of the answers that equal the right one, outer whitespace aside."""
+    return sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True)) / len(
+        questions
+    )
+
+
+@dataclass
+class AnswerEvaluation:
+    """The questions of a run, asked before and after training. The answers lie in the run folder, so that a run that was
+    interrupted still knows the first ones."""
+
+    config: QuestionsConfig
+    tokenizer: Any
+    questions: list[Question]
+    folder: Path
+    answers: dict[str, list[str]] = field(default_factory=dict)
+    """By when they were given: "before", "after"."""
+
+    @staticmethod
+    def open(
+        config: QuestionsConfig, tokenizer: Any, folder: Path, chat_template: str | None = None
+    ) -> AnswerEvaluation | None:
+        """None where the config asks nothing. Errors as in load_questions."""
+        if config.path is None:
+            return None
+        exam = AnswerEvaluation(config, tokenizer, load_questions(config, tokenizer, chat_template), Path(folder))
+        for when in ("before", "after"):
+            exam._read(when)
+        return exam
+
+    def ask(self, model: nn.Module, when: str, halving: Halving | None = None) -> float:
+        """Ask, keep the answers as those of `when`, and return the share that is exactly right. `halving`: see answer()."""
+        given = answer(
+            model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving
+        )
+        self.answers[when] = given
+        lines = [
+            json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
+            for question, text in zip(self.questions, given, strict=True)
+        ]
+        try:
+            self._file(when).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"{self._file(when)} cannot be written: {error}. Free space there, or set run.dir."
+            ) from error
+        return exact_match(given, self.questions)
+
+    def shown(self) -> list[tuple[str, str, str | None, str | None]]:
+        """The first `config.show` questions: (question, right answer, answer before, answer after)."""
+        before, after = (self.answers.get(when) for when in ("before", "after"))
+        return [
+            (question.text, question.answer, before[index] if before else None, after[index] if after else None)
+            for index, question in enumerate(self.questions[: self.config.show])
+        ]
+
+    def verdict(self) -> str:
+        """One sentence for people."""
+        scores = [f"{exact_match(given, self.questions):.0%} {when} training" for when, given in self.answers.items()]
+        return f"Exactly right on {len(self.questions)} held-out questions: {', '.join(scores)}"
+
+    def _file(self, when: str) -> Path:
+        return self.folder / f"answers_{when}.jsonl"
+
+    def _read(self, when: str) -> None:
+        try:
+            rows = [json.loads(line) for line in self._file(when).read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError):
+            return  # not asked yet, or cut short: the run asks (again)
+        if [row.get("right") for row in rows] == [question.answer for question in self.questions]:
+            self.answers[when] = [row["answer"] for row in rows]
+
+
+def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
+    """The row's last supervised stretch as the answer; a str says why there is none."""
+    supervised = document.supervised
+    if True not in supervised:
+        return "the row has no assistant turn with an answer in it"
+    end = len(supervised) - supervised[::-1].index(True)
+    start = next((index + 1 for index in range(end - 1, -1, -1) if not supervised[index]), 0)
+    if start == 0:
+        return "the row has an answer and nothing before it, so there is no question"
+    prompt, right = document.ids[:start], document.ids[start:end]
+    if not (text := _text(tokenizer, right)):
+        return "the right answer is empty"
+    last = right[-1]
+    special = tokenizer.added_tokens_decoder.get(last)
+    return Question(
+        _asked(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None
+    )
+
+
+def _asked(row: dict[str, Any]) -> str | None:
+    """The last user turn of a chat row as it was written, None where the format has none by that name."""
+    for turn in reversed(row.get("messages") or []):
+        if turn.get("role") == "user" and isinstance(turn.get("content"), str):
+            return str(turn["content"])
+    return None
+
+
+def _first(
+    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int, rows: int
+) -> list[list[int]]:
+    """_greedy() for the first `rows` prompts."""
+    return _greedy(model, prompts[:rows], ends, pad, max_new_tokens)
+
+
+def _greedy(
+    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int
+) -> list[list[int]]:
+    """The most likely next token, again and again, until each row wrote one of `ends` (left out) or the limit is reached."""
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    stops = torch.tensor(sorted(ends), device=device)
+    cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
+    for _ in range(max_new_tokens):
+        seen = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )  # the head for the last position only: a prompt's logits can be gigabytes
+        cache, chosen = seen.past_key_values, seen.logits[:, -1].argmax(-1)
+        written.append(chosen)
+        done |= torch.isin(chosen, stops)
+        if done.all():
+            break
+        ids, positions = chosen[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+    return [_until(row, ends) for row in torch.stack(written, dim=1).tolist()]
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    return next((ids[:index] for index, token in enumerate(ids) if token in ends), ids)
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.strip()

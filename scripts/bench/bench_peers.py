@@ -1,0 +1,402 @@
+"""fxtune beside TRL and Unsloth on this GPU: the same model, tokens and settings, one run, one table, the ratio.
+
+    python scripts/bench/bench_peers.py --json peers.json                                    # all of it, three quarters of an hour
+    python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json   # in pieces: goes on
+    python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
+    python scripts/bench/bench_peers.py --minutes 0 --json peers.json                        # only the table of what was measured
+    python scripts/bench/bench_peers.py --smoke                                              # on a CPU: does it run at all?
+
+Every case of every tool is a process of its own: a Llama shape with random weights in bfloat16, LoRA r=16 and alpha=32 on all
+seven linears of a layer, no dropout, AdamW fused at a constant 1e-4, one optimizer step a micro-batch. What is trained on is
+made once and lies on disk for all tools: rows of one document each that fill them exactly, random tokens; or chats, log-normal
+lengths of mean 500, which every tool tokenises and packs by its own means into rows of the same length. The loss is on every
+token, everywhere. Tokens a second are those of documents, over the time of the steps after the warm-up, at both ends of which
+the device is waited for and nowhere else; what a tool compiles or loads is warm-up. Peak memory is torch's, of the whole process.
+
+Peers run as their own documentation has it, with the fastest of their own settings that fits (the first of VARIANTS that runs;
+the table says which). They need nothing of fxtune and no network. Losses stand beside each other: the weights are drawn by other
+code, so they agree as far as chance lets random models agree, and one that trains on fewer tokens would be seen.
+
+A case that stands in the JSON file is not run again. `--set KEY=VALUE` is given to fxtune alone, and told in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # of a checkout that is not installed
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+
+from ablate import SHAPES  # noqa: E402
+from peer_tools import write_model  # noqa: E402
+
+TOOLS = ("fxtune", "trl", "unsloth")
+TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
+WORDS = 1000
+"""Token ids of the random documents are below this, so that the built-in tokenizer knows them."""
+MEAN, SIGMA = 500, 1.0
+"""Of the chats' log-normal lengths, in tokens."""
+FAST = ("techniques=[lora,fast]",)
+FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    length: int
+    rows: int
+    ours: tuple[str, ...] = FAST
+    """What fxtune is told beyond what is the same for all."""
+    beside: Optional[str] = None
+    """The case whose peers this is compared with; None: its own. Peers are not run for the others."""
+    chats: bool = False
+    steps: int = 8
+    warm_up: int = 3
+
+
+CASES = {
+    "8b_4x4096": Case("8b", 4096, 4),
+    "8b_4x4096_fp8": Case("8b", 4096, 4, FP8, beside="8b_4x4096"),
+    "1b_8x4096": Case("1b", 4096, 8),
+    "1b_8x4096_fp8": Case("1b", 4096, 8, FP8, beside="1b_8x4096"),
+    "8b_chats": Case("8b", 4096, 4, chats=True),
+    "8b_chats_fp8": Case("8b", 4096, 4, FP8, beside="8b_chats", chats=True),
+    "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
+    "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, beside="8b_1x65536", steps=4, warm_up=2),
+    "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), beside="8b_1x65536", steps=4, warm_up=2),
+    "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
+    "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
+}
+SMOKE = ("smoke", "smoke_chats")
+NONE, FULL = "checkpointing=none", "checkpointing=full"
+VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "trl": ((NONE, "liger=on"), (FULL, "liger=on")),
+    "unsloth": ((NONE,), ("checkpointing=unsloth",)),
+}
+"""Each peer's settings, the fastest first: the first that fits is its row."""
+LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
+"""Of rows that no peer holds without recomputing."""
+PACKED_TRL = tuple(
+    (*variant, f"attention={name}")
+    for name in ("flash_attention_2", "flash_attention_4", "sdpa")
+    for variant in VARIANTS["trl"]
+)
+"""TRL asks for a flash attention where it packs; what is not installed is passed over."""
+
+
+def main() -> None:
+    args = arguments()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows: dict[str, dict[str, Any]] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    began, left_out = time.monotonic(), []
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    for name, tool in wanted(args.cases, args.tools):
+        key = f"{name} {tool}"
+        if key in rows and not args.again:
+            continue
+        if why := absent(tool, args.smoke):
+            print(f"{key}: {why}", flush=True)
+            continue
+        left = args.minutes * 60 - (time.monotonic() - began)
+        if left <= 0:
+            left_out.append(key)
+            continue
+        print(f"{key} ...", flush=True)
+        try:
+            found = ours(name, args, left) if tool == "fxtune" else peer(name, tool, args, left)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            left_out.append(key)
+            continue
+        print(f"  {found.get('error') or summary(found)}", flush=True)
+        rows[key] = {"case": name, "tool": tool, **found}
+        if args.json:  # what failed for another reason than the memory is run again next time
+            kept = {key: row for key, row in rows.items() if row.get("error") in (None, "does not fit")}
+            args.json.write_text(json.dumps(kept, indent=1))
+    print(table(rows))
+    if left_out:
+        print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(left_out)}")
+
+
+def arguments() -> argparse.Namespace:
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=words, help=f"of {', '.join(CASES)}; default: all but the smoke ones")
+    parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"of {', '.join(TOOLS)}")
+    parser.add_argument("--steps", type=int, help="that are measured; default: 8, or 4 of the long ones")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop in time and say what was not run")
+    parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
+    parser.add_argument("--again", action="store_true", help="run also what stands there")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for fxtune alone")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "fxtune-peers",
+        help="for documents, token caches and the models that Unsloth loads (16 GB for 8b)",
+    )
+    parser.add_argument("--smoke", action="store_true", help="the tiny shape, by default; also without a GPU")
+    args = parser.parse_args()
+    args.cases = args.cases or [name for name in CASES if (name in SMOKE) == args.smoke]
+    for given, known in ((args.cases, CASES), (args.tools, TOOLS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    if args.steps is not None and args.steps < 1:
+        parser.error("--steps: give 1 or more")
+    return args
+
+
+def wanted(cases: list[str], tools: list[str]) -> Iterator[tuple[str, str]]:
+    """(case, tool), in order; a peer once for the cases that share it."""
+    seen = set()
+    for name in cases:
+        for tool in tools:
+            pair = (name if tool == "fxtune" else CASES[name].beside or name), tool
+            if pair not in seen:
+                seen.add(pair)
+                yield pair
+
+
+def absent(tool: str, smoke: bool) -> str | None:
+    """Why a tool cannot run here, or None."""
+    if tool != "fxtune" and importlib.util.find_spec(tool) is None:
+        return f"not run, {tool} is not installed here (pip install {tool})"
+    if tool == "unsloth" or not smoke:
+        import torch
+
+        if not torch.cuda.is_available():
+            return "not run, it needs a GPU (--smoke runs a tiny shape without)"
+    return None
+
+
+def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """One case of fxtune, through its whole data path."""
+    from fxtune.diagnostics.benchmark import apart
+
+    case, steps = CASES[name], args.steps or CASES[name].steps
+    architecture = ",".join(
+        f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in SHAPES[case.shape].items()
+    )
+    words = [
+        "model.path=null",
+        "model.tokenizer=builtin:tiny",
+        "model.init=random",
+        f"model.architecture={{{architecture}}}",
+        f"data.sources=[{{path: '{documents(case, args.scratch, steps)}'}}]",
+        f"data.cache_dir={args.scratch / 'tokens'}",
+        f"data.sequence_length={case.length}",
+        "data.packing=true",
+        "data.workers=1",
+        f"train.micro_batch_size={case.rows}",
+        f"train.global_batch_size={case.rows}",
+        "train.log_every=10",
+        "optimizer.lr=1e-4",
+        "optimizer.weight_decay=0",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+        *(["techniques=lora"] if args.smoke else case.ours),
+        *args.set,
+    ]
+    found = apart(words, steps, case.warm_up, seconds)
+    if "error" in found:
+        return found
+    kept = (
+        "tokens_per_second",
+        "step_seconds",
+        "step_seconds_p5",
+        "step_seconds_p95",
+        "memory_gib",
+        "mfu",
+        "loss",
+        "device",
+        "joules_per_token",
+        "second_step_seconds",
+        "decided",
+    )
+    return {
+        **{key: found[key] for key in kept},
+        "first_loss": found["losses"][0],
+        "how": ", ".join(args.set) or "as it is",
+        "command": words,
+        "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
+    }
+
+
+def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """One case of a peer: its fastest settings that run here."""
+    case, began = CASES[name], time.monotonic()
+    steps = args.steps or case.steps
+    variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
+    out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
+    asked = dict(
+        tool=tool,
+        shape=SHAPES[case.shape],
+        length=case.length,
+        rows=case.rows,
+        steps=steps,
+        warm_up=case.warm_up,
+        chats=case.chats,
+        documents=str(documents(case, args.scratch, steps)),
+        tokenizer=str(TOKENIZER),
+        out=str(out),
+    )
+    if tool == "unsloth":
+        asked["model"] = str(
+            write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER)
+        )
+    found: dict[str, Any] = {"error": "nothing that it could run with is installed"}
+    tried: list[str] = []
+    for variant in variants:
+        if missing(variant):
+            continue
+        out.unlink(missing_ok=True)
+        told = json.dumps({**asked, **dict(word.split("=") for word in variant)})
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "bench" / "peer_tools.py"), told],
+            capture_output=True,
+            text=True,
+            cwd=args.scratch,
+            timeout=max(1.0, seconds - (time.monotonic() - began)),
+        )
+        log.write_text(done.stdout + done.stderr)
+        if done.returncode == 0:
+            return {
+                **json.loads(out.read_text()),
+                "how": ", ".join(variant),
+                "tried": tried,
+                "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
+            }
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = (
+            "does not fit"
+            if "out of memory" in done.stderr
+            else f"failed: {lines[-1] if lines else done.returncode}"[:300]
+        )
+        tried.append(f"{', '.join(variant)}: {why}")
+        found = {"error": why, "tried": tried, "log": str(log)}
+    return found
+
+
+def missing(variant: tuple[str, ...]) -> bool:
+    """Whether what a variant needs is not installed."""
+    if "attention=flash_attention_2" in variant:
+        return importlib.util.find_spec("flash_attn_2_cuda") is None
+    if "attention=flash_attention_4" in variant:
+        return importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None
+    return False
+
+
+def documents(case: Case, folder: Path, steps: int) -> Path:
+    """The documents of a case as JSONL, made if they are not there: enough for all steps."""
+    count = (steps + case.warm_up) * case.rows
+    file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
+    if not file.exists():
+        made = (
+            chats(case.length, count * case.length)
+            if case.chats
+            else (
+                {"input_ids": random.Random(number).choices(range(3, WORDS), k=case.length)} for number in range(count)
+            )
+        )
+        staging = file.with_suffix(".part")
+        with staging.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(row) + "\n" for row in made)
+        staging.rename(file)
+    return file
+
+
+def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:
+    """Chats of about so many tokens in all, none of them above `longest`, rendered by the tokenizer's template to plain text: so
+    that the loss is on every token with every tool.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    draw = random.Random(0)
+    words = [
+        "".join(draw.choices("etaoinshrdlucmfwypvbgkqjxz", range(26, 0, -1), k=draw.randint(1, 9)))
+        for _ in range(5000)
+    ]
+    pool = " ".join(draw.choices(words, [1 / (rank + 3) for rank in range(5000)], k=200_000))
+    a_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
+    frame = len(tokenizer.encode(rendered(["", ""])).ids)
+
+    def text(size: float) -> str:
+        start = draw.randrange(len(pool) - int(size * a_token) - 1)
+        return pool[start : start + max(1, int(size * a_token))].strip()
+
+    made = 0
+    while made < tokens:
+        size = draw.lognormvariate(0, SIGMA) * MEAN / 2.718281828 ** (SIGMA**2 / 2)
+        turns = 2 * draw.randint(1, 1 + min(3, int(size / 100)))
+        body = max(turns, min(size, 0.9 * longest) - frame * turns / 2) / turns
+        chat = rendered([text(body * (0.4 if at % 2 == 0 else 1.6)) for at in range(turns)])
+        length = len(tokenizer.encode(chat).ids)
+        if length <= longest:
+            made += length
+            yield {"text": chat}
+
+
+def rendered(turns: list[str]) -> str:
+    """A chat in ChatML, as the tokenizer's template writes it, up to the last end of a turn."""
+    roles = ("user", "assistant")
+    return "\n".join(f"<|im_start|>{roles[at % 2]}\n{text}<|im_end|>" for at, text in enumerate(turns))
+
+
+def summary(row: dict[str, Any]) -> str:
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
+        f"loss {row['first_loss']:.3f} -> {row['loss']:.3f} ({row['how']})"
+    )
+
+
+def gib(row: dict[str, Any]) -> str:
+    return "?" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown. The last column of a peer's row: how many times as fast fxtune is; of fxtune's: against the best peer."""
+    lines = [
+        "| case | tool | how | tokens/s | ms a step | peak GiB | first loss | loss | fxtune is |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in CASES:
+        mine = rows.get(f"{name} fxtune")
+        peers = [row for tool in TOOLS[1:] if (row := rows.get(f"{CASES[name].beside or name} {tool}"))]
+        measured = [row for row in peers if "error" not in row]
+        best = max((row["tokens_per_second"] for row in measured), default=None)
+        shown = [row for row in peers if row["case"] == name]
+        for row in [*([mine] if mine else []), *shown]:
+            against = (best if row is mine else row.get("tokens_per_second")) if mine and "error" not in mine else None
+            lines.append(line(row, f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""))
+    return "\n".join(lines)
+
+
+def line(row: dict[str, Any], ratio: str) -> str:
+    where = f"| {row['case']} | {row['tool']} |"
+    if "error" in row:
+        return f"{where} {row['error']} | | | | | | |"
+    return (
+        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
+        f"{gib(row)} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,642 @@
+"""Made-up and broken inputs by the hundred thousand through row, tokens and mask: what is not a row is said, and no token
+outside an assistant's turn is supervised.
+
+    python scripts/faults/fuzz.py [--inputs 100000] [--seed 0] [--keep FOLDER]
+
+An input is a line of a JSONL file (or, one in fifty, a whole file of another kind): a conversation, an Alpaca row, a text and so
+on, made of pieces that are trouble (special tokens, lone surrogates, half emojis, what templates look for), then as often as not
+broken: a value replaced by one of another type, a key gone, a turn doubled, bytes flipped, cut out or put in. Files of a hundred
+such lines go through `fxtune.data.tokenized.tokenize.tokenize`, as those of a run do, with the tokenizers and chat templates of eight model
+families, with generation marks and without. Of each file:
+
+- nothing is raised but our own errors, and each file is done in SECONDS;
+- every line is a document or a row of the quarantine, whose reason is short;
+- in a chat, turns open and close by the template's special tokens only: as many assistants speak as the row has, and every
+  supervised token stands between such an opening and its end. This is read from the ids alone;
+- where the input was not broken, no supervised token is of a user, a system, a tool, a prompt or a switched-off answer: their
+  texts, and no others, have a diamond in them. Text, prompts and pre-tokenised rows have the mask that they say.
+
+Exit code 1, and the inputs in FOLDER, where that is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import csv
+import gzip
+import io
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support import families  # the tests' tokenizers and templates
+
+from fxtune.data.chat.normalize import SHAREGPT_ROLES
+from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
+from fxtune.data.read.formats import RowFormat
+from fxtune.data.tokenized.tokenize import TokenTable, tokenize
+from fxtune.errors import UserError
+
+FILE = 100
+"""Inputs of a file."""
+SECONDS = 60.0
+"""A file that takes longer hangs. Most take a tenth of one."""
+LONGEST_REASON = 1000
+DIAMOND = "♦"
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool", **SHAREGPT_ROLES}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """How a family's assistant turns look in token ids."""
+
+    opens: str
+    """A special token that opens a turn."""
+    header: str
+    """The text behind it, up to the next special token, that says whose turn it is begins with this."""
+    closes: tuple[str, ...]
+    speaker: str = "assistant"
+    """By whose turns the openings are counted."""
+    more: int = 0
+    """Openings that a template writes beyond one a turn."""
+
+
+GRAMMARS = {
+    "chatml": Grammar("<|im_start|>", "assistant\n", ("<|im_end|>",)),
+    "llama31": Grammar("<|start_header_id|>", "assistant", ("<|eot_id|>",)),
+    "qwen3": Grammar("<|im_start|>", "assistant\n", ("<|im_end|>",)),
+    "gemma3": Grammar("<start_of_turn>", "model\n", ("<end_of_turn>",)),
+    "mistral": Grammar("[/INST]", "", ("</s>",), "user"),
+    "phi3": Grammar("<|assistant|>", "", ("<|end|>",)),
+    "gptoss": Grammar("<|start|>", "assistant", ("<|end|>", "<|return|>"), more=1),
+}  # Zephyr's turns open by letters, which anybody can write: of it only diamonds are looked at.
+
+PIECES = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|eot_id|>",
+    "<|begin_of_text|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<start_of_turn>model\n",
+    "<bos>",
+    "<eos>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "<|assistant|>\n",
+    "<|user|>\n",
+    "<|endoftext|>",
+    "<|start|>assistant",
+    "<|message|>",
+    "<|return|>",
+    "<unk>",
+    "<|channel|>final<|message|>",
+    "<think>\n",
+    "</think>",
+    "\n</think>\n\n",
+    "<tool_call>",
+    "<|im_",
+    "end|>",
+    "<",
+    "|>",
+    "{{ messages }}",
+    "{% generation %}",
+    "{%",
+    "\\",
+    '"',
+    "'",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "\u2028",
+    "\u00a0",
+    "\x00",
+    "\x1b[2J",
+    "\ufeff",
+    "\u202e",
+    "é",
+    "e\u0301",
+    "日本",
+    "😀",
+    "👨\u200d👩\u200d👧",
+    "\U000f8000",
+    "\U0010fad0",
+    "ﬁ",
+    "ß",
+    "two and two",
+    "it is four.",
+    "the quick brown fox",
+    "assistant",
+    "user",
+    "0",
+    "▁",
+    "Ġ",
+    "<0x0A>",
+]
+RARE = "\U0010fad05\U0010fad1"
+"""What literal.py writes for a special token."""
+JUNK: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "",
+    " ",
+    "\ud83d",
+    "a\udc00b",
+    [],
+    {},
+    [None],
+    [[]],
+    {"role": None},
+    {"": ""},
+    [1, "a", {}],
+    "null",
+    "[]",
+    "{}",
+    '{"name": 1}',
+    [{}],
+    [{"type": "image"}],
+    [{"type": "text", "text": None}],
+    [{"type": "text", "text": "hi"}],
+    3.7,
+    "assistant",
+    "<|im_start|>",
+]
+KEYS = [
+    "messages",
+    "conversations",
+    "role",
+    "from",
+    "content",
+    "value",
+    "tools",
+    "tool_calls",
+    "weight",
+    "train",
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "input_ids",
+    "labels",
+    "name",
+    "reasoning_content",
+]
+BYTES = [
+    b"",
+    b"\n",
+    b'"',
+    b"{",
+    b"]",
+    b"\\ud83d",
+    b"\\u0000",
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\x00",
+    b"1" * 5000,
+    b"[" * 2000,
+    b"\\",
+    b",",
+    b":",
+    b"null",
+]
+
+
+class Maker:
+    """Rows of one format."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+
+    def text(self, most: int = 8) -> str:
+        parts = self.draw.choices(PIECES, k=self.draw.randint(1, most))
+        if self.draw.random() < 0.2:
+            parts.append(
+                "".join(
+                    chr(self.draw.choice((self.draw.randrange(1, 0xD800), self.draw.randrange(0xE000, 0x110000))))
+                    for _ in range(self.draw.randint(1, 6))
+                )
+            )
+        if self.draw.random() < 0.002:
+            parts = parts * 300 + [RARE]
+        self.draw.shuffle(parts)
+        return "".join(parts).replace(DIAMOND, "")
+
+    def other(self) -> str:
+        """A text that nobody may learn."""
+        text = self.text()
+        at = self.draw.randrange(len(text) + 1)
+        return text[:at] + DIAMOND + text[at:]
+
+    def row(self, form: RowFormat) -> dict[str, Any]:
+        if form is RowFormat.messages:
+            return self._messages()
+        if form is RowFormat.sharegpt:
+            names = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
+            return {
+                "conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in self._turns()]
+            }
+        if form is RowFormat.alpaca:
+            row = {"instruction": self.other(), "output": self.text()}
+            return row | ({"input": self.other()} if self.draw.random() < 0.5 else {})
+        if form is RowFormat.prompt_completion:
+            if self.draw.random() < 0.5:
+                return {"prompt": self.other(), "completion": self.text()}
+            asked = self._turns()[:-1]
+            for turn in asked:
+                turn["content"] = self.other()
+            return {"prompt": asked, "completion": [{"role": "assistant", "content": self.text()}]}
+        if form is RowFormat.tokens:
+            ids = [self.draw.randrange(300) for _ in range(self.draw.randint(1, 30))]
+            return {"input_ids": ids, "labels": [token if self.draw.random() < 0.5 else -100 for token in ids]}
+        return {"text": self.text()}
+
+    def _turns(self) -> list[dict[str, Any]]:
+        turns = [{"role": "system", "content": self.other()}] if self.draw.random() < 0.3 else []
+        for _ in range(self.draw.randint(1, 3)):
+            turns += [{"role": "user", "content": self.other()}, {"role": "assistant", "content": self.text()}]
+        return turns
+
+    def _messages(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"messages": self._turns()}
+        for turn in row["messages"]:
+            if turn["role"] != "assistant":
+                continue
+            if self.draw.random() < 0.1:
+                turn |= {"weight": 0, "content": self.other()}
+            elif self.draw.random() < 0.1:
+                turn |= {
+                    "content": self.other(),
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": {self.other(): self.other()}}}
+                    ],
+                }
+            elif self.draw.random() < 0.1:
+                turn["reasoning_content"] = self.text()
+        if self.draw.random() < 0.1:
+            row["tools"] = [
+                {"type": "function", "function": {"name": "f", "description": self.other(), "parameters": {}}}
+            ]
+        return row
+
+    def broken(self, row: Any) -> Any:
+        """One value of it replaced, one key renamed or gone, one entry doubled."""
+        places = list(_places(row))
+        inside, key = self.draw.choice(places)
+        how = self.draw.randrange(5)
+        if how == 0:
+            del inside[key]
+        elif how == 1 and isinstance(inside, dict):
+            inside[self.draw.choice(KEYS)] = inside.pop(key)
+        elif how == 2 and isinstance(inside, list):
+            inside.insert(self.draw.randrange(len(inside) + 1), json.loads(json.dumps(self.draw.choice(inside))))
+        elif how == 3:
+            inside[key] = [inside[key]]
+            for _ in range(self.draw.choice((0, 0, 3, 150, 700))):
+                inside[key] = [inside[key]]
+        else:
+            inside[key] = self.draw.choice(JUNK)
+        return row
+
+    def damaged(self, line: bytes) -> bytes:
+        """Bytes flipped, cut out, doubled or put in."""
+        for _ in range(self.draw.randint(1, 4)):
+            at = self.draw.randrange(len(line) + 1)
+            until = min(len(line), at + self.draw.choice((1, 1, 2, 5, 40)))
+            put = self.draw.choice([*BYTES, line[at:until] * 2])
+            line = line[:at] + put + line[until if self.draw.random() < 0.5 else at :]
+        return line
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+@dataclass
+class Report:
+    inputs: int = 0
+    files: int = 0
+    untouched: int = 0
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Reasons of those that are not broken."""
+    documents: int = 0
+    quarantined: int = 0
+    refused_files: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    literal: int = 0
+    slowest: float = 0.0
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+    violations: list[str] = field(default_factory=list)
+
+
+class Hang(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    def ring(_: int, __: FrameType | None) -> None:
+        raise Hang(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Fuzzer:
+    def __init__(self, seed: int, folder: Path, keep: Path | None) -> None:
+        self.draw = random.Random(seed)
+        self.maker = Maker(self.draw)
+        self.folder, self.keep = folder, keep
+        self.report = Report()
+
+    def go(self, inputs: int) -> Report:
+        while self.report.inputs < inputs:
+            count = min(FILE, inputs - self.report.inputs)
+            if self.draw.random() < 2 / 3:
+                self._lines(count)
+            else:
+                self._other_file()
+        return self.report
+
+    def _lines(self, count: int) -> None:
+        form = self.draw.choice(
+            [RowFormat.messages] * 5
+            + [RowFormat.sharegpt, RowFormat.alpaca, RowFormat.prompt_completion, RowFormat.text, RowFormat.tokens]
+        )
+        family, marks = self.draw.choice(list(families.FAMILIES)), self.draw.random() < 0.3
+        lines, untouched = [], set()
+        for _ in range(count):
+            row: Any = self.maker.row(form)
+            fate = self.draw.random()
+            if 0.4 < fate < 0.8:
+                row = self.maker.broken(row)
+            line = json.dumps(row, ensure_ascii=self.draw.random() < 0.5).encode(errors="surrogatepass")
+            if fate <= 0.4:
+                untouched.add(line)
+            elif fate >= 0.7:
+                line = self.maker.damaged(line)
+            lines.append(line)
+        self.report.inputs += count
+        self.report.untouched += len(untouched)
+        file = self.folder / "rows.jsonl"
+        file.write_bytes(b"\n".join(lines) + self.draw.choice((b"", b"\n")))
+        config = SourceConfig(path=str(file), format=self.draw.choice((form, form, RowFormat.auto)))
+        table = self._tokenized(config, families.tokenizer(family, marks), f"{family} {form.value}")
+        if table is not None:
+            self._look(file, table, family, marks, untouched)
+
+    def _other_file(self) -> None:
+        """One whole file, damaged: nothing but our own errors may come of it."""
+        rows = [self.maker.row(RowFormat.alpaca) for _ in range(20)]
+        kind, make = self.draw.choice(list(FILES.items()))
+        content = make(rows)
+        file = self.folder / f"rows{kind}"
+        file.write_bytes(
+            self.maker.damaged(content) if self.draw.random() < 0.8 else content[: self.draw.randrange(len(content))]
+        )
+        self.report.inputs += 1
+        self._tokenized(
+            SourceConfig(path=str(file)), families.tokenizer(self.draw.choice(list(families.FAMILIES))), kind
+        )
+
+    def _tokenized(self, config: SourceConfig, tokenizer: Any, what: str) -> TokenTable | None:
+        self.report.files += 1
+        cache, quarantine = self.folder / "cache", self.folder / "quarantine.jsonl"
+        shutil.rmtree(cache, ignore_errors=True)
+        quarantine.unlink(missing_ok=True)
+        data = DataConfig(cache_dir=str(cache), workers=1, on_bad_row=OnBadRow.quarantine)
+        began = time.perf_counter()
+        table = None
+        try:
+            with deadline(SECONDS):
+                table = tokenize(config, data, tokenizer, quarantine, progress=False)
+        except UserError as error:
+            self.report.refused_files += 1
+            if len(str(error)) > 3 * LONGEST_REASON:
+                self._wrong(f"{what}: an error of {len(str(error)):,} characters", Path(config.path))
+        except (Hang, Exception) as error:  # noqa: BLE001 - what must not be: that is what is looked for
+            self._wrong(f"{what}: {type(error).__name__}: {str(error)[:300]}", Path(config.path))
+        self.report.slowest = max(self.report.slowest, time.perf_counter() - began)
+        return table
+
+    def _look(self, file: Path, table: TokenTable, family: str, marks: bool, untouched: set[bytes]) -> None:
+        quarantine = self.folder / "quarantine.jsonl"
+        entries = [json.loads(line) for line in quarantine.read_text().splitlines()] if quarantine.exists() else []
+        everything = file.read_bytes().split(b"\n")
+        for entry in entries:
+            reason = "".join(" " if letter.isdigit() else letter for letter in entry["error"])[:70]
+            self.report.reasons[reason] += 1
+            self.report.refused[reason] += everything[int(entry["where"].rpartition(":")[2]) - 1] in untouched
+            if len(entry["error"]) > LONGEST_REASON:
+                self._wrong(f"{family}: a reason of {len(entry['error']):,} characters", file)
+        out = {int(entry["where"].rpartition(":")[2]) for entry in entries}
+        lines = [(number, line) for number, line in enumerate(everything, 1) if line.strip()]
+        kept = [line for number, line in lines if number not in out]
+        self.report.documents += len(table)
+        self.report.quarantined += table.bad_rows
+        self.report.literal += table.literal
+        self.report.tokens += len(table.ids)
+        self.report.supervised += table.supervised_tokens
+        if not len(table) == len(kept) == len(lines) - table.bad_rows:
+            self._wrong(f"{family}: {len(lines)} lines are {len(table)} documents and {table.bad_rows} bad rows", file)
+            return
+        tokenizer = families.tokenizer(family, marks)
+        for index, line in enumerate(kept):
+            here = slice(table.offsets[index], table.offsets[index + 1])
+            row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+            wrong = fault(
+                tokenizer,
+                family,
+                table.format,
+                row,
+                np.array(table.ids[here]),
+                np.array(table.supervised[here]),
+                line in untouched,
+            )
+            if wrong:
+                self._wrong(
+                    f"{family}{' with marks' if marks else ''}, {table.format.value}: {wrong} in {line[:2000]!r}", file
+                )
+
+    def _wrong(self, what: str, file: Path) -> None:
+        self.report.violations.append(what)
+        print(what, flush=True)
+        if self.keep:
+            self.keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, self.keep / f"{len(self.report.violations)}{''.join(file.suffixes)}")
+
+
+def fault(
+    tokenizer: Any,
+    family: str,
+    form: RowFormat,
+    row: dict[str, Any],
+    ids: np.ndarray,
+    supervised: np.ndarray,
+    untouched: bool,
+) -> str | None:
+    """What is wrong with a document, or None."""
+    if form is RowFormat.tokens:
+        expected = [label != -100 for label in row["labels"]] if row.get("labels") is not None else None
+        return "the mask is not the labels'" if untouched and supervised.tolist() != expected else None
+    if form is RowFormat.text:
+        return None if supervised.all() else "a token of a text is not supervised"
+    chat = form is not RowFormat.prompt_completion or any(
+        isinstance(row[side], list) for side in ("prompt", "completion")
+    )
+    if untouched and DIAMOND in tokenizer.decode(ids[supervised]):
+        return "what nobody may learn is supervised"
+    if not chat or family not in GRAMMARS:
+        return None
+    return structure_fault(tokenizer, GRAMMARS[family], turns_of(row, form), ids, supervised)
+
+
+def structure_fault(
+    tokenizer: Any, grammar: Grammar, turns: list[tuple[str, bool]], ids: np.ndarray, supervised: np.ndarray
+) -> str | None:
+    """What is wrong with a chat of (role, whether it has reasoning), or None."""
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    at = [index for index, token in enumerate(ids.tolist()) if token in special]
+    inside, openings = np.zeros(len(ids), bool), 0
+    opened: int | None = None
+    for index, following in zip(at, [*at[1:], len(ids)], strict=True):
+        name = special[ids[index]]
+        if name in grammar.closes:
+            if opened is not None:
+                inside[opened : index + 1] = True
+            opened = None
+        elif name == grammar.opens:
+            mine = tokenizer.decode(ids[index + 1 : following]).lstrip(" ").startswith(grammar.header)
+            openings += mine
+            if mine:
+                opened = index
+    if opened is not None:
+        inside[opened:] = True
+    if (supervised & ~inside).any():
+        return "a supervised token outside an assistant's turn"
+    spoken = sum(role == grammar.speaker for role, _ in turns)
+    more = grammar.more * any(reasoning for _, reasoning in turns)
+    return None if spoken <= openings <= spoken + more else f"{spoken} turns of {grammar.speaker}, {openings} openings"
+
+
+def turns_of(row: dict[str, Any], form: RowFormat) -> list[tuple[str, bool]]:
+    if form is RowFormat.alpaca:
+        return [("user", False), ("assistant", False)]
+    sides = (
+        [row["prompt"], row["completion"]]
+        if form is RowFormat.prompt_completion
+        else [next(row[key] for key in ("messages", "conversations", "conversation") if row.get(key) is not None)]
+    )
+    return [
+        (
+            ROLES[turn["role"] if "role" in turn or "from" not in turn else turn["from"]],
+            any(key in turn for key in ("reasoning_content", "thinking", "reasoning")),
+        )
+        for turns in sides
+        for turn in turns
+    ]
+
+
+def _csv(rows: list[dict[str, Any]]) -> bytes:
+    out = io.StringIO()
+    csv.writer(out).writerows([["instruction", "output"], *([row["instruction"], row["output"]] for row in rows)])
+    return out.getvalue().encode()
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+FILES: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    ".json": lambda rows: json.dumps(rows).encode(),
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".jsonl.gz": lambda rows: gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)),
+    ".txt": lambda rows: "\n\n".join(row["output"] for row in rows).encode(),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for the files in which something is wrong")
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Fuzzer(asked.seed, Path(folder), asked.keep).go(asked.inputs)
+    console, table = Console(), Table("", "count")
+    for name, value in [
+        ("inputs", report.inputs),
+        ("not broken", report.untouched),
+        ("files", report.files),
+        ("files refused as a whole", report.refused_files),
+        ("documents", report.documents),
+        ("quarantined rows", report.quarantined),
+        ("documents with special tokens as letters", report.literal),
+        ("tokens", report.tokens),
+        ("supervised tokens", report.supervised),
+        ("violations", len(report.violations)),
+    ]:
+        table.add_row(name, f"{value:,}")
+    table.add_row("seconds", f"{time.perf_counter() - began:,.0f}")
+    table.add_row("the slowest file's seconds", f"{report.slowest:.2f}")
+    console.print(table)
+    for title, reasons in (("all inputs", report.reasons), ("inputs that were not broken", +report.refused)):
+        console.print(
+            f"Reasons of the quarantine, {title} ({reasons.total():,}): "
+            + "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(10)),
+            highlight=False,
+            markup=False,
+        )
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

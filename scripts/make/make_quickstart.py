@@ -1,0 +1,72 @@
+"""Write the quickstart's chat data: orders in plain English, answered with JSON.
+
+    python scripts/make/make_quickstart.py            # rewrites fxtune/assets/data, byte for byte the same
+
+The held-out questions share no sentence with the training rows, and in half of them the customer's name and city were
+kept out of the training rows altogether, so a right answer is read from the sentence, not remembered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from random import Random
+
+from shop import CITIES, NAMES, Order, draw_order
+
+DATA = Path(__file__).resolve().parents[2] / "fxtune" / "assets" / "data"
+SYSTEM = "Answer with the order as JSON."
+SEED = 7
+TRAIN_ROWS, TEST_ROWS = 2000, 120
+UNSEEN_NAMES, UNSEEN_CITIES = 40, 30
+
+
+def answer(order: Order) -> str:
+    """The JSON object that the model shall write, keys always in this order."""
+    return json.dumps(
+        {"name": order.name, "city": order.city, "item": order.item, "color": order.color, "quantity": order.quantity}
+    )
+
+
+def row(order: Order, message: str) -> str:
+    """One line of the file."""
+    turns = (("system", SYSTEM), ("user", message), ("assistant", answer(order)))
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+
+
+def make(seed: int = SEED) -> tuple[list[str], list[str]]:
+    """The lines of the training file and of the held-out file."""
+    rng = Random(seed)
+    names, cities = list(NAMES), list(CITIES)
+    rng.shuffle(names)
+    rng.shuffle(cities)
+    known = names[UNSEEN_NAMES:], cities[UNSEEN_CITIES:]
+    unseen = names[:UNSEEN_NAMES], cities[:UNSEEN_CITIES]
+    seen: set[str] = set()
+
+    def fresh(people: tuple[list[str], list[str]]) -> str:
+        while True:
+            order = draw_order(rng, *people)
+            message = order.message(rng)
+            if message not in seen:
+                seen.add(message)
+                return row(order, message)
+
+    train = [fresh(known) for _ in range(TRAIN_ROWS)]
+    test = [fresh(unseen if i % 2 else known) for i in range(TEST_ROWS)]
+    return train, test
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DATA, help="folder for the two files (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, lines in zip(("quickstart_train", "quickstart_test"), make(args.seed), strict=True):
+        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What scripts that pre-train a small base of their own share: text at hand, a tokenizer of it, trainings for a given time.
+
+extend.py and equal_loss.py do. Text is gathered by gather.py and stays on this machine; training is fxtune's own, from random
+weights: bfloat16 matmuls over float32 weights and compiled layers on a GPU, float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/make
+from make.gather import Document, is_held_out
+from make.make_base import WORDS
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_BYTES = 20_000_000
+"""Of text that a tokenizer is trained on, at most."""
+
+
+def split(found: Iterable[Document], kept: Path, held: Path, share: float, megabytes: float) -> None:
+    """Write documents to two JSONL files, about `share` of them to `held`, until there are `megabytes` of text."""
+    size = 0.0
+    with kept.open("w", encoding="utf-8") as mine, held.open("w", encoding="utf-8") as aside:
+        for document in found:
+            (aside if is_held_out(document.text, share) else mine).write(line(document))
+            size += len(document.text.encode()) / 1e6
+            if size >= megabytes:
+                break
+
+
+def texts(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        for each in lines:
+            yield json.loads(each)["text"]
+
+
+def line(document: Document) -> str:
+    return json.dumps(document._asdict(), ensure_ascii=False) + "\n"
+
+
+def train_tokenizer(found: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Byte-level BPE with digits one by one, from the first TOKENIZER_BYTES."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        _first(found, TOKENIZER_BYTES),
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT).save_pretrained(folder)
+
+
+def _first(found: Iterable[str], size: int) -> Iterator[str]:
+    for text in found:
+        yield text
+        size -= len(text.encode())
+        if size <= 0:
+            return
+
+
+def common(out: Path, name: str, seed: int) -> Any:
+    """A config of full fine-tuning in the folder `out`: on a GPU bfloat16 matmuls over float32 weights, and compiled layers."""
+    import torch
+
+    from fxtune.checkpoint.manager import CheckpointConfig
+    from fxtune.config.root import Config, RunConfig
+    from fxtune.optim.config import OptimizerConfig
+    from fxtune.techniques.precision import Autocast
+    from fxtune.tracking.tracker import Display, TrackingConfig
+
+    config = Config(
+        run=RunConfig(name=name, dir=str(out / name), seed=seed),
+        optimizer=OptimizerConfig(weight_decay=0.1, betas=[0.9, 0.95]),
+        checkpoint=CheckpointConfig(every=0, keep=1),
+        tracking=TrackingConfig(display=Display.plain),
+    )
+    config.data.cache_dir = str(out / "cache")
+    config.techniques.lora.enabled = False
+    if torch.cuda.is_available():
+        config.techniques.precision.autocast = Autocast.bfloat16
+        config.techniques.compile.enabled = True
+    return config
+
+
+def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int) -> Any:
+    """The model config of a Llama with random weights: `hidden` / `head` heads, half as many for keys and values."""
+    from transformers import PreTrainedTokenizerFast
+
+    from fxtune.models.load import DType, Init, ModelConfig
+
+    heads = max(hidden // head, 2)
+    return ModelConfig(
+        path=None,
+        tokenizer=str(tokenizer),
+        init=Init.random,
+        dtype=DType.float32,
+        architecture={
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "intermediate_size": round(hidden * 2.7 / 64) * 64,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2 or 1,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": context,
+            "vocab_size": len(PreTrainedTokenizerFast.from_pretrained(tokenizer)),
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    )
+
+
+def micro_batch(rows: int, length: int, most: int) -> int:
+    """The most rows of a micro-batch of `most` tokens that divide the step's rows."""
+    return max(size for size in range(1, rows + 1) if rows % size == 0 and (size == 1 or size * length <= most))
+
+
+def train_for(config: Any, seconds: float, most: int) -> dict[str, Any]:
+    """Train for about `seconds` and `most` steps at most: a few steps first, to see how long one takes (and to compile)."""
+    import torch
+
+    from fxtune.training import trainer
+
+    trial = replace(
+        config,
+        run=replace(config.run, dir=f"{config.run.dir}-trial"),
+        train=replace(config.train, max_steps=8, log_every=1),
+    )
+    trainer.run(trial)
+    log = Path(trial.run.dir, "metrics.jsonl").read_text().splitlines()
+    took = [line["train/step_seconds"] for line in map(json.loads, log) if "train/step_seconds" in line]
+    steps = max(min(int(seconds / statistics.median(took[3:])), most), 4)
+    config.train.max_steps, config.train.log_every = steps, max(steps // 20, 1)
+    torch._dynamo.reset()
+    started = time.perf_counter()
+    figures = trainer.run(config)
+    torch._dynamo.reset()
+    return {
+        "steps": steps,
+        "seconds": time.perf_counter() - started,
+        "tokens": figures["train/tokens"],
+        "tokens_per_second": figures["train/tokens_per_second"],
+        "loss": figures["train/loss"],
+    }

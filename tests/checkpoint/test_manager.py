@@ -1,0 +1,301 @@
+import errno
+import hashlib
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint.folder import damaged
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
+from fxtune.errors import StorageError
+from fxtune.models.dims import RecomputePlan
+from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.optimizer import Optimizer, moment_bytes
+from fxtune.system.atomic_files import DTYPES, write_tensors
+from fxtune.system.facts import Facts
+from fxtune.techniques.estimate.memory import forecast
+
+
+def save(checkpoints, step, **state):
+    checkpoints.save(
+        TrainState(step=step, **state), {"w": torch.full((4,), float(step))}, {"w/exp_avg": torch.ones(4)}
+    )
+    checkpoints.wait()
+    return checkpoints.folder / f"step-{step:08d}"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    save(checkpoints, 3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3})
+    got = checkpoints.newest()
+    assert got.state == TrainState(
+        step=3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3}
+    )
+    assert torch.equal(got.weights["w"], torch.full((4,), 3.0))
+    assert torch.equal(got.moments["w/exp_avg"], torch.ones(4))
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_best=True))
+    for step in (10, 20, 30, 40):
+        save(checkpoints, step, best_step=10 if step < 40 else 20)
+    assert names(tmp_path) == ["step-00000020", "step-00000030", "step-00000040"]  # 10 went when 20 became the best
+    for step in (50, 60, 70):
+        save(checkpoints, step, best_step=50)
+    assert names(tmp_path) == ["step-00000050", "step-00000060", "step-00000070"]
+
+
+def test_the_best_one_is_kept_until_a_better_one_is_saved_also_by_the_run_that_goes_on(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=lambda text: None)
+    for step in (100, 200, 300):
+        save(checkpoints, step, best_step=100)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "write", full)
+        with pytest.raises(StorageError, match="No space left"):
+            save(checkpoints, 400, best_step=400)
+    save(checkpoints, 500, best_step=400)
+    assert names(tmp_path) == ["step-00000100", "step-00000300", "step-00000500"]
+    again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    assert again.newest().state.best_step == 400  # which it cannot know to be on no disk
+    save(again, 600, best_step=400)
+    assert names(tmp_path) == ["step-00000100", "step-00000500", "step-00000600"]
+    save(again, 700, best_step=700)
+    assert names(tmp_path) == ["step-00000600", "step-00000700"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, harm):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    save(checkpoints, 1)
+    path = save(checkpoints, 2)
+    victim = path / ("manifest.json" if harm == "no manifest" else "weights.safetensors")
+    if harm == "truncate":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif harm == "flip":
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(data)
+    else:
+        victim.unlink()
+    assert damaged(path)
+    assert checkpoints.newest().state.step == 1
+
+
+def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    save(checkpoints, 8)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "step-00000008", kept)
+    (save(checkpoints, 10) / "weights.safetensors").unlink()
+    kept.rename(tmp_path / "step-00000008")
+    assert checkpoints.newest().state.step == 8
+    save(checkpoints, 9)
+    assert checkpoints.newest().state.step == 9
+    assert names(tmp_path) == ["step-00000009"]
+
+
+def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    assert checkpoints.newest() is None
+    (save(checkpoints, 1) / "state.json").unlink()
+    with pytest.raises(StorageError, match=r"step-00000001.*state\.json"):
+        checkpoints.newest()
+
+
+def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    save(checkpoints, 1)
+    for name in (".staging-step-00000002", ".removed-step-00000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.safetensors").write_bytes(b"half")
+    assert checkpoints.newest().state.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "nobody else would clear it away"
+
+
+def test_what_changes_after_a_save_is_not_in_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=pytest.fail)
+    state, weight, moment = TrainState(step=1, figures={"a": 1}), torch.zeros(10**6), torch.zeros(10**6)
+    checkpoints.save(state, {"w": weight}, {"w/exp_avg": moment})
+    state.step, state.figures["a"] = 2, 2
+    weight += 1
+    moment += 1
+    saved = checkpoints.newest()
+    assert (saved.state.step, saved.state.figures) == (1, {"a": 1})
+    assert not saved.weights["w"].any()
+    assert not saved.moments["w/exp_avg"].any()
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A disk that writes when it is told to."""
+    go, real = threading.Event(), stored.write
+    monkeypatch.setattr(stored, "write", lambda *given: go.wait(20) and real(*given))
+    yield go
+    go.set()
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_written_and_one_is_in_flight_at_most(tmp_path, slow):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(TrainState(step=1), {"w": torch.zeros(4)}, {})
+    assert checkpoints.figures() == {}  # it has not ended
+    assert not stored.paths(tmp_path)
+    threading.Timer(0.3, slow.set).start()
+    began = time.perf_counter()
+    checkpoints.save(TrainState(step=2), {"w": torch.zeros(4)}, {})  # waits for the first
+    assert time.perf_counter() - began > 0.2
+    assert names(tmp_path)[-1] != "step-00000002"
+    first = checkpoints.figures()
+    assert first["checkpoint/seconds"] > 0.2
+    assert first["checkpoint/stall_seconds"] < 0.2
+    with checkpoints:
+        pass  # waits, too
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert checkpoints.figures()["checkpoint/stall_seconds"] > 0.2
+    assert checkpoints.figures() == {}  # told once
+
+
+def test_a_fault_of_the_thread_that_no_disk_made_reaches_the_loop(tmp_path, monkeypatch):
+    def broken(*_):
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(stored, "write", broken)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(TrainState(step=1), {}, {})
+    with pytest.raises(AssertionError, match="ours"):
+        checkpoints.wait()
+
+
+def test_without_memory_for_a_copy_it_is_written_at_once_and_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("fxtune.checkpoint.host_copy.memory", lambda: (0, 0))
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
+    for step in (1, 2):
+        checkpoints.save(TrainState(step=step), {"w": torch.full((4,), float(step))}, {})
+        assert names(tmp_path)[-1] == f"step-{step:08d}"  # by now
+    assert len(notes) == 1
+    assert "stands still while one is written" in notes[0]
+    assert checkpoints.newest().weights["w"].tolist() == [2.0] * 4
+
+
+def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    path = save(checkpoints, 1)
+    before = path.stat().st_ino
+    save(checkpoints, 1)
+    assert path.stat().st_ino == before
+    save(checkpoints, 1, tokens=3)
+    assert path.stat().st_ino != before
+
+
+def test_what_is_not_a_checkpoint_of_ours_is_never_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
+    for name in ("step-00000001-copy", "step-best", "notes"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["notes", "step-00000001-copy", "step-00000003", "step-best"]
+
+
+TENSORS = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
+    st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TENSORS)
+def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_written(tmp_path_factory, shapes):
+    file = tmp_path_factory.mktemp("tensors") / "x.safetensors"
+    tensors = {
+        name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"
+    }
+    seal = write_tensors(file, tensors)
+    assert seal.bytes == file.stat().st_size
+    assert seal.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].float(), tensor.float())
+
+
+def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
+    free, notes = shutil.disk_usage(tmp_path).free, []
+    checkpoints = Checkpoints(tmp_path / "not" / "there", CheckpointConfig(keep=2), note=notes.append)
+    checkpoints.check_room(free // 10, free // 10)
+    assert not notes
+    checkpoints.check_room(free // 3, free // 10)
+    assert len(notes) == 1
+    assert "has room for 2 checkpoints" in notes[0]
+    with pytest.raises(
+        StorageError, match=r"has no room for this run: a checkpoint takes [\d.]+ [GM]iB and what is exported"
+    ):
+        checkpoints.check_room(free // 2, int(free * 0.6))
+
+
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [
+        (dict(name="adamw"), False),
+        (dict(name="adamw", stochastic_rounding=True), False),
+        (dict(name="adamw_8bit"), False),
+        (dict(name="sgd"), False),
+        (dict(name="lion"), False),
+        (dict(name="muon"), False),
+        (dict(name="muon"), True),
+    ],
+)
+def test_moments_are_estimated_as_the_optimizers_keep_them(options, lora):
+    """A bfloat16 Llama whose embedding and head are most of it; adapters, one on the head among them, are float32. Before there
+    is an optimizer memory.forecast() says it, gradients with them, by the model's shape.
+    """
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=3072, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    ).to(torch.bfloat16)
+    if lora:
+        model = get_peft_model(
+            model, LoraConfig(r=8, target_modules=["q_proj", "down_proj", "lm_head"], use_dora=True)
+        )
+    optimizer = Optimizer(model, OptimizerConfig(**{**options, "name": OptimizerName(options["name"])}))
+    for parameter in optimizer.names:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-6, torch.tensor(True))
+    kept = sum(tensor.nbytes for name, tensor in optimizer.state()[0].items() if not name.endswith("/step"))
+    tables = (
+        0.06 if "8bit" in options["name"] else 0
+    )  # of 8-bit ones, which are a KiB a tensor: much of one as small as these
+    assert moment_bytes(options["name"], optimizer.parts) == pytest.approx(kept, rel=tables)
+    if not lora:
+        facts = Facts(
+            model=model.config.to_dict(),
+            dtype="bfloat16",
+            optimizer=options["name"],
+            stochastic_rounding=options.get("stochastic_rounding", False),
+        )
+        gradients = sum(parameter.nbytes for parameter in optimizer.names)
+        assert forecast(facts, RecomputePlan("everything")).trained == pytest.approx(
+            gradients + kept, rel=0.02 + tables
+        )
+
+
+def test_eight_bit_moments_are_a_quarter_of_float32_ones():
+    parts = [torch.optim.SGD([torch.zeros(100, dtype=torch.bfloat16)])]  # whoever's they are
+    assert moment_bytes("adamw_8bit", parts) == 200

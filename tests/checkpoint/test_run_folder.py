@@ -1,0 +1,199 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxtune.checkpoint.run_folder import claim, differences, identity, place
+from fxtune.errors import ConfigError, StorageError
+
+CONFIG = {
+    "optimizer": {"lr": 1e-4},
+    "run": {"name": "a", "resume": "auto"},
+    "data": {"sources": [{"path": "x.jsonl"}]},
+}
+OTHER = {**CONFIG, "optimizer": {"lr": 2e-4}}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def start(resume="auto", config=CONFIG, folder=None):
+    found = claim("a", folder, resume, config)
+    found.release()
+    return found
+
+
+def test_a_run_records_its_config_and_is_gone_on_with_by_the_same_command():
+    first = start()
+    assert (first.path, first.resumed) == (Path("runs/a"), False)
+    assert yaml.safe_load((first.path / "config.yaml").read_text()) == CONFIG
+    again = start(config={**CONFIG, "run": {"name": "a", "resume": "must"}}, resume="must")
+    assert (again.path, again.resumed) == (Path("runs/a"), True)
+
+
+def test_another_config_a_finished_run_and_never_get_a_folder_of_their_own():
+    first = start()
+    assert start(config=OTHER).path == Path("runs/a-2")
+    first.finish({"train/loss": 1.0})
+    assert start(config=OTHER).path == Path("runs/a-2")  # its own unfinished run
+    assert start().path == Path("runs/a-3")
+    assert start(resume="never").path == Path("runs/a-4")
+
+
+def test_two_unfinished_runs_are_each_gone_on_with_whichever_is_newer():
+    assert [start().path, start(config=OTHER).path] == [Path("runs/a"), Path("runs/a-2")]
+    for _ in range(2):
+        again, other = start(), start(config=OTHER)
+        assert (again.path, again.resumed, other.path, other.resumed) == (Path("runs/a"), True, Path("runs/a-2"), True)
+
+
+def test_a_run_is_found_where_older_folders_were_deleted():
+    start().finish({})
+    assert start().path == Path("runs/a-2")
+    shutil.rmtree("runs/a")
+    assert (start().path, start().resumed) == (Path("runs/a-2"), True)
+    Path("runs/a-2b").mkdir()  # another run's
+    assert start(config=OTHER).path == Path("runs/a-3")
+
+
+def test_a_given_folder_is_used_as_it_is_or_refused_with_the_differences():
+    assert start(folder="here").path == Path("here")
+    assert start(folder="here").resumed
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.0001 -> 0\.0002"):
+        start(folder="here", config=OTHER)
+    with pytest.raises(ConfigError, match="would write over it"):
+        start(folder="here", resume="never")
+    start(folder="here").finish({})
+    assert start(folder="here").finished
+
+
+def test_must_fails_where_there_is_nothing_to_go_on_with():
+    with pytest.raises(ConfigError, match="no unfinished run"):
+        start(resume="must")
+    with pytest.raises(ConfigError, match="holds no run"):
+        start(resume="must", folder="here")
+    start(config=OTHER)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        start(resume="must")
+
+
+def test_a_run_that_is_alive_in_another_process_is_left_alone():
+    program = (
+        "import json, sys\nfrom fxtune.checkpoint.run_folder import claim\n"
+        "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2]))\n"
+        "print('claimed', flush=True)\nsys.stdin.read()"
+    )
+    for folder in ("", "here"):
+        other = subprocess.Popen(
+            [sys.executable, "-c", program, folder, json.dumps(CONFIG)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert other.stdout.readline() == "claimed\n"
+        if folder:
+            with pytest.raises(StorageError, match="in use"):
+                start(folder="here")
+        else:
+            assert start().path == Path("runs/a-2")
+        other.kill()
+        other.wait()
+        assert start(folder=folder or "runs/a").resumed  # a killed process holds no lock
+
+
+def test_only_what_is_learned_counts_as_a_difference():
+    now = {
+        **CONFIG,
+        "run": {"name": "a", "resume": "never"},
+        "tracking": {"display": "none"},
+        "train": {"log_every": 5},
+    }
+    assert differences(CONFIG, now) == []
+    assert differences(CONFIG, {**CONFIG, "data": {"sources": [{"path": "y.jsonl"}]}}) == [
+        "  data.sources.0.path: x.jsonl -> y.jsonl"
+    ]
+
+
+def test_must_says_of_a_run_that_is_alive_that_it_is():
+    held = claim("a", None, "auto", CONFIG)
+    with pytest.raises(
+        StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"
+    ):
+        start("must")
+    held.release()
+    assert start("must").resumed
+
+
+def test_the_same_folder_by_another_path_is_the_same_lock():
+    held = claim("a", "here", "auto", CONFIG)
+    Path("there").symlink_to("here")
+    Path("below").mkdir()
+    for path in ("there", "below/../here", str(Path("here").resolve())):
+        with pytest.raises(StorageError, match="in use by a run that is alive"):
+            start(folder=path)
+    held.release()
+    assert start(folder="there").resumed
+
+
+def test_a_config_that_cannot_be_read_is_an_error_or_another_runs():
+    start()
+    for text in ("a: [", "- 1\n", "", "\x00"):
+        Path("runs/a/config.yaml").write_text(text)
+        with pytest.raises(StorageError, match=r"runs/a/config\.yaml, the config of the run there"):
+            start(folder="runs/a")
+        with pytest.raises(ConfigError, match=r"the config of the run there"):
+            start("must")
+    assert start().path == Path("runs/a-2")  # what cannot be read is left alone
+
+
+def test_a_result_that_cannot_be_read_is_an_error_that_says_what_to_do():
+    found = start()
+    found.finish({"train/loss": 1.0})
+    assert found.result() == {"train/loss": 1.0}
+    (found.path / "result.json").write_text("{")
+    with pytest.raises(StorageError, match=r"result\.json.*Remove it to finish the run again"):
+        found.result()
+
+
+def test_a_disk_that_takes_no_result_is_an_error_and_what_was_there_stays():
+    found = start()
+    found.finish({"first": 1})
+    (found.path / ".result.json").mkdir()  # where the new one would be written first
+    with pytest.raises(StorageError, match=r"result\.json cannot be written.*goes on from the last checkpoint"):
+        found.finish({"second": 2})
+    assert found.result() == {"first": 1}
+
+
+def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones():
+    root = Path("runs/a/optimizer.lr=0.1")
+    assert place(root, "auto", CONFIG) == root
+    start(folder=str(root))
+    assert place(root, "auto", CONFIG) == root
+    second = place(root, "auto", OTHER)
+    assert second == Path("runs/a/optimizer.lr=0.1-2")
+    start(folder=str(second), config=OTHER).finish({})
+    assert [place(root, "auto", config) for config in (CONFIG, OTHER)] == [root, second]  # also one that is finished
+    assert place(root, "never", CONFIG) == Path("runs/a/optimizer.lr=0.1-3")
+    assert place(root, "must", {**CONFIG, "optimizer": {"lr": 3.0}}) == root  # where claim() says what differs
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["optimizer.lr", "run.dir", "loader.num_workers", "model.path"]), st.integers(0, 2)
+    )
+)
+def test_configs_have_one_identity_if_and_only_if_nothing_of_them_differs(changes):
+    config = {"optimizer": {"lr": 0}, "run": {"dir": 0}, "loader": {"num_workers": 0}, "model": {"path": 0}}
+    other = {group: dict(keys) for group, keys in config.items()}
+    for key, value in changes.items():
+        group, name = key.split(".")
+        other[group][name] = value
+    assert (identity(config) == identity(other)) == (not differences(config, other))

@@ -1,0 +1,123 @@
+"""`fxtune eval` says of an adapter what its run said of itself, and of a base what it was before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.architectures import built, trained
+from support.runs import history
+
+from fxtune.cli import evaluate
+from fxtune.data.config import QuestionsConfig
+from fxtune.errors import ConfigError, NumbersError, StorageError
+from fxtune.models import load as models
+from fxtune.training import trainer
+
+
+def test_the_figures_are_those_of_the_run(small, cwd, capsys):
+    small.data.eval_fraction = 0.2
+    small.data.questions = QuestionsConfig(path=small.data.sources[0].path, limit=6, max_new_tokens=4, show=1)
+    small.run.dir = str(cwd / "run")
+    small.train.max_steps = 2
+    trainer.run(small)
+    lines = history(cwd / "run")
+    loss = next(line["eval/loss"] for line in lines if "eval/loss" in line)
+    before, after = (line["questions/exact_match"] for line in lines if "questions/exact_match" in line)
+    ran = sorted(cwd.rglob("*"))
+
+    base = evaluate.run(small)
+    tuned = evaluate.run(replace(small, model=replace(small.model, adapter=str(cwd / "run" / "adapter"))))
+    assert tuned["eval/loss"] == pytest.approx(loss, rel=1e-6)
+    assert (base["questions/exact_match"], tuned["questions/exact_match"]) == (before, after)
+    assert base["eval/loss"] > tuned["eval/loss"]
+    assert f"{tuned['eval/loss']:.4f}" in capsys.readouterr().out
+    assert [file for file in sorted(cwd.rglob("*")) if file not in ran] == [], "an evaluation writes nothing"
+
+
+def with_adapter(small, cwd, **changes):
+    """`small` with an adapter that its own recipe made, and whose adapter_config.json says something else, too."""
+    small.data.eval_fraction = 0.2
+    small.techniques.lora.r, small.techniques.lora.target_modules = 4, ["q_proj", "v_proj"]
+    adapter = models.save(
+        trained(built(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter"
+    )
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return replace(small, model=replace(small.model, adapter=str(adapter)))
+
+
+def test_a_loss_that_is_no_number_is_an_error(small, cwd, capsys):
+    config = with_adapter(small, cwd)
+    weights = cwd / "adapter" / "adapter_model.safetensors"
+    save_file({name: torch.full_like(tensor, 1e30) for name, tensor in load_file(weights).items()}, weights)
+    with pytest.raises(NumbersError, match=r"The loss of \S+/adapter is nan: .*float32"):
+        evaluate.run(config)
+    assert "nan" in capsys.readouterr().out, "the table is there, too"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        (
+            {"alora_invocation_tokens": [1, 2]},
+            ConfigError,
+            r"of peft's that no recipe has:\n  alora_invocation_tokens: \[1, 2\]",
+        ),
+        ({"layers_to_transform": 0}, ConfigError, "layers_to_transform: 0"),
+        ({"rank_pattern": {"q_proj": 8}}, ConfigError, "rank_pattern: {'q_proj': 8}"),
+        ({"lora_bias": True, "bias": "all"}, ConfigError, "bias: all\n  lora_bias: True"),
+        ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "nobody who has the base alone finds it again"),
+        ({"some_new_key": True}, ConfigError, r"does not know and would leave out: some_new_key"),
+        ({"peft_type": "IA3"}, ConfigError, "it is a IA3 adapter, and fxtune trains"),
+        ({"peft_type": None}, StorageError, "does not say what kind of adapter"),
+        ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
+        ({"modules_to_save": 3}, ConfigError, "modules_to_save=3 is no list of names"),
+        ({"lora_alpha": float("inf")}, ConfigError, "lora_alpha=inf is no number"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_an_adapter_that_is_more_than_a_recipe_can_say_is_refused(changes, error, told, small, cwd):
+    config = with_adapter(small, cwd, **changes)
+    with pytest.raises(error, match=told):
+        evaluate.run(config)
+
+
+def test_options_that_change_nothing_are_let_pass(small, cwd):
+    config = with_adapter(
+        small,
+        cwd,
+        bias="none",
+        layers_to_transform=None,
+        rank_pattern={},
+        exclude_modules=[],
+        lora_dropout=0.5,
+        base_model_name_or_path="moved/since",
+        some_new_key=False,
+        init_lora_weights="gaussian",
+    )
+    assert evaluate.run(config)["eval/loss"] > 0
+
+
+@pytest.mark.parametrize(("base", "told"), [("some/other-model", True), ("/moved/since/tiny", False), (None, False)])
+def test_an_adapter_of_another_base_of_the_same_shapes_is_told(base, told, small, cwd, capsys):
+    config = with_adapter(small, cwd, base_model_name_or_path=base)
+    evaluate.run(config)
+    assert (f"was trained on {base}; here it is over " in capsys.readouterr().out) == told
+
+
+def test_without_held_out_data_there_is_nothing_to_do(small, cwd):
+    with pytest.raises(ConfigError, match=r"eval_sources.*eval_fraction.*questions"):
+        evaluate.run(small)
+
+
+def test_a_quantised_base_is_evaluated_as_it_lies(small, cwd):
+    small.data.eval_fraction = 0.2
+    whole = evaluate.run(small)["eval/loss"]
+    small.techniques.quantize.enabled = True
+    found = evaluate.run(small)["eval/loss"]
+    assert found != whole
+    assert found == pytest.approx(whole, rel=0.02)

@@ -1,0 +1,170 @@
+"""What preview prints against the data that it is about."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from fxtune.cli import preview
+from fxtune.cli.main import main
+from fxtune.cli.preview import TokenTexts
+from fxtune.data.config import MixConfig, OnLong, SourceConfig
+from fxtune.models.load import ModelConfig, load_tokenizer
+
+
+def shown(config, width: int = 400, **console) -> str:
+    file = io.StringIO()
+    preview.run(config, Console(file=file, width=width, **console))
+    return file.getvalue()
+
+
+def chat(tmp_path, *turns: tuple[str, str]) -> SourceConfig:
+    file = tmp_path / "own.jsonl"
+    with file.open("w") as out:
+        for question, reply in turns:
+            out.write(
+                json.dumps(
+                    {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]}
+                )
+                + "\n"
+            )
+    return SourceConfig(path=str(file))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_answers_and_their_end_of_turn_stand_between_the_marks_and_nothing_else_does(small, tmp_path, packing):
+    turns = [(f"what is {i} plus one", f"it is {i + 1}") for i in range(5)]
+    small.data.sources, small.data.packing = [chat(tmp_path, *turns)], packing
+    page = shown(small)
+    page = page[page.index("\n") :]  # the legend has a mark too
+    learned = re.findall("⟦(.*?)⟧", page, re.DOTALL)
+    assert len(learned) >= 3
+    assert set(learned) <= {f"{reply}<|im_end|>" for _, reply in turns}
+    outside = re.sub("⟦.*?⟧", "", page, flags=re.DOTALL)
+    assert "it is" not in outside
+    assert outside.count("<|im_start|>user↵\nwhat is") == len(learned)
+
+
+def test_supervised_tokens_are_green_and_special_ones_magenta_on_a_terminal(small, tmp_path):
+    small.data.sources = [chat(tmp_path, ("hello", "goodbye"))]
+    page = shown(small, force_terminal=True, color_system="standard", no_color=False)
+    page = page.replace("\x1b[0m\x1b[32m", "")  # from one supervised token to the next
+    assert re.search(r"\x1b\[32m⟦goodbye\x1b\[0m\x1b\[1;35m<\|im_end\|>⟧", page)
+    assert re.search(r"\x1b\[1;35m<\|im_start\|>\x1b\[0muser↵\nhello", page)
+
+
+def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
+    small.data.sources, small.data.packing = [chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(8)])], True
+    small.data.sequence_length = 128
+    page = shown(small)
+    rows = re.findall(r"row \d+: (\d+) documents?, (\d+) tokens of 128", page)
+    pads = [int(n) for n in re.findall(r"… (\d+) pads?\n", page)]
+    assert [128 - int(used) for _, used in rows] == pads
+    spans = re.findall(r"document \d+ of .*own.jsonl: positions 0-(\d+)", page)
+    assert len(spans) == min(6, sum(min(3, int(count)) for count, _ in rows))
+    for count, _ in rows:
+        if int(count) > 3:
+            assert f"… {int(count) - 3} more of this row's documents" in page
+    plan = preview.prepare(
+        small.data, load_tokenizer(small.model), micro_batch_size=4, global_batch_size=8, max_steps=6, epochs=100
+    ).training
+    summary = plan.summary()
+    assert f"{summary['supervised_share']:.1%} of the tokens ({summary['supervised_tokens']:,})" in page
+    assert f"{summary['padding_share']:.1%} of the rows" in page
+
+
+def test_long_documents_are_cut_with_a_count_and_pieces_say_so(small, tmp_path):
+    words = " ".join(f"word{i}" for i in range(700))
+    small.data.sources, small.data.sequence_length = [chat(tmp_path, ("count", words))], 4096
+    page = shown(small)
+    left, learned = (
+        int(n.replace(",", ""))
+        for n in re.search(r"… ([\d,]+) tokens left out, ([\d,]+) of them supervised …", page).groups()
+    )
+    assert left == learned > 1000
+    assert "word0 word1 " in page
+    assert "word699<|im_end|>⟧" in page
+    assert "word350" not in page
+
+    small.data.sequence_length = 64
+    page = shown(small)
+    assert re.search(r"own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
+    assert re.search(r"own.jsonl: 1 documents longer than 64 tokens were split into \d+ pieces", page)
+    small.data.on_long = OnLong.truncate
+    assert "its tokens 0-63 of" in shown(small)
+
+
+def test_odd_bytes_are_readable_and_never_reach_the_terminal(small, tmp_path):
+    small.data.sources = [chat(tmp_path, ("naïve 🦊 \x1b[31mred\x07 [bold]x[/bold]", "日本語\u202eevil\ttab\nline"))]
+    page = shown(small)
+    assert "naïve 🦊 \\x1b[31mred\\x07 [bold]x[/bold]" in page
+    assert "日本語\\u202eevil" in page
+    assert "↵\nline<|im_end|>⟧" in page
+    assert not set("\x1b\x07\u202e\ufffd") & set(page)
+
+
+def test_a_torn_character_is_shown_as_its_bytes(tokenizer):
+    ids = tokenizer("🦊", add_special_tokens=False).input_ids
+    assert len(ids) > 1  # else this tests nothing
+    texts = TokenTexts(tokenizer)
+    assert texts.document(ids, [False] * len(ids)).plain == "🦊"
+    torn = texts.document(ids[1:], [False] * (len(ids) - 1)).plain
+    assert re.fullmatch(r"(\\x[0-9a-f]{2})+", torn)
+    assert bytes.fromhex(torn.replace("\\x", "")) == "🦊".encode()[4 - torn.count("x") :]
+    half = texts.document(ids, [False] + [True] * (len(ids) - 1)).plain  # supervision begins inside the character
+    assert re.fullmatch(r"(\\x..)+⟦(\\x..)+⟧", half)
+
+
+def test_a_terminal_without_unicode_gets_a_page_too(small, tmp_path):
+    small.data.sources = [chat(tmp_path, ("hello", "goodbye"))]
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    preview.run(small, Console(file=file, width=400))
+    file.flush()
+    assert b"[[goodbye<|im_end|>]]" in raw.getvalue()
+
+
+def test_held_out_documents_and_weights_are_told(small, chats, tmp_path):
+    own = chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(30)])
+    own.weight = 1.0
+    small.data.sources = [own, SourceConfig(path=str(chats), weight=3.0)]
+    small.data.eval_fraction = 0.2
+    page = shown(small)
+    assert re.search(r"own\.jsonl +│ .*│ 2\d\.\d%", page)
+    assert re.search(r"chats\.jsonl +│ .*│ 7\d\.\d%", page)
+    assert re.search(r"Held out for evaluation: \d+ documents, [\d,]+ supervised tokens", page)
+
+
+def test_a_mix_of_short_and_long_documents_is_shown(small):
+    small.data.packing, small.data.sequence_length, small.data.mix = True, 128, MixConfig(0.4, 64)
+    page = shown(small)
+    assert re.search(
+        r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page
+    )
+    assert re.search(
+        r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page
+    )
+    small.data.mix.long_share = None
+    assert "long documents" not in shown(small)
+
+
+def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cwd / "cache"))
+    assert main(["preview", "+recipe=quickstart"]) in (0, None)
+    page = capsys.readouterr().out
+    assert "<|im_start|>assistant" in page
+    assert "The first epoch" in page
+
+
+def test_a_narrow_terminal_breaks_no_word(small, chats):
+    small.data.sources = [SourceConfig(path=str(chats))]
+    assert "supervised tokens" in shown(small, width=50).partition("Source")[2]

@@ -1,0 +1,311 @@
+"""`fxtune verify`: what it sees on a sound recipe; where something is wrong, the table says so and the exit code is 1."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fxtune.cli import verify
+from fxtune.cli.main import main
+from fxtune.diagnostics import parity
+from fxtune.errors import CheckError
+from fxtune.objectives import causal_lm as loss
+from fxtune.techniques import base
+from fxtune.techniques.checkpointing.technique import Checkpointing
+
+QUICK = "+recipe=quickstart"
+TINY = [
+    "model.init=random",
+    "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1}",
+    "data.sequence_length=256",
+]
+"""The quickstart at a size at which a step takes milliseconds."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """The quickstart's rows are tokenised once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def seen(file) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def verified(cwd, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and what was written for machines."""
+    file = cwd / "seen.json"
+    code = main(["verify", QUICK, *TINY, "--json", str(file), *words])
+    found = seen(file)
+    file.unlink()
+    return code, found
+
+
+def row(found: dict[str, Any], name: str, asked: str) -> dict[str, Any]:
+    matching = [one for one in found["evidence"] if one["technique"] == name and asked in one["asked"]]
+    assert len(matching) == 1, found["evidence"]
+    return matching[0]
+
+
+def test_the_quickstart_is_as_asked_for_and_nothing_is_left_behind(cwd, capsys):
+    code, found = verified(cwd)
+    assert code == 0
+    assert found["acted"]
+    assert {"attention", "precision", "lora", "data", "parameters", "loss", "optimizer"} <= {
+        one["technique"] for one in found["evidence"]
+    }
+    assert all(one["acted"] for one in found["evidence"])
+    assert found["decided"]
+    assert list(cwd.iterdir()) == []
+    out, err = capsys.readouterr()
+    for part in (*found["decided"], "asked for", "observed", "acted", "✓"):
+        assert part in out
+    assert "✗" not in out
+    assert "fxtune:" not in err
+
+
+def test_the_share_of_supervised_tokens_is_that_of_the_rows(cwd):
+    from fxtune.config.compose import load
+    from fxtune.training.builder import RunBuilder
+
+    setting = RunBuilder(load([QUICK, *TINY]))
+    _, data = setting.read()
+    plan = data.training
+    batches = [plan.batch(step, micro) for step in range(4) for micro in range(plan.micro_batches(step))]
+    tokens, supervised = sum(batch.tokens for batch in batches), sum(batch.supervised for batch in batches)
+    first, second = verify.observe_data(data)
+    assert f"{supervised:,} of {tokens:,} tokens" in first.observed
+    assert first.acted
+    assert f"{1 - tokens / sum(batch.input_ids.numel() for batch in batches):.1%} padding" in second.observed
+
+
+@pytest.mark.parametrize("wrong", ["none", "all"])
+def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(monkeypatch, wrong):
+    from fxtune.config.compose import load
+    from fxtune.data.batches import plan as plans
+    from fxtune.training.builder import RunBuilder
+
+    _, data = RunBuilder(load([QUICK, *TINY])).read()
+    true = plans.assemble
+
+    def assemble(tables, pieces):
+        batch = true(tables, pieces)
+        real = batch.position_ids > 0
+        targets = (
+            batch.input_ids.roll(-1, 1).where(real.roll(-1, 1), torch.tensor(-100))
+            if wrong == "all"
+            else (torch.full_like(batch.targets, -100))
+        )
+        return replace(batch, targets=targets)
+
+    monkeypatch.setattr(plans, "assemble", assemble)
+    assert not next(iter(verify.observe_data(data))).acted
+
+
+def test_a_technique_that_does_nothing_is_named_in_the_table_and_ends_with_1(cwd, monkeypatch, capsys):
+    monkeypatch.setattr(Checkpointing, "apply", lambda self, model, world: model)
+    code, found = verified(cwd, "techniques.checkpointing.enabled=true")
+    assert code == 1
+    assert not found["acted"]
+    failed = [one["technique"] for one in found["evidence"] if not one["acted"]]
+    assert set(failed) == {"checkpointing"}
+    out, err = capsys.readouterr()
+    assert out.count("✗") == len(failed)
+    assert err.startswith(f"fxtune: {len(failed)} of ")
+    assert "checkpointing: asked for" in err
+    assert "Traceback" not in err
+
+
+def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
+    from fxtune.techniques.pipeline import Pipeline
+
+    true = Pipeline.build
+
+    def build(self, *arguments):
+        model = true(self, *arguments)
+        module = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
+        module.register_forward_hook(lambda module, inputs, output: output.detach())
+        return model
+
+    monkeypatch.setattr(Pipeline, "build", build)
+    code, found = verified(cwd)
+    assert code == 1
+    told = row(found, "parameters", "adapters")
+    assert not told["acted"]
+    assert "none in base_model.model.model.layers.1.mlp.up_proj" in told["observed"]
+
+
+def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
+    from fxtune.techniques.lora.technique import Lora
+
+    true = Lora.apply
+
+    def apply(self, model, world):
+        made = true(self, model, world)
+        made.get_submodule("base_model.model.model.norm").weight.requires_grad_(True)
+        return made
+
+    monkeypatch.setattr(Lora, "apply", apply)
+    code, found = verified(cwd)
+    assert code == 1
+    assert "not as asked: base_model.model.model.norm.weight" in row(found, "parameters", "adapters")["observed"]
+
+
+def test_a_loss_that_is_not_finite_is_named(cwd, monkeypatch):
+    true = loss.Loss.sum
+    monkeypatch.setattr(loss.Loss, "sum", lambda self, batch: true(self, batch) * float("nan"))
+    code, found = verified(cwd)
+    assert code == 1
+    assert not row(found, "loss", "finite")["acted"]
+
+
+def test_full_fine_tuning_trains_everything(cwd):
+    code, found = verified(cwd, "techniques.lora.enabled=false", "data.packing=false")
+    assert code == 0
+    told = row(found, "parameters", "all parameters")
+    assert "100.00%" in told["observed"]
+    assert not any("do not see each other" in one["asked"] for one in found["evidence"])
+
+
+def test_mistakes_keep_their_exit_codes(cwd, capsys):
+    assert main(["verify", QUICK, "techniques.lora.r=0"]) == 2
+    assert main(["verify", QUICK, "techniques.rope.enabled=true", "techniques.rope.factor=1.0"]) == 2
+    assert main(["verify", QUICK, "data.sources.0.path=nowhere.jsonl"]) == 3
+    assert main(["verify", QUICK, *TINY, "--json", "no/such/folder.json"]) == 6
+    assert main(["verify", QUICK, "--los"]) == 2
+    assert main(["verify", "-m", QUICK, "run.seed=1,2", "--json", "one.json"]) == 2
+    assert main(["preview", QUICK, "--loss"]) == 2
+    assert "unrecognized arguments: --loss" in capsys.readouterr().err
+
+
+# --- the loss beside plain transformers
+
+
+def compared(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in found["loss"]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["techniques.checkpointing.enabled=true", "train.micro_batch_size=2"], id="packed lora"),
+        pytest.param(
+            ["data.packing=false", "techniques.lora.enabled=false", "data.buckets=[128,256]"], id="padded full"
+        ),
+        pytest.param(["model.dtype=bfloat16"], id="bfloat16 base"),
+        pytest.param(["techniques.precision.autocast=bfloat16", "techniques.lora.enabled=false"], id="autocast"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(cwd, capsys, words):
+    code, found = verified(cwd, "--loss", *words)
+    rows = compared(found)
+    assert code == 0, found["loss"]
+    exact = not any("bfloat16" in word for word in words)
+    assert next(iter(rows)) == "plain transformers, float32"
+    assert {name.split(", ")[1].removesuffix(" as configured") for name in rows if name.startswith("fxtune")} == {
+        "1 x 4",
+        "2 x 2",
+        "4 x 1",
+    }
+    ours = [one for name, one in rows.items() if name.startswith("fxtune")]
+    assert all(one["loss"] > 0 for one in ours)
+    if exact:
+        assert max(one["gradient_off"] for one in ours) < 1e-5
+    else:
+        assert 0 < rows["plain transformers, bfloat16"]["gradient_off"] < 0.1
+    assert "Within:" in capsys.readouterr().out
+
+
+def test_each_takes_one_technique_away_at_a_time(cwd, capsys):
+    code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true")
+    assert code == 0
+    assert {name for name in compared(found) if "without" in name} == {
+        "fxtune, without attention, 1 x 4 as configured",
+        "fxtune, without checkpointing, 1 x 4 as configured",
+    }
+    assert "Not taken away: precision and lora." in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypatch):
+    def check(self, facts):
+        if "checkpointing" not in facts.techniques:
+            yield "fullgraph: needs checkpointing, says this test."
+
+    monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.check", check)
+    monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.apply", lambda self, model, world: model)
+    monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.verify", lambda self, model, probe: iter(()))
+    code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true", "techniques.compile.enabled=true")
+    assert code == 0
+    assert not any("without checkpointing" in name for name in compared(found))
+    assert any("without compile" in name for name in compared(found))
+    assert "without checkpointing: left out" in capsys.readouterr().out
+
+
+def test_documents_that_see_each_other_are_outside(cwd, monkeypatch, capsys):
+    """What packing without a proof does: positions count on, and nothing tells the documents apart."""
+    true = base.model_inputs
+
+    def one_document(model, input_ids, position_ids, cu_seqlens):
+        length = input_ids.shape[1]
+        rows = torch.arange(input_ids.shape[0] + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device) * length
+        return true(model, input_ids, torch.arange(length, device=input_ids.device).expand_as(input_ids), rows)
+
+    for module in (base, loss):
+        monkeypatch.setattr(module, "model_inputs", one_document)
+    code, found = verified(cwd, "--loss")
+    assert code == 1
+    ours = [one for one in found["loss"] if one["name"].startswith("fxtune")]
+    assert ours
+    assert min(one["loss_off"] for one in ours) > 1e-5
+    assert min(one["gradient_off"] for one in ours) > 0.1
+    assert not row(found, "data", "real row")["acted"]
+    assert "gradient off by" in capsys.readouterr().err
+
+
+def test_a_loss_that_depends_on_the_split_is_outside(cwd, monkeypatch):
+    """The mean of each micro-batch in place of the mean of the step: right for one micro-batch, wrong for several."""
+    true = parity.backward
+
+    def mean_of_means(loss, batches, supervised, precision, scale):
+        kept = list(batches)
+        return sum(true(loss, [batch], batch.supervised * len(kept), precision, scale) for batch in kept)
+
+    monkeypatch.setattr(parity, "backward", mean_of_means)
+    code, found = verified(cwd, "--loss")
+    assert code == 1
+    off = {name.split(", ")[1]: one["loss_off"] for name, one in compared(found).items() if name.startswith("fxtune")}
+    assert off["1 x 4 as configured"] < 1e-5 < off["4 x 1"]
+
+
+def test_nothing_to_compare_with_is_said(cwd, capsys):
+    code = main(
+        [
+            "verify",
+            QUICK,
+            *TINY,
+            "--loss",
+            "techniques.rope.enabled=true",
+            "techniques.rope.type=dynamic",
+            "techniques.rope.factor=2.0",
+        ]
+    )
+    assert code == 2
+    assert "techniques.rope.type=dynamic" in capsys.readouterr().err
+
+
+def test_not_a_number_is_outside_of_every_bound():
+    nan = float("nan")
+    one = parity.Compared("x", 1.0, nan, 0.0, "w", 0.0, (1.0, 1.0, 1.0))
+    assert not one.within
+    assert "loss off by nan" in one.beyond()[0]
+
+
+def test_check_error_is_exit_code_1():
+    assert CheckError("x").exit_code == 1

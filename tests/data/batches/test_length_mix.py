@@ -1,0 +1,246 @@
+"""Short and long documents together: each step has its share, nothing drifts, and all the laws of a plan still hold."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.tables import Table, natural, table, training
+
+from fxtune.data.batches.build import check, plan_evaluation
+from fxtune.data.batches.epochs import Stream, StreamSettings
+from fxtune.data.batches.length_mix import Mix, balanced
+from fxtune.data.batches.plan import Plan
+from fxtune.data.batches.segments import Side
+from fxtune.data.config import DataConfig, MixConfig, OnLong, SourceConfig
+from fxtune.errors import ConfigError, DataError
+
+LENGTH = 64
+law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def documents(*lengths: int) -> Table:
+    return table([([index % 500 + 1] * length, [True] * length) for index, length in enumerate(lengths)])
+
+
+def mixed(tables, share: float, threshold: int = 16, **options) -> Plan:
+    return training(tables, mix=MixConfig(share, threshold), **{"sequence_length": LENGTH, **options})
+
+
+def lengths_of(plan: Plan, step: int) -> list[int]:
+    """Tokens of each document, or part of one, in a step."""
+    return [
+        piece.length
+        for micro in range(plan.micro_batches(step))
+        for row in plan.contents(step, micro)
+        for piece in row
+    ]
+
+
+# Each has at least one document of each kind, for a threshold of 16.
+lengths = st.lists(st.integers(2, 150), min_size=1, max_size=60).map(lambda found: [*found, 5, 40])
+supply = st.lists(lengths, min_size=1, max_size=2).map(lambda found: [documents(*each) for each in found])
+shares = st.floats(0.02, 0.98)
+rows = st.integers(1, 80).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(1, 50), min_size=n, max_size=n),
+        st.lists(st.floats(0, 1), min_size=n, max_size=n),
+        st.permutations(range(n)),
+    )
+)
+
+
+@law
+@given(rows)
+def test_every_stretch_of_balanced_rows_is_within_one_row_of_the_share(drawn):
+    tokens, order = np.array(drawn[0]), np.array(drawn[2])
+    long = (tokens * np.array(drawn[1])).astype(np.int64)
+    result = balanced(long, tokens, order)
+    assert sorted(result.tolist()) == list(range(len(tokens)))
+    total, share = int(tokens.sum()), int(long.sum())
+    ahead = np.concatenate([[0], np.cumsum(long[result] * total - tokens[result] * share)])
+    assert ahead.max() - ahead.min() <= tokens.max() * total  # over all pairs of a beginning and an end
+    assert ahead[-1] == 0
+
+
+def test_rows_that_serve_equally_keep_the_order_that_was_drawn():
+    long, tokens = np.array([8, 0, 8, 0, 8, 0]), np.full(6, 8)
+    assert balanced(long, tokens, np.array([5, 4, 3, 2, 1, 0])).tolist() == [4, 5, 2, 3, 0, 1]
+    assert balanced(np.zeros(3, int), np.full(3, 8), np.array([2, 0, 1])).tolist() == [2, 0, 1]
+
+
+@law
+@given(supply, shares, st.booleans(), st.sampled_from([(1, 1), (1, 4), (2, 8)]), st.integers(0, 2**40))
+def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, packing, sizes, seed):
+    """Wherever the step begins, also across the end of an epoch; in which order the steps are asked for does not matter."""
+    plan = mixed(tables, share, micro=sizes[0], step=sizes[1], packing=packing, seed=seed, epochs=3)
+    stream, of = plan.stream, plan.stream.segments
+    wanted = {
+        number: int(of.length[(found := stream.epoch(number).segments)[stream.long[found]]].sum())
+        / int(of.length[found].sum())
+        for number in range(4)
+    }
+    for step in np.random.default_rng(0).permutation(plan.steps).tolist():
+        pieces = lengths_of(plan, step)
+        assert plan.tokens(step) == sum(pieces)
+        first = step * sizes[1]
+        by_epoch = Counter()
+        for row in range(first, min(first + sizes[1], plan._stop)):
+            segments, _ = stream.rows(row, row + 1)
+            by_epoch[stream.locate(row)[0]] += int(of.length[segments].sum())
+        seen = [wanted[number] for number in by_epoch]
+        expected = sum(wanted[number] * tokens for number, tokens in by_epoch.items())
+        assert (
+            abs(sum(length for length in pieces if length > 16) - expected)
+            <= LENGTH * (1 + max(seen) - min(seen)) + 1e-6
+        )
+
+
+@law
+@given(supply, shares, st.booleans())
+def test_over_the_epochs_the_share_is_the_declared_one_and_a_document_waits_for_its_kind(tables, share, packing):
+    """No document comes again before all of its kind have come."""
+    stream = mixed(tables, share, packing=packing).stream
+    length, total = stream.segments.length, int(stream.segments.length.sum())
+    counts, long, tokens = Counter(), 0, 0
+    for number in range(5):
+        epoch = stream.epoch(number)
+        assert len(epoch) > 0
+        counts.update(epoch.segments.tolist())
+        long += int(length[epoch.segments[stream.long[epoch.segments]]].sum())
+        tokens += int(length[epoch.segments].sum())
+        assert abs(long - share * total * (number + 1)) <= LENGTH + 1  # the last document is whole
+        assert abs(tokens - total * (number + 1)) <= LENGTH + 16 + 2
+        for kind in (stream.long, ~stream.long):
+            mine = [counts[segment] for segment in np.flatnonzero(kind).tolist()]
+            assert max(mine) - min(mine) <= 1
+
+
+@law
+@given(supply, shares, st.booleans())
+def test_a_mixed_batch_is_a_function_of_plan_and_step(tables, share, packing):
+    plan, again = (mixed(tables, share, packing=packing, epochs=2.5) for _ in range(2))
+    copied = pickle.loads(pickle.dumps(plan))
+    assert plan.fingerprint == again.fingerprint == copied.fingerprint
+    for step in range(plan.steps - 1, -1, -1):
+        assert plan.contents(step, 0) == again.contents(step, 0) == copied.contents(step, 0)
+    for a, b in pairwise(plan.stream.rows(0, 3)[1].tolist()):
+        assert int(plan.stream.segments.length[plan.stream.rows(0, 3)[0][a:b]].sum()) <= LENGTH
+
+
+def test_a_natural_mix_holds_its_share_in_every_step():
+    """The stated tolerance, one row of a step's rows, on documents as they are found; most steps are far closer."""
+    data = [natural(4000, 200, 0), natural(300, 3000, 1)]
+    for packing in (True, False):
+        plan = mixed(data, 0.6, threshold=1024, sequence_length=8192, step=16, packing=packing, epochs=2)
+        found = np.array(
+            [
+                sum(length for length in lengths_of(plan, step) if length > 1024) / plan.tokens(step)
+                for step in range(plan.steps)
+            ]
+        )
+        rows_of_a_step = np.array([8192 / plan.tokens(step) for step in range(plan.steps)])
+        assert (abs(found - 0.6) <= rows_of_a_step).all()
+        assert np.average(found, weights=[plan.tokens(step) for step in range(plan.steps)]) == pytest.approx(
+            0.6, abs=0.005
+        )
+        assert not packing or abs(found - 0.6).mean() < 1 / 32  # half a row
+
+
+def test_the_kind_that_is_scarce_comes_more_often_and_the_notes_say_how_often():
+    plan = mixed([documents(*[40] * 10, *[8] * 200)], 0.7)  # 400 long tokens, 1,600 short ones
+    seen = plan.summary()["mix"]
+    assert seen["share"] == pytest.approx(0.7, abs=0.02)
+    assert seen["long"] == dict(segments=10, tokens=400, repeats=pytest.approx(3.5))
+    assert seen["short"] == dict(segments=200, tokens=1600, repeats=pytest.approx(0.375))
+    assert seen["lowest"] > 0.7 - 1 / 4
+    assert seen["highest"] < 0.7 + 1 / 4
+    [note] = plan.notes()
+    assert "% of the tokens are in documents of more than 16 (" in note
+    assert "each of these 10 comes 3.50 times, each of the 200 shorter ones 0.38 times" in note
+    assert training([documents(40, 8)], sequence_length=LENGTH).summary()["mix"] is None
+
+
+def test_the_fingerprint_tells_mixes_apart_and_leaves_plans_without_one_as_they_were():
+    data = [documents(*[40] * 10, *[8] * 50)]
+    prints = [
+        mixed(data, 0.5).fingerprint,
+        mixed(data, 0.6).fingerprint,
+        mixed(data, 0.5, threshold=17).fingerprint,
+        training(data, sequence_length=LENGTH).fingerprint,
+    ]
+    assert len(set(prints)) == 4
+    assert training(data, sequence_length=LENGTH, mix=MixConfig(None, 17)).fingerprint == prints[3]
+    assert prints[3] == "c773476eedd9a35d2572ebd77c15c2d2"  # as it was before there were mixes
+    assert mixed(data, 0.5, max_steps=3).fingerprint == prints[0]
+
+
+def test_mixed_batches_are_what_they_were_when_this_was_written():
+    """A run that is resumed with a newer fxtune, numpy or torch must go on with the batches that it began with."""
+    data = [documents(*[index * 7 % 60 + 3 for index in range(40)]), documents(*[6] * 30)]
+    seen = [mixed(data, 0.55, seed=3, packing=packing, epochs=2).documents(3, 1) for packing in (True, False)]
+    assert hashlib.sha256(str(seen).encode()).hexdigest()[:16] == "7942f635e68c60a3"
+
+
+def test_an_evaluation_is_not_mixed():
+    data = [documents(*[40] * 10, *[8] * 50)]
+    config = DataConfig(
+        sources=[SourceConfig(path="a")], eval_fraction=0.5, sequence_length=LENGTH, mix=MixConfig(0.9, 16)
+    )
+    plan = plan_evaluation(data, config, micro_batch_size=2, held_out=True)
+    assert Counter(plan.stream.epoch(0).segments.tolist()) == Counter(range(len(plan.stream.segments)))
+    assert plan.summary()["mix"] is None
+
+
+@pytest.mark.parametrize(
+    ("share", "threshold", "weight", "said"),
+    [
+        (0.0, 16, None, r"data.mix.long_share=0.0: give a share above 0 and below 1"),
+        (1.0, 16, None, r"data.mix.long_share=1.0"),
+        (0.5, 64, None, r"data.mix.threshold=64: no document can be longer than data.sequence_length=64"),
+        (0.5, 0, None, r"data.mix.threshold=0"),
+        (0.5, 16, 1.0, r"data.mix.long_share and the weights of data.sources both say"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused_before_a_file_is_touched(share, threshold, weight, said):
+    with pytest.raises(ConfigError, match=said):
+        check(
+            DataConfig(
+                sources=[SourceConfig(path="a", weight=weight)],
+                sequence_length=LENGTH,
+                mix=MixConfig(share, threshold),
+            )
+        )
+
+
+def test_a_kind_that_is_not_there_is_told():
+    with pytest.raises(
+        DataError, match=r"threshold=50: no document is longer \(the longest has 40 tokens after the cut"
+    ):
+        mixed([documents(40, 8)], 0.5, threshold=50)
+    with pytest.raises(DataError, match=r"threshold=7: every document is longer, so there is nothing short"):
+        mixed([documents(40, 8)], 0.5, threshold=7)
+    assert mixed([documents(40, 8)], 0.5, threshold=8).steps >= 1
+
+
+def test_a_million_documents_take_seconds():
+    draw = np.random.default_rng(0)
+    sizes = np.clip(draw.lognormal(np.log(500) - 0.5, 1.0, 1_000_000).astype(int), 2, 4096)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    data = Table(
+        np.broadcast_to(np.int32(1), offsets[-1:]),
+        np.broadcast_to(np.bool_(True), offsets[-1:]),
+        offsets,
+        np.arange(len(sizes), dtype=np.uint64),
+    )
+    stream = Stream([data], StreamSettings(4096, True, OnLong.split, 0.0, Side.all, None, 0, Mix(0.6, 1024)))
+    started = time.perf_counter()
+    stream.epoch(0)
+    assert time.perf_counter() - started < 5

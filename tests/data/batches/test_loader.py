@@ -1,0 +1,343 @@
+"""Loading against building directly: the same batches, from any step, with any number of workers, and no process left."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from fxtune.data.batches import loader
+from fxtune.data.batches.batch import FEWEST, SIZES, Pieces, assemble
+from fxtune.data.batches.build import plan_training
+from fxtune.data.batches.loader import Loader, LoaderConfig, Step
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+class Table:
+    """A token table as the plan reads it: memory maps in a folder, pickled as the folder."""
+
+    name = "table"
+    fingerprint = "0"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ids = np.load(folder / "ids.npy", mmap_mode="r")
+        self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")
+        self.offsets = np.load(folder / "offsets.npy")
+        self.digests = np.arange(len(self), dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __reduce__(self):
+        return Table, (self.folder,)
+
+
+class Slow(Table):
+    """Reads a document in a tenth of a second."""
+
+    @property
+    def ids(self):
+        time.sleep(0.1)
+        return self._ids
+
+    @ids.setter
+    def ids(self, value) -> None:
+        self._ids = value
+
+
+class Deadly(Table):
+    """Kills the process that builds a batch from it, unless that is the one that planned."""
+
+    def __reduce__(self):
+        return Deadly, (self.folder,)
+
+    @property
+    def ids(self):
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._ids
+
+    @ids.setter
+    def ids(self, value) -> None:
+        self._ids = value
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    draw = np.random.default_rng(0)
+    length = draw.integers(5, 60, 200)
+    np.save(tmp_path / "offsets.npy", np.concatenate([[0], np.cumsum(length)]))
+    np.save(tmp_path / "ids.npy", draw.integers(1, 1000, length.sum()).astype(np.int32))
+    np.save(tmp_path / "supervised.npy", draw.random(length.sum()) < 0.5)
+    return tmp_path
+
+
+def plan(table: Table, **data) -> Plan:
+    config = DataConfig(sources=[SourceConfig(path="table")], sequence_length=64, **data)
+    return plan_training([table], config, micro_batch_size=2, global_batch_size=8, max_steps=7, seed=1)
+
+
+def taken(steps) -> list[tuple[int, list[torch.Tensor]]]:
+    return [
+        (step.index, [torch.stack([b.input_ids, b.targets, b.position_ids]) for b in step.micro_batches])
+        for step in steps
+    ]
+
+
+def check_equal(found, direct: Plan, start: int = 0) -> None:
+    assert [index for index, _ in found] == list(range(start, direct.steps))
+    for index, batches in found:
+        assert len(batches) == direct.micro_batches(index)
+        for micro, batch in enumerate(batches):
+            expected = direct.batch(index, micro)
+            assert (batch == torch.stack([expected.input_ids, expected.targets, expected.position_ids])).all()
+
+
+def load(made: Plan, config: LoaderConfig, device: torch.device, start_step: int = 0) -> Iterator[Step]:
+    """One pass, whose workers end with it."""
+    loaded = Loader(made, config, device)
+    try:
+        yield from loaded.steps(start_step)
+    finally:
+        loaded.close()
+
+
+def children() -> set[int]:
+    """Processes below this one's fork server that do batches' work (its resource tracker stays)."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().decode(errors="replace").replace("\0", " ")
+            parent = (entry.parent / "stat").read_text().rsplit(")", 1)[1].split()[1]
+        except OSError:
+            continue
+        if "forkserver" in line and "main(" in line:
+            found.add((int(entry.parent.name), int(parent)))
+    servers = {pid for pid, parent in found if parent == os.getpid()}
+    return {pid for pid, parent in found if parent in servers}
+
+
+def gone(seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not children()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("start", [0, 4])
+def test_loads_what_the_plan_says_from_any_step(folder, packing, start):
+    made = plan(Table(folder), packing=packing)
+    check_equal(taken(load(made, LoaderConfig(), CPU, start_step=start)), made, start)
+
+
+def test_workers_give_the_same_batches_and_end_with_the_iterator(folder):
+    made = plan(Table(folder))
+    config = LoaderConfig(num_workers=2, prefetch_factor=2)
+    check_equal(taken(load(made, config, CPU, start_step=2)), made, 2)
+    assert gone()
+    steps = load(made, config, CPU)
+    step = next(steps)
+    next(step.micro_batches)
+    assert len(children()) == 2
+    del steps, step
+    assert gone()
+
+
+def test_a_loader_goes_through_its_plan_again_with_the_same_workers(folder):
+    made = plan(Table(folder), packing=False)
+    loaded = Loader(made, LoaderConfig(num_workers=1, prefetch_factor=2), CPU)
+    check_equal(taken(loaded.steps()), made)
+    workers = children()
+    assert len(workers) == 1
+    for step in loaded.steps(3):  # left in the middle
+        next(step.micro_batches)
+        break
+    check_equal(taken(loaded.steps(5)), made, 5)
+    assert children() == workers
+    loaded.close()
+    assert gone()
+
+    loaded = Loader(made, LoaderConfig(num_workers=1, persistent_workers=False), CPU)
+    check_equal(taken(loaded.steps(5)), made, 5)
+    assert gone()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_end_with_their_loader_whoever_holds_a_pass(folder, persistent):
+    """The traceback of a signal that came while a batch was waited for does, until the interpreter ends."""
+    steps = load(plan(Table(folder)), LoaderConfig(num_workers=2, persistent_workers=persistent), CPU)
+    next(next(steps).micro_batches)
+    held = [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)]
+    assert len(held) == 1
+    assert len(children()) == 2
+    steps.close()
+    assert not children()
+
+
+def test_what_a_step_is_not_asked_for_is_skipped(folder):
+    made = plan(Table(folder))
+    for step in load(made, LoaderConfig(), CPU):
+        first = next(step.micro_batches)
+        assert (first.input_ids == made.batch(step.index, 0).input_ids).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 4), length=st.integers(2, 700), share=st.floats(0, 1))
+def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, share):
+    draw = np.random.default_rng(rows * 1000 + length)
+    table = SimpleNamespace(ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share)
+    pieces = Pieces(
+        np.zeros(rows, np.int64),
+        np.arange(rows) * length,
+        np.full(rows, length),
+        np.arange(rows + 1),
+        length,
+        False,
+        0,
+        rows,
+    )
+    batch = assemble([table], pieces)
+    filled = batch.filled()
+    count, positions = batch.supervised, rows * length
+    step = max(-(-positions // SIZES), FEWEST)
+    assert len(filled.labels) in {min(step * times, positions) for times in range(1, SIZES + 1)}
+    assert count <= len(filled.labels) < max(count, 1) + step
+    assert torch.equal(filled.supervised_at[:count], batch.supervised_at)
+    assert torch.equal(filled.labels[:count], batch.labels)
+    assert len(filled.supervised_at.unique()) == len(filled.supervised_at) == len(filled.labels)
+    assert torch.equal(filled.targets.flatten()[filled.supervised_at], filled.labels), "what was added has no target"
+
+
+def test_batches_for_a_gpu_are_filled_and_others_are_not(folder):
+    made = plan(Table(folder))
+    pieces = made.pieces(0, 0)
+    at_once = {
+        device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[
+            pieces
+        ]
+        for device in ("cpu", "cuda")
+    }
+    assert len(at_once["cpu"].labels) == made.batch(0, 0).supervised
+    assert len(at_once["cuda"].labels) == FEWEST
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_draws_no_random_number(folder, workers):
+    """Dropout is seeded by the step; a number drawn when a run resumes would shift it."""
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    taken(load(plan(Table(folder)), LoaderConfig(num_workers=workers), CPU))
+    assert (torch.rand(3) == expected).all()
+
+
+def test_the_wait_for_data_is_measured(folder):
+    made = plan(Slow(folder), packing=False)
+    steps = load(made, LoaderConfig(), CPU)
+    step = next(steps)
+    assert step.waited == 0
+    next(step.micro_batches)
+    time.sleep(0.2)  # computing is not waiting
+    next(step.micro_batches)
+    assert 0.4 <= step.waited < 0.6
+    steps = load(plan(Table(folder)), LoaderConfig(), CPU)
+    quick = next(steps)
+    list(quick.micro_batches)
+    assert 0 < quick.waited < 0.1
+
+
+def test_a_worker_that_dies_is_started_again_where_it_stopped(folder, capsys):
+    made = plan(Table(folder))
+    found = []
+    for step in load(made, LoaderConfig(num_workers=2, prefetch_factor=1), CPU):
+        if step.index == 3:
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+        found += taken([step])
+    check_equal(found, made)
+    said = capsys.readouterr().out
+    assert said.count("A process that builds batches died before step ") == 1
+    assert "It is started again, and the run goes on. " in said
+    assert gone()
+
+
+def test_where_workers_die_again_and_again_this_process_builds_the_batches(folder, capsys, monkeypatch):
+    monkeypatch.setattr(loader, "MOST_DEATHS", 2)
+    began = time.monotonic()
+    made = plan(Deadly(folder))
+    check_equal(taken(load(made, LoaderConfig(num_workers=1), CPU)), made)
+    assert time.monotonic() - began < 30
+    said = capsys.readouterr().out
+    assert said.count("died before step 0") == 2
+    assert said.count("From here on this process builds them itself.") == 1
+    assert "loader.num_workers=0" in said
+    assert gone()
+
+
+def test_workers_do_not_outlive_a_main_process_that_is_killed(folder):
+    program = (
+        "import sys, time; from pathlib import Path; import importlib.util as u; spec = u.spec_from_file_location('test_loader', 'test_loader.py'); t = u.module_from_spec(spec); spec.loader.exec_module(t)\n"
+        "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), t.LoaderConfig(num_workers=1), t.CPU)\n"
+        "next(next(steps).micro_batches); print(*t.children(), flush=True); time.sleep(60)"
+    )
+    main = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
+    workers = [Path("/proc", pid) for pid in main.stdout.readline().split()]
+    assert workers
+    main.kill()
+    main.wait()
+    deadline = time.monotonic() + 15
+    while any(map(Path.exists, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [worker for worker in workers if worker.exists()]
+    for worker in left:
+        os.kill(int(worker.name), signal.SIGKILL)
+    assert not left
+
+
+def test_a_plan_and_its_tables_travel_as_paths(folder):
+    made = plan(Table(folder))
+    assert len(pickle.dumps(made)) < 2000
+    assert len(pickle.dumps(made.tables)) < 500
+    assert len(pickle.dumps(made.pieces(0, 0))) < 2000
+    again = pickle.loads(pickle.dumps(made))
+    assert isinstance(again.tables[0].ids, np.memmap)
+    assert (again.batch(6, 3).input_ids == made.batch(6, 3).input_ids).all()
+
+
+def test_defaults_depend_on_the_device():
+    assert LoaderConfig().resolved(CPU) == LoaderConfig(num_workers=0, pin_memory=False)
+    cuda = LoaderConfig().resolved(torch.device("cuda", 0))
+    assert cuda.pin_memory
+    assert cuda.num_workers in (0, 1, 2)
+    kept = LoaderConfig(num_workers=3, pin_memory=False)
+    assert kept.resolved(torch.device("cuda", 0)) == kept
+    for wrong, said in (
+        (dict(num_workers=-1), "loader.num_workers=-1"),
+        (dict(prefetch_factor=0), "prefetch_factor=0"),
+        (dict(pin_memory=True), "loader.pin_memory=true"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            LoaderConfig(**wrong).resolved(CPU)

@@ -1,0 +1,90 @@
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxtune.data.batches.packing import pack, pattern
+
+CAPACITY = 64
+documents = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200).map(np.array)
+
+
+def naive_rows(lengths: np.ndarray, capacity: int) -> int:
+    """Best-fit decreasing, one document at a time: how many rows it needs."""
+    rooms: list[int] = []
+    rows = 0
+    for length in sorted(lengths.tolist(), reverse=True):
+        at = bisect_left(rooms, length)
+        room = rooms.pop(at) if at < len(rooms) else capacity
+        rows += at == len(rooms) and room == capacity
+        insort(rooms, room - length)
+    return rows
+
+
+@given(documents)
+def test_every_document_is_in_exactly_one_row_and_no_row_is_overfull(lengths):
+    docs, offsets = pack(lengths, CAPACITY)
+    assert sorted(docs.tolist()) == list(range(len(lengths)))
+    assert offsets[0] == 0
+    assert offsets[-1] == len(docs)
+    rows = [lengths[docs[a:b]].tolist() for a, b in pairwise(offsets)]
+    assert all(row and sum(row) <= CAPACITY for row in rows)
+    assert all(row == sorted(row, reverse=True) for row in rows)
+
+
+@given(documents)
+def test_needs_as_many_rows_as_best_fit_decreasing_one_document_at_a_time(lengths):
+    assert len(pack(lengths, CAPACITY)[1]) - 1 == naive_rows(lengths, CAPACITY)
+
+
+@given(documents, st.integers(0, 2**32 - 1))
+def test_the_permutation_moves_documents_and_leaves_the_pattern(lengths, seed):
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    docs, offsets = pack(lengths, CAPACITY, order)
+    slots, expected = pattern(lengths, CAPACITY)
+    assert (offsets == expected).all()
+    assert (lengths[docs] == slots).all()
+    assert sorted(docs.tolist()) == list(range(len(lengths)))
+    again, _ = pattern(lengths[order], CAPACITY)  # a histogram knows no order
+    assert (again == slots).all()
+
+
+def test_equal_documents_take_their_slots_in_the_order_of_the_permutation():
+    lengths = np.full(6, 10)
+    assert pack(lengths, 20, np.array([5, 3, 1, 0, 2, 4]))[0].tolist() == [5, 3, 1, 0, 2, 4]
+    assert pack(lengths, 20)[0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_two_rows_the_fuller_is_taken():
+    docs, offsets = pack(np.array([70, 50, 30, 25]), 100)
+    assert sorted(docs[a:b].tolist() for a, b in pairwise(offsets)) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(("sigma", "capacity"), [(0.5, 4096), (1.0, 4096), (1.5, 4096), (1.0, 16384), (1.0, 2048)])
+def test_a_natural_mix_fills_its_rows(sigma, capacity):
+    draw = np.random.default_rng(0).lognormal(np.log(500) - sigma**2 / 2, sigma, 20_000)
+    lengths = np.clip(draw.astype(int), 1, capacity)
+    docs, offsets = pack(lengths, capacity)
+    fill = np.add.reduceat(lengths[docs], offsets[:-1])
+    assert fill.max() <= capacity
+    assert lengths.sum() / ((len(offsets) - 1) * capacity) >= 0.97
+    assert Counter(docs.tolist()) == Counter(range(len(lengths)))
+
+
+def test_a_million_documents_take_seconds():
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(500) - 0.5, 1.0, 1_000_000).astype(int), 1, 4096)
+    started = time.perf_counter()
+    pack(lengths, 4096)
+    assert time.perf_counter() - started < 5
+
+
+def test_nothing_to_pack_is_no_row_and_a_length_that_fits_no_row_is_refused():
+    assert [part.tolist() for part in pack(np.zeros(0, int), 8)] == [[], [0]]
+    for wrong in (9, 0):
+        with pytest.raises(ValueError, match="do not fit rows of 8"):
+            pack(np.array([4, wrong]), 8)

@@ -1,0 +1,435 @@
+"""The laws of the data plan: nothing lost, nothing doubled, nothing crossed, nothing remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.tables import PAD, Table, natural, table, training
+
+from fxtune.data.batches.batch import IGNORED
+from fxtune.data.batches.build import check, plan_evaluation, plan_training, prepare, row_lengths
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, OnLong, SourceConfig
+from fxtune.errors import ConfigError, DataError
+from fxtune.models.load import ModelConfig, load_tokenizer
+
+
+def batches(plan: Plan):
+    return [plan.batch(step, micro) for step in range(plan.steps) for micro in range(plan.micro_batches(step))]
+
+
+def same(one, other) -> bool:
+    return all(
+        (getattr(one, name) == getattr(other, name)).all()
+        if getattr(one, name).shape == getattr(other, name).shape
+        else False
+        for name in ("input_ids", "targets", "position_ids")
+    )
+
+
+def cut_apart(plan: Plan, step: int, micro: int):
+    """(piece, ids, targets) of each segment of a micro-batch: cut where the positions restart, as the model does."""
+    batch = plan.batch(step, micro)
+    for row, pieces in enumerate(plan.contents(step, micro)):
+        starts = (batch.position_ids[row] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], batch.position_ids.shape[1]]
+        padded = len(starts) - len(pieces)
+        assert padded in (0, 1)
+        for piece, start, end in zip(pieces, starts, ends, strict=False):
+            if not plan.stream.settings.packing:  # a single document's padding has no start of its own
+                assert (batch.input_ids[row, start + piece.length :] == PAD).all()
+                assert (batch.targets[row, start + piece.length - 1 :] == IGNORED).all()
+                end = start + piece.length
+            assert end - start == piece.length
+            assert batch.position_ids[row, start:end].tolist() == list(range(piece.length))
+            yield piece, batch.input_ids[row, start:end].numpy(), batch.targets[row, start:end].numpy()
+        if padded:
+            assert (batch.input_ids[row, starts[-1] :] == PAD).all()
+            assert (batch.targets[row, starts[-1] :] == IGNORED).all()
+
+
+document = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(1, 500), min_size=n, max_size=n), st.lists(st.booleans(), min_size=n, max_size=n)
+    )
+)
+corpus = st.lists(document, min_size=1, max_size=40).map(lambda found: [*found, ([7, 8, 9], [False, True, True])])
+several = st.lists(corpus, min_size=1, max_size=3).map(lambda found: [table(d, f"t{i}") for i, d in enumerate(found)])
+shapes = st.fixed_dictionaries(
+    dict(
+        packing=st.booleans(),
+        on_long=st.sampled_from([OnLong.split, OnLong.truncate, OnLong.drop]),
+        sequence_length=st.sampled_from([8, 16, 64]),
+        seed=st.integers(0, 2**40),
+    )
+)
+law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@law
+@given(several, shapes, st.sampled_from([(1, 1), (1, 4), (2, 4), (3, 3)]))
+def test_an_epoch_holds_every_document_once_whole_and_apart(tables, shape, sizes):
+    """Ids come back exactly; targets are the ids shifted by one inside each segment, and never across its end."""
+    length = shape["sequence_length"]
+    plan = training(tables, micro=sizes[0], step=sizes[1], **shape)
+    seen: Counter = Counter()
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches(step)):
+            for piece, ids, targets in cut_apart(plan, step, micro):
+                seen[piece] += 1
+                start = tables[piece.source].offsets[piece.document] + piece.first
+                whole = slice(start, start + piece.length)
+                assert (ids == tables[piece.source].ids[whole]).all()
+                marks = tables[piece.source].supervised[whole]
+                assert targets.tolist() == [*np.where(marks[1:], ids[1:], IGNORED).tolist(), IGNORED]
+    expected = Counter()
+    for source, t in enumerate(tables):
+        for index in range(len(t)):
+            size = int(t.offsets[index + 1] - t.offsets[index])
+            firsts = range(0, size, length) if shape["on_long"] is OnLong.split else [0]
+            for first in firsts if size <= length or shape["on_long"] is not OnLong.drop else []:
+                piece = (source, index, first, min(size - first, length))
+                start = t.offsets[index] + first
+                if t.supervised[start + 1 : start + piece[3]].any():
+                    expected[piece] += 1
+    assert seen == expected
+
+
+@law
+@given(several, shapes, st.integers(1, 30))
+def test_a_batch_is_a_function_of_plan_seed_and_step(tables, shape, max_steps):
+    plan = training(tables, max_steps=max_steps, epochs=5, **shape)
+    rebuilt = training(tables, max_steps=max_steps, epochs=5, **shape)
+    for step in np.random.default_rng(0).permutation(plan.steps).tolist():  # asked in any order, against in order
+        assert same(rebuilt.batch(step, 0), plan.batch(step, 0))
+    assert all(
+        same(one, other) for one, other in zip(batches(plan), batches(pickle.loads(pickle.dumps(plan))), strict=True)
+    )
+    assert plan.fingerprint == rebuilt.fingerprint
+
+
+@law
+@given(several, shapes, st.booleans(), st.sampled_from([1, 2, 4]))
+def test_the_counts_of_a_step_are_those_of_its_batches(tables, shape, weighted, micro):
+    plan = training(tables, micro=micro, epochs=2.5, weights=[1.0, 2.5, 0.3] if weighted else None, **shape)
+    for step in range(plan.steps):
+        found = [plan.batch(step, m) for m in range(plan.micro_batches(step))]
+        assert (
+            plan.supervised(step)
+            == sum(b.supervised for b in found)
+            == sum(int((b.targets != IGNORED).sum()) for b in found)
+        )
+        assert plan.tokens(step) == sum(b.tokens for b in found)
+        assert all(b.supervised > 0 for b in found)
+        rows = sum(len(b.input_ids) for b in found)
+        assert rows == 4 or (step == plan.steps - 1 and 0 < rows < 4)
+    assert plan.epoch(0) == 0
+    assert plan.epoch(plan.steps) == pytest.approx(2.5, abs=0.5 / len(plan.stream.epoch(2)) + 1e-9)
+
+
+def test_the_split_into_micro_batches_leaves_a_steps_documents_and_the_fingerprint():
+    data = [natural(60, 20, 0)]
+    for packing in (True, False):
+        plans = [training(data, micro=micro, step=8, packing=packing, sequence_length=64) for micro in (1, 2, 8)]
+        contents = [
+            [sorted(d for m in range(plan.micro_batches(s)) for d in plan.documents(s, m)) for s in range(plan.steps)]
+            for plan in plans
+        ]
+        assert contents[0] == contents[1] == contents[2]
+        assert len({plan.fingerprint for plan in plans}) == 1
+
+
+def test_the_fingerprint_changes_with_whatever_changes_a_steps_documents():
+    data = [natural(60, 20, 0, "a"), natural(60, 20, 1, "b")]
+    base = dict(sequence_length=64, seed=0, max_steps=5)
+    longer = training(data, **{**base, "max_steps": 50})
+    assert longer.fingerprint == training(data, **base).fingerprint
+    changed = [
+        dict(seed=1),
+        dict(step=8),
+        dict(sequence_length=32),
+        dict(packing=False),
+        dict(eval_fraction=0.2),
+        dict(weights=[1.0, 2.0]),
+        dict(on_long=OnLong.drop),
+    ]
+    prints = [training(data, **{**base, **change}).fingerprint for change in changed]
+    prints.append(training([natural(60, 20, 2, "a"), data[1]], **base).fingerprint)
+    assert len({longer.fingerprint, *prints}) == len(prints) + 1
+
+
+def test_epochs_follow_each_other_with_no_partial_step_between_and_each_in_another_order():
+    data = [natural(21, 20, 0)]
+    plan = training(data, packing=False, sequence_length=512, epochs=3, step=4)
+    order = [d for step in range(plan.steps) for m in range(plan.micro_batches(step)) for d in plan.documents(step, m)]
+    assert plan.steps == 16
+    assert [sum(len(plan.documents(s, m)) for m in range(plan.micro_batches(s))) for s in range(16)] == [4] * 15 + [3]
+    stream = [plan.stream.epoch(e).segments.tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(21)) for epoch in stream)
+    assert stream[0] != stream[1] != stream[2]
+    assert Counter(order) == Counter({(0, d): 3 for d in range(21)})
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "steps"),
+    [
+        (None, None, 10),
+        (3, None, 3),
+        (100, None, 100),
+        (100, 2, 20),
+        (5, 2, 5),
+        (None, 0.5, 5),
+        (None, 2.25, 23),
+        (None, 0.001, 1),
+    ],
+)
+def test_steps_or_epochs_whichever_comes_first(max_steps, epochs, steps):
+    data = [table([([1, 2, 3], [True] * 3)] * 40)]
+    plan = training(data, packing=False, max_steps=max_steps, epochs=epochs)
+    assert plan.steps == steps
+    with pytest.raises(IndexError):
+        plan.batch(steps, 0)
+    with pytest.raises(IndexError):
+        plan.batch(0, 2)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_sources_get_their_share_of_supervised_tokens(packing):
+    data = [natural(1500, 30, 0, "big"), natural(120, 60, 1, "small"), natural(400, 10, 2, "short", share=0.9)]
+    weights = [0.2, 0.5, 0.3]
+    plan = training(data, weights=weights, sequence_length=256, packing=packing, step=8, epochs=3)
+    summary = plan.summary()
+    for at, source in enumerate(summary["sources"]):
+        assert source["share"] == pytest.approx(weights[at], rel=0.01)
+        supply = int(sum(t.supervised.sum() for t in data[at : at + 1]))
+        assert source["repeats"] == pytest.approx(source["supervised_tokens"] / supply, rel=0.02)
+    everything = sum(int(t.supervised.sum()) for t in data)
+    assert summary["supervised_tokens"] == pytest.approx(everything, rel=0.01)
+    assert summary["sources"][1]["repeats"] > 3
+    assert summary["sources"][0]["repeats"] < 0.6
+
+
+@law
+@given(several, st.lists(st.floats(0.01, 100), min_size=3, max_size=3), st.booleans())
+def test_a_weighted_document_comes_again_only_after_all_others_have(tables, weights, packing):
+    plan = training(tables, weights=weights, sequence_length=16, packing=packing)
+    counts: Counter = Counter()
+    share = np.zeros(len(tables))
+    for number in range(4):
+        epoch = plan.stream.epoch(number)
+        assert len(epoch) > 0
+        counts.update(epoch.segments.tolist())
+        share += np.bincount(
+            plan.stream.source[epoch.segments], plan.stream.segments.supervised[epoch.segments], len(tables)
+        )
+        for source in range(len(tables)):
+            mine = [counts[s] for s in np.flatnonzero(plan.stream.source == source).tolist()]
+            assert max(mine) - min(mine) <= 1
+    # Over all epochs a source is at most one segment (16 tokens at most) away from its share.
+    wanted = 4 * sum(plan.stream.supply) * np.array(weights[: len(tables)]) / sum(weights[: len(tables)])
+    assert (abs(share - wanted) <= 17).all()
+
+
+def test_held_out_documents_are_chosen_by_content():
+    same_text = ([5, 6, 7, 8], [True] * 4)
+    documents = [([i, i + 1, i + 2], [True] * 3) for i in range(1, 401)]
+    data = table([*documents, same_text, same_text])
+    turned = table([same_text, *documents[::-1], same_text])
+
+    def ids(plan: Plan) -> Counter:
+        found: Counter = Counter()
+        for step in range(plan.steps):
+            for micro in range(plan.micro_batches(step)):
+                found.update(tuple(tokens.tolist()) for _, tokens, _ in cut_apart(plan, step, micro))
+        return found
+
+    config = DataConfig(sources=[SourceConfig(path="x")], eval_fraction=0.2, sequence_length=32)
+    sides = []
+    for seed, t in ((0, data), (7, turned)):
+        kept = plan_training([t], config, micro_batch_size=2, global_batch_size=4, seed=seed)
+        held = plan_evaluation([t], config, micro_batch_size=2, held_out=True)
+        assert not set(ids(kept)) & set(ids(held))
+        assert ids(kept) + ids(held) == Counter(tuple(tokens) for tokens, _ in [*documents, same_text, same_text])
+        sides.append(ids(held))
+    assert sides[0] == sides[1]
+    assert 50 < sum(sides[0].values()) < 110
+    larger = plan_evaluation(
+        [data],
+        DataConfig(sources=config.sources, eval_fraction=0.4, sequence_length=32),
+        micro_batch_size=2,
+        held_out=True,
+    )
+    assert not sides[0] - ids(larger)  # raising the share keeps what was held out
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_sees_each_segment_once_always_in_the_same_order(packing):
+    data = [natural(50, 30, 0, "a"), natural(30, 30, 1, "b")]
+    config = DataConfig(
+        eval_sources=[SourceConfig(path="a"), SourceConfig(path="b")], sequence_length=64, packing=packing
+    )
+    plan, again = (plan_evaluation(data, config, micro_batch_size=4, held_out=False) for _ in range(2))
+    found = Counter(piece for step in range(plan.steps) for row in plan.contents(step, 0) for piece in row)
+    assert set(found.values()) == {1}
+    assert sum(piece.length for piece in found) == sum(len(t.ids) - sum(chunks_without_targets(t, 64)) for t in data)
+    assert all(same(one, other) for one, other in zip(batches(plan), batches(again), strict=True))
+
+
+def chunks_without_targets(t: Table, length: int) -> list[int]:
+    found = []
+    for start, end in zip(t.offsets[:-1], t.offsets[1:], strict=True):
+        for first in range(start, end, length):
+            last = min(first + length, end)
+            if not t.supervised[first + 1 : last].any():
+                found.append(last - first)
+    return found
+
+
+def test_rows_are_padded_to_the_smallest_bucket_that_holds_them():
+    data = [natural(200, 40, 3)]
+    plan = training(data, packing=False, sequence_length=300, buckets=[32, 64, 512, 1024], step=8)
+    widths = {batch.input_ids.shape[1] for batch in batches(plan)}
+    assert widths <= {32, 64, 512}
+    assert len(widths) > 1
+    for batch in batches(plan):
+        longest = int((batch.input_ids != PAD).sum(1).max())
+        assert batch.input_ids.shape[1] == min(w for w in (32, 64, 512) if w >= longest)
+    assert row_lengths(DataConfig(packing=False, sequence_length=300, buckets=[32, 64])) == (32, 64, 300)
+    assert row_lengths(DataConfig(packing=False)) == ()
+    assert row_lengths(DataConfig(sequence_length=300)) == (300,)
+    for batch in batches(training(data, packing=False, sequence_length=300, step=8)):
+        assert batch.input_ids.shape[1] == int((batch.input_ids != PAD).sum(1).max())
+
+
+def test_sorting_inside_a_step_saves_padding_and_the_summary_knows_the_padding():
+    data = [natural(400, 40, 4)]
+    for step, buckets in ((16, []), (2, []), (16, [64, 128])):
+        plan = training(data, packing=False, sequence_length=512, micro=2, step=step, buckets=buckets)
+        found = batches(plan)
+        cells, tokens = sum(b.input_ids.numel() for b in found), sum(b.tokens for b in found)
+        assert plan.summary()["padding_share"] == pytest.approx(1 - tokens / cells)
+    shares = [
+        training(data, packing=False, sequence_length=512, micro=2, step=s).summary()["padding_share"] for s in (16, 2)
+    ]
+    assert shares[0] < shares[1] / 2
+    packed = training(data, sequence_length=512, step=2)
+    found = batches(packed)
+    cells, tokens = sum(b.input_ids.numel() for b in found), sum(b.tokens for b in found)
+    assert packed.summary()["padding_share"] == pytest.approx(1 - tokens / cells)
+    assert {b.input_ids.shape[1] for b in found} == {512}
+
+
+def test_long_documents_are_counted_and_told():
+    long, short = (list(range(1, 26)), [True] * 25), (list(range(1, 6)), [True] * 5)
+    mute, late = ([1, 2, 3], [True, False, False]), (list(range(1, 26)), [False] * 20 + [True] * 5)
+    data = [table([short, long, mute, short, late, long], "chats.jsonl")]
+    split = training(data, sequence_length=10)
+    assert {
+        name: split.summary()[name] for name in ("split", "pieces", "without_targets", "segments", "lost_tokens")
+    } == dict(split=3, pieces=9, without_targets=3, segments=2 + 6 + 1, lost_tokens=0)
+    truncated = training(data, sequence_length=10, on_long=OnLong.truncate)
+    assert truncated.summary()["truncated"] == 3
+    assert truncated.summary()["lost_tokens"] == 45
+    assert truncated.summary()["segments"] == 4  # the late answer was cut off
+    dropped = training(data, sequence_length=10, on_long=OnLong.drop)
+    assert (dropped.summary()["dropped"], dropped.summary()["segments"]) == (3, 2)
+    assert split.notes()[0] == "chats.jsonl: 3 documents longer than 10 tokens were split into 9 pieces."
+    assert "3 documents longer than 10 tokens were truncated, 45 tokens left out" in truncated.notes()[0]
+    assert "3 documents longer than 10 tokens were dropped" in dropped.notes()[0]
+    assert "1 documents or pieces had nothing to learn" in dropped.notes()[1]
+    assert training([table([short])], sequence_length=10).notes() == []
+    with pytest.raises(
+        DataError, match=r"chats.jsonl: document 1 .* has 25 tokens, data.sequence_length is 10, and 3 of 6"
+    ):
+        training(data, sequence_length=10, on_long=OnLong.error)
+
+
+def test_a_source_with_nothing_to_learn_is_an_error_that_names_it():
+    mute = table([([1, 2, 3], [True, False, False])] * 3, "mute.jsonl")
+    with pytest.raises(
+        DataError, match=r"mute.jsonl: nothing to learn from. 3 documents .* 3 documents or pieces without"
+    ):
+        training([natural(5, 10, 0), mute])
+    with pytest.raises(DataError, match=r"eval_fraction=1e-06 holds out none of 3 documents"):
+        plan_evaluation([natural(3, 10, 0)], DataConfig(eval_fraction=1e-6), micro_batch_size=1, held_out=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (dict(micro=3, step=4), "train.global_batch_size=4 must be a multiple of train.micro_batch_size=3"),
+        (dict(micro=0), "both at least 1"),
+        (dict(max_steps=0), "train.max_steps=0"),
+        (dict(epochs=0.0), "train.epochs=0"),
+        (dict(epochs=float("nan")), "train.epochs=nan"),
+        (dict(sequence_length=1), "data.sequence_length=1"),
+        (dict(eval_fraction=1.0), "data.eval_fraction=1.0"),
+        (dict(packing=False, buckets=[64, 32]), "ascending"),
+        (dict(packing=False, buckets=[0, 32]), "above 0"),
+        (dict(buckets=[32]), "data.packing=true"),
+        (dict(weights=[1.0, None]), "b without a weight"),
+        (dict(weights=[1.0, -1.0]), "b has weight -1.0"),
+        (dict(weights=[1.0, 0.0]), "b has weight 0.0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_its_key(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        training([natural(5, 10, 0, "a"), natural(5, 10, 1, "b")], **wrong)
+
+
+def test_two_ways_to_hold_out_are_one_too_many():
+    with pytest.raises(ConfigError, match=r"data.eval_fraction and data.eval_sources are both set"):
+        check(DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")]))
+    with pytest.raises(ConfigError, match="eval_sources have no weights"):
+        check(DataConfig(eval_sources=[SourceConfig(path="x", weight=1.0)]))
+
+
+def test_batches_are_what_they_were_when_this_was_written():
+    """A run that is resumed with a newer fxtune, numpy or torch must go on with the batches that it began with."""
+    data = [
+        table([(list(range(1, i * 7 % 40 + 3)), [True] * (i * 7 % 40 + 2)) for i in range(40)], "a"),
+        table([([i, i + 1, i + 2], [False, True, True]) for i in range(1, 30)], "b"),
+    ]
+    seen = [
+        training(data, sequence_length=64, seed=3, packing=packing, weights=weights, epochs=2).documents(3, 1)
+        for packing, weights in ((True, None), (False, None), (True, [1.0, 2.0]))
+    ]
+    assert hashlib.sha256(str(seen).encode()).hexdigest()[:16] == "45321ea2646574c7"
+
+
+def test_prepare_goes_from_files_to_plans(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig())
+    for name, count in (("train", 20), ("eval", 7)):
+        rows = [{"text": f"{name} {i}: a document of its own."} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(
+        sources=[SourceConfig(path=str(tmp_path / "train.jsonl"))],
+        sequence_length=64,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    sizes = dict(micro_batch_size=2, global_batch_size=4, progress=False)
+    assert prepare(config, tokenizer, **sizes).evaluation is None
+    config.eval_sources = [SourceConfig(path=str(tmp_path / "eval.jsonl"))]
+    made = prepare(config, tokenizer, **sizes)
+    assert made.training.summary()["documents"] == 20
+    assert made.evaluation.summary()["documents"] == 7
+    batch = made.training.batch(0, 0)
+    used = sum(piece.length for piece in made.training.contents(0, 0)[0])
+    assert (batch.input_ids[0, used:] == tokenizer.pad_token_id).all()
+    [first] = made.evaluation.contents(0, 0)[0][:1]
+    table = made.evaluation.tables[0]
+    text = tokenizer.decode(table.ids[table.offsets[first.document] : table.offsets[first.document + 1]].tolist())
+    assert text.startswith("eval ")
+    sources, config.sources = config.sources, []
+    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
+        prepare(config, tokenizer, **sizes)
+    config.sources, config.eval_sources, config.eval_fraction = sources, [], 0.4
+    made = prepare(config, tokenizer, **sizes)
+    assert made.training.summary()["documents"] + made.evaluation.summary()["documents"] == 20

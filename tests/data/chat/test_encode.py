@@ -1,0 +1,334 @@
+"""Rows of every format to ids and masks: what the model sees, and what it is trained to write."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import families
+
+from fxtune.data.chat.encode import Document, Encoder, render
+from fxtune.data.read.formats import RowFormat
+from fxtune.errors import DataError
+
+# Short, since the alphabets of a byte-level tokenizer are covered by test_template.py: kind, bos, eos, others.
+STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]
+CHAT = {"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}
+
+
+def encoded(encoder: Encoder, row: Any) -> Document:
+    (document,) = encoder.encode([row])
+    assert isinstance(document, Document), document
+    assert len(document.ids) == len(document.supervised)
+    return document
+
+
+def reason(encoder: Encoder, row: Any) -> str:
+    (found,) = encoder.encode([row])
+    assert isinstance(found, str), found
+    return found
+
+
+def learned(document: Document, tokenizer: Any) -> str:
+    return tokenizer.decode([token for token, learn in zip(document.ids, document.supervised, strict=True) if learn])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_text_learns_every_token_between_bos_and_eos(style: str) -> None:
+    tokenizer = families.build_tokenizer(style, "<s>", "</s>")
+    encoder = Encoder(tokenizer, RowFormat.text)
+    document = encoded(encoder, {"text": "two and two 😀"})
+    assert document.ids == [*tokenizer("two and two 😀")["input_ids"], tokenizer.eos_token_id]
+    assert document.ids[0] == tokenizer.bos_token_id
+    assert all(document.supervised)
+    for text in ("<s>two and two 😀", "two and two 😀</s>", "<s>two and two 😀</s>"):
+        assert encoded(encoder, {"text": text}).ids.count(tokenizer.eos_token_id) == 1
+        assert encoded(encoder, {"text": text}).ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_text_of_a_tokenizer_that_adds_nothing() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", None, None)
+    document = encoded(Encoder(tokenizer, RowFormat.text), {"text": "two"})
+    assert document.ids == tokenizer("two")["input_ids"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_prompt_and_completion_are_tokenised_as_one_text(style: str) -> None:
+    tokenizer = families.build_tokenizer(style, "<s>", "</s>")
+    encoder = Encoder(tokenizer, RowFormat.prompt_completion)
+    for prompt, completion in (("what is two?", " it is four."), ("what 😀 é ", "two 😀  "), ("two  ", "  two")):
+        document = encoded(encoder, {"prompt": prompt, "completion": completion})
+        assert document.ids == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
+        boundary = document.supervised.index(True)
+        assert document.supervised == [index >= boundary for index in range(len(document.ids))]
+        before, through = (
+            tokenizer.decode(document.ids[:end], skip_special_tokens=True).removeprefix(
+                " " if "prefixed" in style else ""
+            )
+            for end in (boundary, boundary + 1)
+        )
+        assert prompt.startswith(before)
+        assert len(through) > len(prompt)
+        assert boundary > 0
+
+
+def test_a_token_over_the_boundary_is_learned() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", None, "</s>")
+    (token,) = tokenizer("assistant", add_special_tokens=False)["input_ids"]
+    document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), {"prompt": "assis", "completion": "tant"})
+    assert document == Document([token, tokenizer.eos_token_id], [True, True])
+
+
+def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:
+    tokenizer = families.tokenizer("chatml")
+    row = {"prompt": CHAT["messages"] + [{"role": "user", "content": "again"}], "completion": [CHAT["messages"][1]]}
+    document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), row)
+    assert learned(document, tokenizer) == "four<|im_end|>"
+    assert tokenizer.decode(document.ids).count("four") == 2
+
+
+def test_pre_tokenised_rows() -> None:
+    encoder = Encoder(families.build_tokenizer("bytelevel", "<s>", "</s>"), RowFormat.tokens)
+    assert encoded(encoder, {"input_ids": [5, 6, 7]}) == Document([5, 6, 7], [True] * 3)
+    assert encoded(encoder, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == Document(
+        [5, 6, 7], [False, True, True]
+    )
+    assert encoded(encoder, {"input_ids": [5, 6], "assistant_masks": [1, 0]}) == Document([5, 6], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "expected"),
+    [
+        ("tokens", {"input_ids": []}, "input_ids is empty"),
+        ("tokens", {"input_ids": [1, "x"]}, "input_ids[1] is a string, not an integer"),
+        ("tokens", {"input_ids": [1, 999999]}, "input_ids[1] is 999999, outside the tokenizer's vocabulary of"),
+        ("tokens", {"input_ids": [-1]}, "input_ids[0] is -1, outside"),
+        ("tokens", {"input_ids": None}, "input_ids is null"),
+        ("tokens", {"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),
+        (
+            "tokens",
+            {"input_ids": [1, 2], "labels": [2, -100]},
+            "labels[0] is 2; it must be -100 or input_ids[0], which is 1",
+        ),
+        ("tokens", {"input_ids": [1, 2], "assistant_masks": [0, 2]}, "assistant_masks[1] is 2; use 0 or 1"),
+        ("text", {"text": ""}, "text is empty"),
+        ("text", {"text": None}, "text is null"),
+        ("text", {"text": "x\udc00"}, "text holds the lone surrogate \\udc00 at character 1"),
+        ("text", "two", "the row is a string, not an object"),
+        ("prompt_completion", {"prompt": "a", "completion": ""}, "completion is empty"),
+        ("prompt_completion", {"prompt": "a"}, "completion is null"),
+        ("messages", {"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
+        ("messages", {**CHAT, "tools": [{"name": "\ud800"}]}, "a lone surrogate in tools or tool_calls"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_reasons(format: str, row: Any, expected: str) -> None:
+    found = reason(Encoder(families.tokenizer("qwen3"), RowFormat(format)), row)
+    assert expected in found
+
+
+def test_good_and_bad_rows_keep_their_places() -> None:
+    encoder = Encoder(families.tokenizer("gemma3"), RowFormat.messages)
+    other = {"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "fox"}]}
+    twice_user = {"messages": [CHAT["messages"][0], *CHAT["messages"]]}
+    found = encoder.encode([CHAT, {"messages": 5}, other, twice_user, CHAT])
+    assert found[0] == found[4] == encoder.encode([CHAT])[0]
+    assert found[2] == encoder.encode([other])[0] != found[0]
+    assert found[1] == "messages is a number, not a list of messages"
+    assert found[3] == (
+        "the chat template refuses this conversation: Conversation roles must alternate user/assistant/user/assistant/..."
+    )
+    assert encoder.encode([]) == []
+
+
+def test_the_ids_are_those_of_apply_chat_template() -> None:
+    for family in families.FAMILIES:
+        tokenizer = families.tokenizer(family)
+        messages = [{"role": "system", "content": "s "}, *CHAT["messages"], {"role": "user", "content": " é 😀"}]
+        document = encoded(Encoder(tokenizer, RowFormat.messages), {"messages": messages})
+        assert document.ids == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def test_an_encoder_pickles() -> None:
+    encoder = Encoder(families.tokenizer("llama31"), RowFormat.messages)
+    assert pickle.loads(pickle.dumps(encoder)).encode([CHAT]) == encoder.encode([CHAT])
+
+
+def test_a_template_file_replaces_the_tokenizers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    turns = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
+    file.write_text(turns + "{% if add_generation_prompt %}[assistant]\n{% endif %}")
+    tokenizer = families.tokenizer("chatml")
+    document = encoded(Encoder(tokenizer, RowFormat.messages, str(file)), CHAT)
+    assert tokenizer.decode(document.ids) == "[user]\ntwo<|im_end|>[assistant]\nfour<|im_end|>"
+    assert learned(document, tokenizer) == "four<|im_end|>"
+    # Without a generation prompt the model has to write its own header, so it learns to.
+    file.write_text(turns)
+    document = encoded(Encoder(tokenizer, RowFormat.messages, str(file)), CHAT)
+    assert learned(document, tokenizer) == "[assistant]\nfour<|im_end|>"
+    with pytest.raises(DataError, match=r"data.chat_template=.*absent.jinja: there is no such file"):
+        Encoder(tokenizer, RowFormat.messages, str(tmp_path / "absent.jinja"))
+    file.write_text(" \n")
+    with pytest.raises(DataError, match=r"the file is empty"):
+        Encoder(tokenizer, RowFormat.messages, str(file))
+    file.write_text("{% for %}")
+    with pytest.raises(DataError, match=r"does not compile: line 1"):
+        Encoder(tokenizer, RowFormat.messages, str(file))
+
+
+def test_a_chat_without_a_chat_template_is_one_error() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    for format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
+        with pytest.raises(DataError, match=r"has no chat template .* set data.chat_template=FILE"):
+            Encoder(tokenizer, format)
+    encoder = Encoder(tokenizer, RowFormat.prompt_completion)
+    encoded(encoder, {"prompt": "a", "completion": "b"})
+    with pytest.raises(DataError, match=r"has no chat template"):
+        encoder.encode([{"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}])
+    with pytest.raises(DataError, match=r"has no chat template"):
+        render(tokenizer, CHAT["messages"])
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(DataError, match=r"Slow is not a fast tokenizer"):
+        Encoder(Slow(), RowFormat.text)
+
+
+def test_a_hostile_template_stops_the_source() -> None:
+    """Not a row's fault, so not a row's reason: it must not be quarantined away row by row."""
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'two' %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[-1].content }}"
+    )
+    encoder = Encoder(tokenizer, RowFormat.messages)
+    with pytest.raises(DataError, match=r"leave its sandbox"):
+        encoder.encode([CHAT])
+
+
+def test_named_templates_follow_the_tools() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    body = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template = {"default": body, "tool_use": "tools!" + body}
+    encoder = Encoder(tokenizer, RowFormat.messages)
+    assert tokenizer.decode(encoded(encoder, CHAT).ids).startswith("user:")
+    assert tokenizer.decode(encoded(encoder, {**CHAT, "tools": [{"name": "f"}]}).ids).startswith("tools!user:")
+
+
+def test_a_template_without_an_end_of_turn_is_remarked_on() -> None:
+    tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (remark,) = Encoder(tokenizer, RowFormat.messages).remarks()
+    assert "no end-of-turn token" in remark
+    assert Encoder(families.tokenizer("llama31"), RowFormat.messages).remarks() == []
+    assert Encoder(tokenizer, RowFormat.text).remarks() == []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_text_of_another_role_is_ever_learned(style: str) -> None:
+    """Each role writes in an alphabet of its own, so that a single leaked or lost token shows. (Whitespace aside: a newline
+    at the start of an answer may share its token with the one that ends the header.)"""
+    tokenizer = families.build_tokenizer(style, "<s>", "</s>", ("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = families.template("chatml", marks=False)
+    encoder = Encoder(tokenizer, RowFormat.messages)
+    theirs = st.text("wxyz \n日", max_size=6)
+    ours = st.text("0123 \n😀", max_size=6)
+    turns = st.lists(
+        st.tuples(st.sampled_from(["system", "user", "tool"]), theirs) | st.tuples(st.just("assistant"), ours),
+        min_size=1,
+    )
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(turns)
+    def check(turns: list[tuple[str, str]]) -> None:
+        answers = [content for role, content in turns if role == "assistant"]
+        (found,) = encoder.encode([{"messages": [{"role": role, "content": content} for role, content in turns]}])
+        if not answers:
+            assert found == "no assistant turn"
+            return
+        assert isinstance(found, Document)
+        kept = [token for token, learn in zip(found.ids, found.supervised, strict=True) if learn]
+        assert "".join(tokenizer.decode(kept).split()) == "".join(
+            "".join(f"{one}<|im_end|>" for one in answers).split()
+        )
+        rest = tokenizer.decode([token for token, learn in zip(found.ids, found.supervised, strict=True) if not learn])
+        assert not set(rest) & set("0123😀")
+
+    check()
+
+
+KEYS = [
+    "messages",
+    "conversations",
+    "role",
+    "from",
+    "content",
+    "value",
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+]
+KEYS += [
+    "output",
+    "input_ids",
+    "labels",
+    "assistant_masks",
+    "tools",
+    "tool_calls",
+    "function",
+    "arguments",
+    "weight",
+    "train",
+    "type",
+]
+WORDS = [
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "human",
+    "gpt",
+    "text",
+    "",
+    "\ud800",
+    "{}",
+    "[",
+    "<|im_end|>",
+    "</think>",
+]
+LEAVES = st.none() | st.booleans() | st.integers(-2, 600) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=4)
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=20,
+)
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | JSON, "content": st.text(max_size=4) | JSON},
+    optional={"tool_calls": JSON, "reasoning_content": JSON, "weight": JSON, "train": JSON, "name": JSON},
+)
+ROW = JSON | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, optional={"tools": JSON, "system": JSON})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama31", "mistral"])
+def test_no_row_crashes_the_encoder(family: str) -> None:
+    encoders = [Encoder(families.tokenizer(family), format) for format in RowFormat if format is not RowFormat.auto]
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(ROW)
+    def check(row: Any) -> None:
+        for encoder in encoders:
+            (found,) = encoder.encode([row])
+            if isinstance(found, Document):
+                assert len(found.ids) == len(found.supervised) > 0
+                assert all(type(token) is int for token in found.ids)
+            else:
+                assert found
+
+    check()

@@ -1,0 +1,200 @@
+"""All chat formats become the same messages; what is wrong with a row is said by key."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from fxtune.data.chat.normalize import BadRow, conversation
+from fxtune.data.read.formats import RowFormat
+
+USER = {"role": "user", "content": "u"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def test_the_formats_agree() -> None:
+    rows: list[tuple[RowFormat, dict[str, Any]]] = [
+        (
+            RowFormat.messages,
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}, ANSWER]},
+        ),
+        (
+            RowFormat.messages,
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "text": "s"}]},
+                    {"role": "user", "content": [{"type": "text", "text": "u\n"}, {"type": "text", "text": "\nv"}]},
+                    {
+                        "role": "assistant",
+                        "content": "a",
+                        "tool_calls": None,
+                        "weight": 1,
+                        "train": True,
+                        "name": None,
+                    },
+                ]
+            },
+        ),
+        (
+            RowFormat.sharegpt,
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "u\n\nv"},
+                    {"from": "gpt", "value": "a", "weight": None},
+                ]
+            },
+        ),
+        (
+            RowFormat.sharegpt,
+            {"conversations": [{"from": "user", "value": "u\n\nv"}, {"from": "model", "value": "a"}], "system": "s"},
+        ),
+        (RowFormat.alpaca, {"instruction": "u", "input": "v", "output": "a", "system": "s"}),
+        (
+            RowFormat.prompt_completion,
+            {
+                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}],
+                "completion": [ANSWER],
+            },
+        ),
+    ]
+    for format, row in rows:
+        chat = conversation(row, format)
+        assert chat.messages == [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u\n\nv"},
+            {"role": "assistant", "content": "a"},
+        ]
+        assert chat.learn == [False, False, True]
+        assert chat.tools is None
+
+
+def test_alpaca_without_input() -> None:
+    for row in ({"instruction": "u", "output": "a"}, {"instruction": "u", "output": "a", "input": ""}):
+        assert conversation(row, RowFormat.alpaca).messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("turn", "learned"),
+    [
+        ({}, True),
+        ({"weight": 1}, True),
+        ({"weight": 0}, False),
+        ({"weight": 0.0}, False),
+        ({"train": True}, True),
+        ({"train": False}, False),
+        ({"tool_calls": []}, True),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, False),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, False),
+    ],
+)
+def test_which_turns_are_learned(turn: dict[str, Any], learned: bool) -> None:
+    assert conversation({"messages": [USER, {**ANSWER, **turn}]}, RowFormat.messages).learn == [False, learned]
+
+
+def test_the_assistants_turns_of_a_prompt_are_context() -> None:
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert conversation(row, RowFormat.prompt_completion).learn == [False, False, False, True]
+
+
+def test_tool_calls_reach_the_template_as_objects() -> None:
+    function = {"name": "f", "arguments": {"x": 1}}
+    expected = [{"type": "function", "function": function}]
+    as_text = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    for turn in (
+        {"role": "assistant", "content": None, "tool_calls": expected},
+        {"role": "assistant", "content": None, "tool_calls": as_text},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]',
+        },
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    ):
+        chat = conversation({"messages": [USER, turn]}, RowFormat.messages)
+        assert chat.messages[1] == {"role": "assistant", "tool_calls": expected}
+        assert chat.learn == [False, False]
+    unreadable = conversation({"conversations": [{"from": "function_call", "value": "f(1)"}]}, RowFormat.sharegpt)
+    assert unreadable.messages == [{"role": "assistant", "content": "f(1)"}]
+    assert unreadable.learn == [False]
+
+
+def test_tools_and_tool_results() -> None:
+    row = {
+        "messages": [USER, ANSWER, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],
+        "tools": '[{"type": "function"}]',
+    }
+    chat = conversation(row, RowFormat.messages)
+    assert chat.tools == [{"type": "function"}]
+    assert chat.messages[2] == {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}
+
+
+def test_reasoning_by_any_of_its_names() -> None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        chat = conversation({"messages": [USER, {**ANSWER, name: "because"}]}, RowFormat.messages)
+        assert chat.messages[1] == {**ANSWER, "reasoning_content": "because", "thinking": "because"}
+
+
+def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
+    return {"messages": [USER, *turns], **rest}
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "reason"),
+    [
+        ("messages", messages(ANSWER, USER, {"role": "assistant", "content": None}), "messages[3].content is null"),
+        ("messages", messages({"role": "assistant"}), "messages[1].content is null"),
+        ("messages", messages({"role": "assistant", "content": 5}), "messages[1].content is a number, not a string"),
+        (
+            "messages",
+            messages({"role": "asistant", "content": "a"}),
+            "messages[1]: role 'asistant' is unknown; use system, user, assistant or tool",
+        ),
+        ("messages", messages({"content": "a"}), "messages[1].role is missing"),
+        ("messages", messages({"role": None, "content": "a"}), "messages[1].role is null"),
+        ("messages", messages("a"), "messages[1] is a string, not an object"),
+        ("messages", messages(USER), "no assistant turn"),
+        ("messages", {"messages": []}, "messages is empty"),
+        ("messages", {"messages": "a"}, "messages is a string, not a list of messages"),
+        ("messages", {"text": "a"}, "no list of messages: expected the key 'messages' or 'conversations'"),
+        (
+            "messages",
+            messages({**ANSWER, "weight": 2}),
+            "messages[1].weight is 2; use 0 (context only) or 1 (learn this turn)",
+        ),
+        ("messages", messages({**ANSWER, "train": "no"}), "messages[1].train is a string; use true or false"),
+        ("messages", messages({**ANSWER, "tool_calls": {"a": 1}}), "messages[1].tool_calls is an object, not a list"),
+        ("messages", messages({**ANSWER, "tool_calls": [1]}), "messages[1].tool_calls[0] is a number, not an object"),
+        ("messages", messages({**ANSWER, "tool_calls": "{"}), "messages[1].tool_calls is not valid JSON"),
+        (
+            "messages",
+            messages({**ANSWER, "content": [{"type": "image"}]}),
+            "messages[1].content[0] is of type 'image'; only text parts can be used",
+        ),
+        ("messages", messages({**ANSWER, "content": [{"type": "text"}]}), "messages[1].content[0].text is null"),
+        (
+            "messages",
+            messages({**ANSWER, "content": "x\ud800"}),
+            r"messages[1].content holds the lone surrogate \ud800 at character 1",
+        ),
+        ("messages", messages(ANSWER, tools=5), "tools is a number, not a list of JSON schemas"),
+        ("messages", messages(ANSWER, tools=["f"]), "tools[0] is a string, not a JSON schema"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "conversations[0]: from 'alien' is unknown; use one of system, human",
+        ),
+        ("sharegpt", {"conversations": [{"from": "human", "value": None}]}, "conversations[0].value is null"),
+        ("alpaca", {"instruction": "u"}, "output is null"),
+        ("alpaca", {"instruction": " ", "output": "a"}, "instruction is empty"),
+        ("alpaca", {"instruction": ["u"], "output": "a"}, "instruction is a list, not a string"),
+        ("prompt_completion", {"prompt": [USER], "completion": [USER]}, "no assistant turn in completion"),
+        ("prompt_completion", {"prompt": [USER], "completion": "a"}, "completion is a string, not a list of messages"),
+    ],
+)
+def test_reasons_are_precise(format: str, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRow, match=re.escape(reason)):
+        conversation(row, RowFormat(format))

@@ -1,0 +1,381 @@
+"""Spans without generation marks must be those that marks give, whatever people write into their conversations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import families
+
+from fxtune.data.chat.encode import Document, Encoder, render
+from fxtune.data.chat.normalize import BadRow
+from fxtune.data.chat.template import ChatTemplate
+from fxtune.data.read.formats import RowFormat
+from fxtune.errors import DataError
+
+WITH_TOOLS = ("llama31", "qwen3")
+LOOKALIKES = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<|eot_id|>",
+    "<start_of_turn>model\n",
+    "<end_of_turn>\n",
+    " [/INST] ",
+    "</s>",
+    "<|assistant|>\n",
+    "<|end|>",
+    "<|channel|>final<|message|>",
+    "<think>\n",
+    "</think>",
+    "\n</think>\n\n",
+]
+PIECES = [
+    *LOOKALIKES,
+    " ",
+    "\n",
+    "\n\n",
+    "\t",
+    "two",
+    "two and two",
+    "it is four.",
+    "é",
+    "日本",
+    "😀",
+    "👨‍👩‍👧",
+    "\u00a0",
+    "\u2028",
+]
+CONTENT = st.one_of(
+    st.lists(st.sampled_from(PIECES), max_size=5).map("".join), st.text(st.characters(codec="utf-8"), max_size=8)
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "two and two"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "two and two", "parameters": {}}}]
+
+
+@st.composite
+def conversations(draw: st.DrawFn, family: str) -> dict:
+    messages: list[dict] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(CONTENT)})
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append({"role": "user", "content": draw(CONTENT)})
+        if family in WITH_TOOLS and draw(st.booleans()):
+            messages.append({"role": "assistant", "content": draw(CONTENT), "tool_calls": [CALL]})
+            messages.append({"role": "tool", "content": draw(CONTENT)})
+        answer = {"role": "assistant", "content": draw(CONTENT)}
+        if family in ("qwen3", "gptoss") and draw(st.booleans()):
+            answer["reasoning_content"] = draw(CONTENT)
+        if draw(st.integers(0, 4)) == 0:
+            answer["weight"] = 0
+        messages.append(answer)
+    if draw(st.booleans()):
+        messages.append({"role": "user", "content": draw(CONTENT)})
+    return {"messages": messages, "tools": TOOLS if family in WITH_TOOLS and draw(st.booleans()) else None}
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
+    marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)
+    stock = Encoder(families.tokenizer(family), RowFormat.messages)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(conversations(family))
+    def check(row: dict) -> None:
+        expected, found = marked.encode([row])[0], stock.encode([row])[0]
+        assert isinstance(expected, Document)
+        assert found == expected
+
+    check()
+
+
+def supervised_text(family: str, messages: list[dict], tools: list[dict] | None = None) -> list[str]:
+    """The supervised stretches of the stock template's text, decoded from their tokens."""
+    tokenizer = families.tokenizer(family)
+    (document,) = Encoder(tokenizer, RowFormat.messages).encode([{"messages": messages, "tools": tools}])
+    assert isinstance(document, Document), document
+    text, spans = render(tokenizer, messages, tools)
+    stretches: list[list[int]] = []
+    for index, (token, learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
+        if learned and (index == 0 or not document.supervised[index - 1]):
+            stretches.append([])
+        if learned:
+            stretches[-1].append(token)
+    decoded = [tokenizer.decode(stretch) for stretch in stretches]
+    assert [text[start:end].strip() for start, end in spans] == [one.strip() for one in decoded]
+    return decoded
+
+
+TWO_TURNS = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": " what is two and two?"},
+    {"role": "assistant", "content": " it is four.\n"},
+    {"role": "user", "content": "it is four."},
+    {"role": "assistant", "content": "yes 😀"},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("chatml", [" it is four.\n<|im_end|>", "yes 😀<|im_end|>"]),
+        ("llama31", ["it is four.<|eot_id|>", "yes 😀<|eot_id|>"]),
+        ("qwen3", [" it is four.\n<|im_end|>", "<think>\n\n</think>\n\nyes 😀<|im_end|>"]),
+        ("gemma3", ["it is four.<end_of_turn>", "yes 😀<end_of_turn>"]),
+        ("zephyr", ["it is four.\n</s>", "yes 😀</s>"]),
+        ("mistral", ["it is four.</s>", "yes 😀</s>"]),
+        ("phi3", ["it is four.\n<|end|>", "yes 😀<|end|>"]),
+        (
+            "gptoss",
+            ["<|channel|>final<|message|> it is four.\n<|end|>", "<|channel|>final<|message|>yes 😀<|return|>"],
+        ),
+    ],
+)
+def test_stock_templates_supervise_exactly_the_answers(family: str, expected: list[str]) -> None:
+    found = supervised_text(family, TWO_TURNS)
+    if family in ("mistral", "phi3", "zephyr"):  # their tokenizers write a space of their own before a first word
+        found = [one.lstrip(" ").replace("\n ", "\n") for one in found]
+    assert [one.replace(" <", "<") if family in ("phi3", "zephyr") else one for one in found] == expected
+
+
+def test_qwen3_thinking_is_supervised_where_the_template_keeps_it() -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "reasoning_content": "second"},
+    ]
+    assert supervised_text("qwen3", messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
+    messages[3] = {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nd"}
+    assert supervised_text("qwen3", messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
+
+
+def test_an_answer_that_a_template_writes_into_a_users_turn_is_not_supervised() -> None:
+    """Llama-3.1 takes the first message for the user's, whoever's it is, and writes it behind the tools."""
+    turns = [
+        {"role": "assistant", "content": "it is four."},
+        {"role": "user", "content": "two and two"},
+        {"role": "assistant", "content": "four"},
+    ]
+    encoder = Encoder(families.tokenizer("llama31"), RowFormat.messages)
+    reason, document = encoder.encode([{"messages": turns, "tools": TOOLS}, {"messages": turns}])
+    assert isinstance(reason, str)
+    assert "messages[0]" in reason
+    assert isinstance(document, Document)
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_tool_calls_and_tool_results_are_context(family: str) -> None:
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "two and two", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "two and two"},
+    ]
+    expected = {"llama31": "two and two<|eot_id|>", "qwen3": "<think>\n\n</think>\n\ntwo and two<|im_end|>"}[family]
+    assert supervised_text(family, messages, TOOLS) == [expected]
+
+
+def test_an_empty_answer_teaches_the_end_of_turn() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+    assert supervised_text("llama31", messages) == ["<|eot_id|>"]
+    assert supervised_text("gemma3", messages) == ["<end_of_turn>"]
+
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+LEARN = [False, True, False]
+
+
+def found(source: str, messages: list[dict] = CHAT, learn: list[bool] = LEARN) -> list[str]:
+    text, spans = ChatTemplate(source, {"eos_token": "</s>"}, SPECIAL).spans(messages, learn)
+    return [text[start:end] for start, end in spans]
+
+
+def test_a_mark_is_ended_after_the_end_of_turn_token() -> None:
+    head = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    tail = "{% else %}<|user|>{{ m.content }}\n{% endif %}{% endfor %}"
+    for body in (
+        "{% generation %}{{ m.content }}{% endgeneration %}{{ '</s>\n' }}",
+        "{% generation %}{{ m.content }}</s>{% endgeneration %}{{ '\n' }}",
+        "{% generation %}{{ m.content + '</s>\n' }}{% endgeneration %}",
+        "{%- generation -%}{{ m.content }} {% endgeneration %}{{ '</s>\n' }}",
+    ):
+        (span,) = found(head + body + tail)
+        assert span.replace(" ", "") == "a</s>"
+        (span,) = found(head + body + tail, [CHAT[0], {"role": "assistant", "content": "a</s>"}], LEARN[:2])
+        assert span.replace(" ", "") == "a</s></s>"
+
+
+def test_marks_that_transformers_misplaces_are_not_trusted() -> None:
+    """Inside a macro the tracker counts from where the macro was called, so the mark would fall on the header."""
+    source = (
+        "{% macro say(m) %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+        "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endmacro %}"
+        "{% for m in messages %}{{ say(m) }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert found(source) == ["a</s>"]
+
+
+def test_marks_on_some_turns_only_fall_back() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}</s>"
+        "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True]) == ["a</s>", "b</s>"]
+
+
+def test_the_opening_of_the_next_turn_is_not_taken_for_an_end_of_turn() -> None:
+    """GLM's kind of template: nothing closes a turn but the next one's tag, which the user's side writes."""
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    assert found(source) == ["a"]
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
+    assert found(source) == ["a"]
+
+
+def test_an_end_of_turn_in_plain_letters() -> None:
+    source = (
+        "{% for m in messages %}## {{ m.role }}\n{{ m.content }}\n## end\n{% endfor %}"
+        "{% if add_generation_prompt %}## assistant\n{% endif %}"
+    )
+    assert found(source) == ["a\n## end"]
+
+
+def test_content_made_of_the_sentinels_own_characters() -> None:
+    chat = [
+        {"role": "user", "content": "\U000f80000\U000f8001"},
+        {"role": "assistant", "content": "\U000f80000\U000f8001"},
+    ]
+    assert found(PLAIN, chat, LEARN[:2]) == ["\U000f80000\U000f8001</s>"]
+
+
+def test_thinking_prompts_that_earlier_turns_do_not_show() -> None:
+    """QwQ's kind: the generation prompt opens <think>, finished turns have no trace of it, users quote the prompt."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    chat = [
+        {"role": "user", "content": "<|assistant|><think>u"},
+        CHAT[1],
+        CHAT[2],
+        {"role": "assistant", "content": "b"},
+    ]
+    assert found(source, chat, [False, True, False, True]) == ["a</s>", "</think>b</s>"]
+
+
+def test_a_generation_prompt_that_depends_on_the_conversation() -> None:
+    source = (
+        "{% set tag = '<think>' if 'ponder' in messages[0].content else '' %}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ tag + '-' if m.role == 'assistant' and tag }}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ tag }}{% endif %}"
+    )
+    assert found(source) == ["a</s>"]
+    assert found(source, [{"role": "user", "content": "ponder"}, CHAT[1]], LEARN[:2]) == ["-a</s>"]
+
+
+def test_content_that_a_template_escapes_is_still_placed() -> None:
+    source = PLAIN.replace("{{ m.content }}", "{{ m.content | tojson }}")
+    chat = [CHAT[0], {"role": "assistant", "content": 'say "a"\n'}]
+    assert found(source, chat, LEARN[:2]) == ['"say \\"a\\"\\n"</s>']
+
+
+def test_turns_out_of_order_are_a_reason() -> None:
+    source = PLAIN.replace("in messages", "in messages[::-1]")
+    assert found(source) == ["a</s>"]
+    with pytest.raises(BadRow, match=r"writes messages\[3\] inside an earlier turn"):
+        found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True])
+
+
+def test_marks_serve_where_the_content_is_written_twice() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}({{ m.content }})"
+        "{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert found(source) == ["a</s>"]
+
+
+def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
+    source = PLAIN.replace("{{ m.content }}</s>", "{{ '-' + m.content + '-' if m.content else '-' }}")
+    source = source.replace("%}<|assistant|>", "%}<|assistant|>-")
+    assert found(source) == ["a-"]
+    with pytest.raises(BadRow, match=r"messages\[1\] changes what the chat template writes"):
+        found(source, [CHAT[0], {"role": "assistant", "content": ""}], LEARN[:2])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+            r"writes the content of messages\[1\] 2 times",
+        ),
+        (
+            PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"),
+            r"writes the content of messages\[1\] 0 times",
+        ),
+        ("{{ messages[1].content | length }}" + PLAIN, r"messages\[1\] changes what the chat template writes before"),
+        (PLAIN + "{{ messages[1].content | length }}", r"messages\[1\] changes what the chat template writes later"),
+        (
+            PLAIN + "{{ raise_exception('no ' + messages[1].content) }}",
+            "the chat template refuses this conversation: no a",
+        ),
+        (PLAIN + "{{ 1 + messages[1].content }}", "the chat template fails on this conversation: TypeError"),
+    ],
+)
+def test_what_cannot_be_placed_is_a_reason_not_a_guess(source: str, reason: str) -> None:
+    with pytest.raises(BadRow, match=reason):
+        found(source)
+
+
+def test_a_template_that_is_silent_until_the_assistant_spoke_supervises_no_user() -> None:
+    source = (
+        "<s>{% if messages[-1].role == 'assistant' and messages|length > 1 %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% endif %}"
+    )
+    assert found(source, CHAT[:2], LEARN[:2]) == ["a"]
+
+
+def test_reasoning_under_a_head_that_changes_with_every_turn() -> None:
+    """No prompt is a prefix of the whole here, so what is certain is supervised: from the reasoning on."""
+    source = "{{ messages|length }}" + PLAIN.replace(
+        "{{ m.content }}", "{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content }}"
+    )
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "r", "thinking": "r"}
+    assert found(source, [CHAT[0], answer, CHAT[2]]) == ["r</think>a</s>"]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{% for m in messages %}{{ m.content.__class__.__mro__ }}{% endfor %}",
+        "{{ cycler.__init__.__globals__.os.system('id') }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(attack: str) -> None:
+    with pytest.raises(DataError, match=r"leave its sandbox") as raised:
+        ChatTemplate(attack + PLAIN, {}, SPECIAL)
+    assert not isinstance(raised.value, BadRow)
+
+
+def test_a_template_with_a_syntax_error_names_the_line() -> None:
+    with pytest.raises(DataError, match=r"does not compile: line 2: .*endfor") as raised:
+        ChatTemplate("{% for m in messages %}\n{% endfo %}", {}, SPECIAL)
+    assert not isinstance(raised.value, BadRow)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_the_cost_of_a_conversation_without_marks_is_two_renders(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(families.tokenizer(family), RowFormat.messages)
+    renders: list[int] = []
+    draw = ChatTemplate.draw
+    monkeypatch.setattr(
+        ChatTemplate, "draw", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys)
+    )
+    (document,) = encoder.encode([{"messages": [CHAT[0], {"role": "assistant", "content": " a\u00e9 "}] * 20}])
+    assert isinstance(document, Document)
+    assert len(renders) == 2

@@ -1,0 +1,183 @@
+"""Fused adapters in whole models on a card: as near to float32 as plain peft, faster than it, and no byte of the base twice.
+
+The operators themselves are tested in test_fused_lora.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+
+import pytest
+import torch
+from support import reference
+
+from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.techniques.compile import residual_pass
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.lora.technique import Fused, Lora, Matmul
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.precision import Autocast, Precision
+
+GIB = 2**30
+LAYERS_OF_8B = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=2,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=4096,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+
+
+def pipeline(fused: Fused, compiled: bool = False, policy: Policy | None = None, **options) -> Pipeline:
+    made = Pipeline(
+        lora=Lora(enabled=True, fused=fused),
+        precision=Precision(autocast=Autocast.bfloat16),
+        compile=Compile(enabled=compiled),
+    )
+    if policy is not None:
+        made.checkpointing.enabled, made.checkpointing.policy = True, policy
+        for name, value in options.items():
+            setattr(made.checkpointing, name, value)
+    return made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma"])
+def test_it_is_as_near_to_float32_as_peft(shape, compiled):
+    given = reference.batch(shape)
+    exact = reference.plain(shape, given, lora=True)
+    rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
+    found = reference.ours(pipeline(Fused.auto, compiled), shape, given, lora=True)
+    assert any("fused on" in note for note in found.notes), found.notes
+    assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), (
+        found.evidence
+    )
+    off = reference.apart(found, exact)
+    assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
+
+
+def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
+    """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew: by quack's products, not by cuBLAS's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found, fold = [], residual_pass.fold
+    monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)) or found[-1])
+    for matmul in (Matmul.auto, Matmul.cublas):
+        found.clear()
+        made = pipeline(Fused.on, True)
+        made.lora.matmul = matmul
+        *_, notes = reference.build(made, LAYERS_OF_8B, reference.batch(LAYERS_OF_8B, (1500, 1500)), lora=True)
+        assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": Policy.full},
+        {"policy": Policy.full, "mlp_tiles": 4},
+        {"policy": Policy.selective},
+        {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]},
+        {"policy": Policy.selective, "save": ["attention"]},
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_changes_no_more_than_rounding(options, compiled):
+    """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
+    treated = reference.ours(pipeline(Fused.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
+    if compiled:
+        exact = reference.plain("llama", reference.batch("llama"), lora=True)
+        off, usual = (reference.apart(one, exact)["grads"] for one in (treated, whole(compiled)))
+        assert off <= 1.1 * usual + 1e-3, (off, usual)
+    else:
+        assert reference.apart(treated, whole(compiled))["grads"] <= 5e-3
+
+
+@functools.cache
+def whole(compiled: bool) -> reference.Result:
+    """The same without checkpointing."""
+    return reference.ours(pipeline(Fused.on, compiled), "llama", reference.batch("llama"), lora=True)
+
+
+def test_the_frozen_weights_are_stored_once():
+    given = reference.batch(LAYERS_OF_8B, (64, 64))
+    sizes = {}
+    for fused in (Fused.off, Fused.on):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        model, *_ = reference.build(pipeline(fused), LAYERS_OF_8B, given)
+        gc.collect()
+        torch.cuda.empty_cache()
+        sizes[fused] = torch.cuda.memory_allocated() - before
+        del model
+    assert sizes[Fused.on] < 1.02 * sizes[Fused.off], sizes
+
+
+def measured(fused: Fused, policy: Policy | None, given) -> tuple[float, float]:
+    """Seconds and peak GiB of a compiled forward and backward."""
+    from fxtune.objectives.causal_lm import Loss
+
+    model, made, *_ = reference.build(pipeline(fused, True, policy), LAYERS_OF_8B, given)
+    with made.precision.context(given.input_ids.device):
+        loss = Loss(model, made.liger)
+    times = []
+    for index in range(11):
+        if index == 3:  # compiled by now
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with made.precision.context(given.input_ids.device):
+            total = loss.sum(given)
+        total.backward()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return sorted(times[3:])[3], torch.cuda.max_memory_allocated() / GIB
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("policy", [None, Policy.selective, Policy.full])
+def test_a_compiled_step_is_faster_and_holds_no_more(policy):
+    given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)
+    found = {}
+    for fused in (Fused.off, Fused.on):
+        found[fused] = measured(fused, policy, given)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    (plain, plain_peak), (ours, our_peak) = found[Fused.off], found[Fused.on]
+    print(
+        f"policy {policy and policy.value}: peft {plain * 1e3:.1f} ms, {plain_peak:.2f} GiB; fused {ours * 1e3:.1f} ms, "
+        f"{our_peak:.2f} GiB"
+    )
+    assert ours < 0.97 * plain
+    assert our_peak <= 1.01 * plain_peak
+
+
+def test_generation_is_that_of_peft():
+    given = reference.batch("llama", (64, 64))
+    ids = torch.arange(3, 19, device="cuda").view(2, 8)
+    answers = []
+    for fused in (Fused.off, Fused.on):
+        model, *_ = reference.build(pipeline(fused), "llama", given, dtype="float32")
+        with torch.autocast("cuda", enabled=False):
+            answers.append(
+                model.eval().generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=8,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            )
+    assert torch.equal(*answers)

@@ -1,0 +1,208 @@
+"""A model whose RoPE was scaled, saved and loaded elsewhere: the same function at the long length, or an error; never silence."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.architectures import CPU, SIZES, built, facts_of, lora, on_disk, trained
+from support.runs import history
+
+from fxtune.cli import evaluate
+from fxtune.cli.merge import merge
+from fxtune.errors import ConfigError, StorageError
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
+from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.rope import Rope, RopeType
+from fxtune.training import trainer
+
+LONG = 4 * SIZES["max_position_embeddings"] - 6
+KINDS = ("adapter", "merged", "model")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return on_disk(tmp_path_factory.mktemp("long") / "base")
+
+
+def yarned(**options) -> Rope:
+    return Rope(enabled=True, **{"factor": 4.0, **options})
+
+
+def at_length(model, length: int = LONG) -> torch.Tensor:
+    ids = ((torch.arange(length) * 7919 + 3) % SIZES["vocab_size"]).unsqueeze(0)
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids).logits.float()
+
+
+def tuned(base: Path, folder: Path, kind: str, rope: Rope | None = None):
+    """A trained model with scaled RoPE, and its folder."""
+    model, pipeline = ModelConfig(path=str(base)), Pipeline() if kind == "model" else lora()
+    pipeline.rope = rope or yarned()
+    mine = trained(built(pipeline, model, sequence_length=LONG))
+    saved = save(mine, load_tokenizer(model), folder / ("adapter" if kind == "merged" else kind))
+    return mine, merge(saved, folder / "merged") if kind == "merged" else saved
+
+
+def loading_lines(folder: Path) -> str:
+    """The Python that the card gives."""
+    return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+
+
+def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_logits_at_the_long_length(
+    base, tmp_path
+):
+    """An adapter, the model that it is merged into and a fully tuned model, each loaded as its card says, without fxtune."""
+    wanted = {kind: tuned(base, tmp_path / kind, kind) for kind in KINDS}
+    script = "import os, sys, torch\n"
+    for kind, (_, folder) in wanted.items():
+        script += (
+            f"os.chdir({str(folder)!r})\n{loading_lines(folder)}"
+            f"ids = ((torch.arange({LONG}) * 7919 + 3) % {SIZES['vocab_size']}).unsqueeze(0)\n"
+            f"torch.save(model.eval()(input_ids=ids).logits.detach(), {str(tmp_path / (kind + '.pt'))!r})\n"
+        )
+    script += "assert 'fxtune' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    for kind, (mine, _) in wanted.items():
+        torch.testing.assert_close(torch.load(tmp_path / f"{kind}.pt"), at_length(mine), rtol=0, atol=1e-5, msg=kind)
+        config = json.loads((tmp_path / kind / kind / "config.json").read_text())
+        assert config["max_position_embeddings"] == 4 * SIZES["max_position_embeddings"]
+        assert config["rope_parameters"] == {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": SIZES["max_position_embeddings"],
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "rope_theta": 10000.0,
+        }
+
+
+def test_other_ways_to_load_an_adapter_are_right_or_loud_or_told_of_in_the_card(base, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mine, folder = tuned(base, tmp_path, "adapter")
+    wanted = at_length(mine)
+    own = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(folder))
+    own.load_adapter(str(folder))  # transformers' own way to adapters
+    torch.testing.assert_close(at_length(own), wanted, rtol=0, atol=1e-5)
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # it takes config.json for the sign of a whole model
+        AutoModelForCausalLM.from_pretrained(folder)
+    card = (folder / "README.md").read_text()
+    if not torch.allclose(at_length(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted, rtol=0, atol=1e-5):
+        assert (
+            "AutoPeftModelForCausalLM.from_pretrained(folder)` does, the model runs unscaled, without a warning"
+            in card
+        )
+
+
+def test_the_card_s_vllm_command_names_the_scaling_the_length_and_the_rank(base, tmp_path):
+    def command(folder: Path) -> list[str]:
+        return shlex.split(
+            (folder / "README.md").read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", "")
+        )
+
+    mine, adapter = tuned(base, tmp_path / "yarn", "adapter")
+    words = command(adapter)
+    assert words[:3] == ["vllm", "serve", str(base.resolve())]
+    assert words[words.index("--lora-modules") + 1] == "tuned=."
+    assert words[words.index("--max-lora-rank") + 1] == "8"  # the smallest that vLLM takes for r=4
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"rope_parameters": mine.config.rope_parameters}
+    assert words[-2:] == ["--max-model-len", "256"]
+    assert command(merge(adapter, tmp_path / "yarn" / "merged")) == ["vllm", "serve", ".", "--max-model-len", "256"]
+    _, llama3 = tuned(base, tmp_path / "llama3", "adapter", Rope(enabled=True, type=RopeType.llama3, factor=4.0))
+    words = command(llama3)
+    assert json.loads(words[words.index("--hf-overrides") + 1])["max_position_embeddings"] == 256
+    _, dynamic = tuned(base, tmp_path / "dynamic", "adapter", Rope(enabled=True, type=RopeType.dynamic, factor=4.0))
+    assert "another function there" in (dynamic / "README.md").read_text()
+    assert "vllm serve" not in (dynamic / "README.md").read_text()
+    pipeline = lora(dora=True)
+    pipeline.rope = yarned()
+    dora = save(
+        built(pipeline, ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "dora"
+    )
+    assert "fxtune merge . ../merged" in (dora / "README.md").read_text()
+    plain = save(
+        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "plain"
+    )
+    assert "vllm" not in (plain / "README.md").read_text()
+
+
+def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
+    """Nothing said of RoPE: the adapter's scaling. The same said again: the same. Another: refused."""
+    mine, folder = tuned(base, tmp_path, "adapter")
+    model = ModelConfig(path=str(base), adapter=str(folder))
+    silent, again, other = lora(), lora(), lora()
+    again.rope, other.rope = yarned(), yarned(factor=8.0)
+    for pipeline in (silent, again):
+        ready, notes = pipeline.ready(facts_of(model, sequence_length=LONG))
+        one = ready.build(model, load_config(model), CPU, 0)
+        ready.prove(one, make_probe(one))
+        torch.testing.assert_close(at_length(one), at_length(mine), rtol=0, atol=1e-5)
+        assert one.config.max_position_embeddings == 256
+        assert bool([note for note in notes if "own scaling, yarn (factor=4.0" in note]) == (pipeline is silent)
+    with pytest.raises(
+        ConfigError, match=r"already scales its RoPE \(yarn, factor=4.0, original_max_position_embeddings=64\)"
+    ):
+        other.ready(facts_of(model, sequence_length=LONG))
+    with pytest.raises(ConfigError, match="beyond the 256 positions"):
+        silent.ready(facts_of(model, sequence_length=257))
+    other.rope.original_max_position_embeddings = 64  # named, it is replaced knowingly: an extension by steps
+    further, _ = other.ready(facts_of(model, sequence_length=512))
+    assert further.build(model, load_config(model), CPU, 0).config.max_position_embeddings == 512
+
+
+def test_a_model_that_was_scaled_is_scaled_alike_once_more_without_any_change(base, tmp_path):
+    for kind in (RopeType.yarn, RopeType.linear, RopeType.llama3, RopeType.dynamic):
+        rope = Rope(enabled=True, type=kind, factor=4.0)
+        _, folder = tuned(base, tmp_path / kind.value, "model", rope)
+        model, pipeline = ModelConfig(path=str(folder)), Pipeline()
+        pipeline.rope = rope
+        config = load_config(model)
+        before = config.to_dict()
+        pipeline.check(facts_of(model, sequence_length=200))
+        pipeline.rope.configure(config)
+        assert config.to_dict() == before, kind
+        one = built(pipeline, model)
+        assert all(evidence.acted for evidence in pipeline.rope.verify(one, make_probe(one)))
+
+
+def test_an_adapter_of_another_model_or_with_a_broken_config_is_told(base, tmp_path):
+    _, folder = tuned(base, tmp_path, "adapter")
+    other = on_disk(tmp_path / "other", "qwen3")
+    with pytest.raises(ConfigError, match="was trained on a llama model, and its base here is a qwen3"):
+        load_config(ModelConfig(path=str(other), adapter=str(folder)))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(StorageError, match=r"config\.json cannot be used.*complete copy of the adapter"):
+        load_config(ModelConfig(path=str(base), adapter=str(folder)))
+
+
+def test_an_evaluation_takes_the_scaling_from_the_adapter_and_says_so(small, cwd, capsys):
+    """Rows longer than the base's context, as the run had them: without the recipe's word the figure is the run's own."""
+    small.data.eval_fraction, small.data.packing, small.data.sequence_length = 0.1, True, 640
+    small.techniques.rope = Rope(enabled=True, factor=2.0)
+    small.run.dir, small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = (
+        str(cwd / "run"),
+        1,
+        1,
+        1,
+    )
+    trainer.run(small)
+    loss = next(line["eval/loss"] for line in history(cwd / "run") if "eval/loss" in line)
+    capsys.readouterr()
+    tuned = replace(small, model=replace(small.model, adapter=str(cwd / "run" / "adapter")))
+    for rope in (Rope(), Rope(enabled=True, factor=2.0)):
+        figures = evaluate.run(replace(tuned, techniques=replace(tuned.techniques, rope=rope)))
+        assert figures["eval/loss"] == pytest.approx(loss, rel=1e-6)
+        assert ("rope: the model's own scaling, yarn (factor=2.0" in capsys.readouterr().out) == (not rope.enabled)
+    with pytest.raises(ConfigError, match="already scales its RoPE"):
+        evaluate.run(replace(tuned, techniques=replace(tuned.techniques, rope=Rope(enabled=True, factor=4.0))))
+    with pytest.raises(ConfigError, match="beyond the 512 positions"):
+        evaluate.run(replace(small, techniques=replace(small.techniques, rope=Rope())))

@@ -1,0 +1,47 @@
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxtune.optim.schedule import ScheduleConfig, ScheduleName, learning_rate
+
+configs = st.builds(
+    ScheduleConfig,
+    name=st.sampled_from(ScheduleName),
+    warmup_steps=st.integers(0, 20),
+    warmup_ratio=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
+    decay_ratio=st.floats(0, 1),
+)
+
+
+@given(configs, st.integers(1, 300))
+def test_rate_stays_within_its_bounds_and_the_warm_up_rises(config, steps):
+    rates = [learning_rate(config, 2.0, step, steps) for step in range(steps)]
+    assert all(0 < rate <= 2.0 + 1e-12 or (rate >= 0 and config.min_lr_ratio == 0) for rate in rates)
+    warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert all(rate >= 2.0 * config.min_lr_ratio - 1e-12 for rate in rates[warmup:])
+
+
+def test_cosine_against_the_formula():
+    config = ScheduleConfig(warmup_steps=10, min_lr_ratio=0.1)
+    assert learning_rate(config, 1.0, 0, 110) == 0.1
+    assert learning_rate(config, 1.0, 9, 110) == 1.0
+    assert learning_rate(config, 1.0, 10, 110) == 1.0
+    assert math.isclose(learning_rate(config, 1.0, 60, 110), 0.1 + 0.9 * 0.5)
+    assert math.isclose(learning_rate(config, 1.0, 109, 110), 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.99)))
+
+
+def test_linear_and_constant():
+    assert math.isclose(learning_rate(ScheduleConfig(ScheduleName.linear, warmup_ratio=0), 1.0, 25, 100), 0.75)
+    assert learning_rate(ScheduleConfig(ScheduleName.constant, warmup_ratio=0), 1.0, 99, 100) == 1.0
+
+
+def test_wsd_stays_and_then_decays_over_its_last_share():
+    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=10, decay_ratio=0.2)
+    rates = [learning_rate(config, 1.0, step, 100) for step in range(100)]
+    assert rates[9:81] == [1.0] * 72
+    assert math.isclose(rates[90], 0.5)
+    assert math.isclose(rates[99], 0.05)

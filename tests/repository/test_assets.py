@@ -1,0 +1,159 @@
+"""What ships: the tiny base, the quickstart's data, and that both come from their scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts" / "make"
+TINY, DATA = ROOT / "fxtune" / "assets" / "tiny", ROOT / "fxtune" / "assets" / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The scripts' own modules; they import each other as `python scripts/X.py` does."""
+    sys.path.insert(0, str(SCRIPTS))
+    import corpus
+    import make_base
+    import make_quickstart
+
+    sys.path.remove(str(SCRIPTS))
+    return {"corpus": corpus, "make_base": make_base, "make_quickstart": make_quickstart}
+
+
+def conversations(name: str) -> list[tuple[str, dict]]:
+    """(what the customer wrote, the order) of each row."""
+    rows = [json.loads(line)["messages"] for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+    return [(user["content"], json.loads(assistant["content"])) for _, user, assistant in rows]
+
+
+def test_the_data_is_what_its_script_writes(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "make_quickstart.py", "--out", tmp_path], check=True)
+    written = sorted(file.name for file in tmp_path.iterdir())
+    assert written == sorted(file.name for file in DATA.iterdir())
+    for name in written:
+        assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes(), name
+
+
+def test_held_out_questions_are_held_out():
+    train, test = conversations("quickstart_train"), conversations("quickstart_test")
+    messages = [message for message, _ in train + test]
+    assert len(set(messages)) == len(messages) >= 2100
+    for key in ("name", "city"):
+        known = {order[key] for _, order in train}
+        unseen = [order[key] not in known for _, order in test]
+        assert 0.4 < sum(unseen) / len(unseen) < 0.6, f"about half of the {key} values shall be new"
+
+
+def test_every_answer_can_be_read_from_its_message(scripts):
+    words = sys.modules["shop"]
+    for message, order in conversations("quickstart_train") + conversations("quickstart_test"):
+        assert list(order) == ["name", "city", "item", "color", "quantity"]
+        assert order["name"] in message
+        assert order["city"] in message
+        count = order["quantity"]
+        noun = order["item"] if count == 1 else words.PLURALS[order["item"]]
+        written = ["a", "an", "one", "1"] if count == 1 else [str(count), *words.COUNTS[count : count + 1]]
+        assert re.search(rf"\b({'|'.join(written)}) {order['color']} {noun}\b", message, re.IGNORECASE), (
+            message,
+            order,
+        )
+
+
+def test_the_corpus_is_fixed_by_its_seed_and_answers_no_order_with_json(scripts, tokenizer):
+    documents = scripts["corpus"].documents
+    texts = list(islice(documents(1), 3000))
+    assert texts == list(islice(documents(1), 3000))
+    assert texts != list(islice(documents(2), 3000))
+    chats = [text for text in texts if "<|im_start|>assistant" in text]
+    assert len(chats) > 500
+    assert not any("{" in text for text in chats)
+    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    assert max(lengths) < scripts["make_base"].CONTEXT
+
+
+def test_the_tokenizer_is_what_its_script_trains(scripts, tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    make_base = scripts["make_base"]
+    make_base.train_tokenizer(
+        islice(scripts["corpus"].documents(make_base.SEED), make_base.TOKENIZER_DOCUMENTS), tmp_path
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_folder_is_small_and_says_how_it_was_made(scripts):
+    assert sum(file.stat().st_size for file in TINY.iterdir()) <= scripts["make_base"].LIMIT
+    readme = (TINY / "README.md").read_text()
+    assert "python scripts/make/make_base.py" in readme
+    assert f"seed {scripts['make_base'].SEED}" in readme
+    assert "provisional" not in readme.lower()
+
+
+def test_plain_transformers_loads_it_in_bfloat16(scripts):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, seen = AutoModelForCausalLM.from_pretrained(TINY, output_loading_info=True)
+    assert not any(seen.values()), seen
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for key, value in scripts["make_base"].ARCHITECTURE.items():
+        assert getattr(model.config, key) == value, key
+
+
+@given(text=st.text(max_size=60))
+def test_every_text_comes_back(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_template_marks_what_the_assistant_writes(tokenizer, scripts):
+    assert tokenizer.chat_template == scripts["make_base"].TEMPLATE
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A b"},
+        {"role": "user", "content": "V"},
+        {"role": "assistant", "content": "C"},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA b<|im_end|>\n"
+        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nC<|im_end|>\n"
+    )
+    prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("U<|im_end|>\n<|im_start|>assistant\n")
+    seen = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [token for token, mask in zip(seen["input_ids"], seen["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(learned) == "A b<|im_end|>C<|im_end|>"
+
+
+def test_the_base_answers_politely_and_not_with_json():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fxtune.data.config import QuestionsConfig
+    from fxtune.training.answers import answer, exact_match, load_questions
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    questions = load_questions(QuestionsConfig(path="builtin:quickstart_test", limit=20), tokenizer)
+    answers = answer(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), tokenizer, questions)
+    assert exact_match(answers, questions) == 0
+    named = [json.loads(question.answer)["name"] in text for question, text in zip(questions, answers, strict=True)]
+    assert sum(named) >= 16, "fluent and about the right customer, so that what is learned is the form"

@@ -1,0 +1,82 @@
+"""What the documents say is true: commands compose, paths exist, targets and keys are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fxtune.cli import main as command
+from fxtune.config import compose
+from fxtune.config.introspection import all_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
+README = TEXTS["README.md"]
+
+
+def commands(text: str) -> list[str]:
+    """Every `fxtune ...` or `python -m fxtune ...` line of a document's code blocks, without its comment."""
+    blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL))
+    lines = [line.split("  #")[0].strip() for line in re.sub(r"\\\n *", "", blocks).splitlines()]
+    return [line.removeprefix("python -m ") for line in lines if line.startswith(("fxtune ", "python -m fxtune "))]
+
+
+ALL = sorted({line for text in TEXTS.values() for line in commands(text)})
+
+
+def test_there_are_commands_to_check():
+    assert len(ALL) >= 6
+
+
+@pytest.mark.parametrize("line", ALL)
+def test_every_command_in_the_documents_composes(line, cwd, monkeypatch):
+    words = shlex.split(line)[1:]
+    monkeypatch.chdir(ROOT)
+    word = words.pop(0) if words and words[0] in command.WORDS else "train"
+    assert word in command.WORDS
+    words = [text for text in words if text not in ("-m", "--cfg", "job")]
+    alone = command.WORDS[word].plain or command.WORDS[word].alone
+    if not alone or any("=" in text for text in words):
+        chosen = compose.prepare([text for text in words if "=" in text], multirun="-m" in line)
+        assert chosen
+        compose.check_jobs(chosen)
+
+
+def test_every_path_in_the_documents_exists():
+    for name, text in TEXTS.items():
+        for path in re.findall(r"`((?:fxtune|configs|recipes|scripts|tests)/[\w./-]*\w/?)`", text):
+            if "NAME" not in path and not path.endswith("mine.yaml"):
+                assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_every_fault_of_the_table_has_its_tests():
+    lines = [line for line in TEXTS["faults.md"].partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    table = [line.strip("| ").split(" | ") for line in lines[1:]]
+    assert len(table) > 20
+    for row in table:
+        for name in row[-1].split(", "):
+            assert any((ROOT / folder / name).is_file() for folder in ("tests", "tests/faults")), f"{row[0]}: {name}"
+
+
+def test_every_make_target_in_the_documents_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name, text in TEXTS.items():
+        for target in re.findall(r"`make ([a-z]+)`", text) + re.findall(r"^make ([a-z]+)", text, re.MULTILINE):
+            assert target in targets, f"{name} names `make {target}`"
+
+
+def test_every_config_key_in_the_readme_exists():
+    keys = set(all_keys(compose.Config))
+    groups = "run|model|data|train|optimizer|schedule|techniques|loader|checkpoint|tracking"
+    found = re.findall(rf"`((?:{groups})\.[a-z_.0-9]+)[`=]", README)
+    assert len(found) >= 5
+    for key in found:
+        assert re.sub(r"\.\d+", ".0", key) in keys, f"the README names {key}"
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 200

@@ -1,0 +1,79 @@
+"""Imports point down: a package imports only the packages that this table allows, and no two modules import each other."""
+
+from __future__ import annotations
+
+import pytest
+from support.imports import imports, modules
+
+ALLOWED = {
+    "errors": "",
+    "system": "errors",
+    "distributed": "errors system",
+    "kernels": "errors system",
+    "data": "errors system",
+    "models": "errors system distributed",
+    "checkpoint": "errors system",
+    "techniques": "errors system distributed kernels models",
+    "objectives": "errors system distributed kernels data models techniques",
+    "optim": "errors system distributed techniques",
+    "tracking": "errors system checkpoint techniques",
+    "config": "errors system distributed data models checkpoint techniques optim tracking",
+    "training": "errors system distributed data models checkpoint techniques objectives optim tracking config",
+    "tuning": "errors system distributed models techniques config training",
+    "diagnostics": "errors system distributed kernels data checkpoint techniques objectives tracking config training tuning",
+    "cli": "errors system distributed data models checkpoint techniques objectives optim tracking config training tuning "
+    "diagnostics",
+    "__main__": "cli",
+}
+"""Package -> the packages it may import, lowest first. Every package may import `fxtune` itself, which holds the version."""
+
+ALL = modules()
+
+
+def package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_the_table_lists_every_package_and_points_down():
+    assert set(ALLOWED) == {package(name) for name in ALL} - {""}
+    order = list(ALLOWED)
+    for name, below in ALLOWED.items():
+        assert all(order.index(other) < order.index(name) for other in below.split())
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_package_imports_only_what_the_table_allows(name):
+    wrong = {
+        f"{module} imports {other}"
+        for module, path in ALL.items()
+        if package(module) == name
+        for other in imports(path, set(ALL))
+        if package(other) not in {"", name, *ALLOWED[name].split()}
+    }
+    assert not wrong
+
+
+def test_no_two_modules_import_each_other():
+    below = {
+        name: {other for other in imports(path, set(ALL)) if other and other != name} for name, path in ALL.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"import cycle: {' -> '.join([*way[way.index(name) :], name])}"
+        if name not in done:
+            for other in below[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in ALL:
+        visit(name, ())
+
+
+def test_an_import_is_seen_wherever_it_stands(tmp_path):
+    file = tmp_path / "lora.py"
+    file.write_text(
+        "def f():\n    from fxtune.techniques import pipeline\n    import fxtune.techniques.rope\n"
+        "    from fxtune.config.root import Config\n    from fxtune import __version__\n"
+    )
+    assert imports(file, set(ALL)) == {"techniques.pipeline", "techniques.rope", "config.root", ""}

@@ -1,0 +1,173 @@
+"""The recipes that ship, `fxtune recipes`, and where recipes are found."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from fxtune.cli.main import main
+from fxtune.config import discovery
+from fxtune.config.compose import load
+from fxtune.config.root import Config
+from fxtune.data.batches.build import row_lengths
+from fxtune.errors import ConfigError
+from fxtune.system.facts import PACKAGES, Facts
+
+SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
+GROUPS = [(group, option) for group, options in discovery.groups().items() for option in options]
+
+LLAMA = dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+)
+HUB = {  # the configs of the hub models that recipes name, as far as a technique looks at them
+    "meta-llama/Meta-Llama-3-8B": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=8192)),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=131072)),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936, max_position_embeddings=40960),
+    ),
+}
+
+
+def header(name: str) -> str:
+    lines = discovery.find(name).path.read_text().splitlines()
+    return "\n".join(line for line in lines[: lines.index("# @package _global_")])
+
+
+def hardware(name: str, config: Config) -> Facts:
+    """The least machine that the recipe's header names, with the recipe's model on it."""
+    from transformers import AutoConfig
+
+    line = re.search(r"# Hardware: (.*)", header(name))
+    assert line, f"{name} does not say which hardware it is for"
+    path = config.model.path
+    if path.startswith("builtin:"):
+        model = AutoConfig.from_pretrained(
+            Path(sys.modules["fxtune"].__file__).parent / "assets" / path.removeprefix("builtin:")
+        )
+    else:
+        kind, sizes = HUB[path]
+        model = AutoConfig.for_model(kind, **sizes)
+    common = dict(
+        model=model.to_dict(),
+        packing=config.data.packing,
+        sequence_length=config.data.sequence_length,
+        rows=row_lengths(config.data),
+        micro_batch_size=config.train.micro_batch_size,
+        optimizer=config.optimizer.name.value,
+        packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
+    )
+    if "GPU with" in line[1]:
+        memory = int(re.search(r"(\d+) GB", line[1])[1]) * 10**9
+        host = re.search(r"(\d+) GB of host", line[1])
+        older = re.search(r"A100|A10\b|RTX 3090", line[1])
+        return Facts(
+            device="cuda",
+            device_name="NVIDIA",
+            capability=(8, 0) if older else (9, 0),
+            memory=memory,
+            free_memory=memory,
+            host_memory=int(host[1]) * 10**9 if host else 128 * 10**9,
+            dtype="bfloat16",
+            **common,
+        )
+    assert "no GPU" in line[1]
+    return Facts(cores=2, **common)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_names(name, cwd):
+    config = load([f"+recipe={name}"])
+    assert config.run.name == name
+    assert config.data.sources
+    techniques, _ = config.techniques.ready(hardware(name, config))
+    assert "auto" not in {
+        str(getattr(value, "value", value))
+        for _, technique in techniques.enabled()
+        for value in vars(technique).values()
+    }
+    assert f"python -m fxtune +recipe={name}" in header(name)
+    assert "# Measured: " in header(name)
+    assert 20 < len(discovery.recipes()[name].title) < 110
+
+
+def test_the_checks_above_can_fail(cwd):
+    config = load(["+recipe=llama_yarn_64k", "techniques.rope.enabled=false"])
+    with pytest.raises(ConfigError, match="beyond"):
+        config.techniques.ready(hardware("llama_yarn_64k", config))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_sets_only_what_differs_from_what_it_builds_on(name, cwd):
+    """`deltas only`: taking any one key out of a shipped recipe changes the config."""
+    text = discovery.find(name).path.read_text()
+    own = OmegaConf.create(text)
+    (cwd / "recipes").mkdir()
+    for path in discovery.shipped("recipes").glob("*.yaml"):
+        (cwd / "recipes" / path.name).write_text(path.read_text())
+    whole = load([f"+recipe={name}"])
+    for section, values in own.items():
+        for key in values if section != "defaults" else ():
+            less = OmegaConf.create(text)
+            del less[section][key]
+            (cwd / "recipes" / f"{name}.yaml").write_text(OmegaConf.to_yaml(less))
+            assert load([f"+recipe={name}"]) != whole, f"{section}.{key} says what was so already"
+
+
+@pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda part: part)
+def test_a_group_option_composes_with_a_recipe_and_does_something_or_says_the_default(group, option, cwd):
+    config = load(["+recipe=quickstart", f"{group}={option}"])
+    first = discovery.groups()[group][option].read_text().splitlines()
+    assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), "an option says what it is for"
+    if group in ("optimizer", "schedule"):
+        assert getattr(config, group).name.value == option
+
+
+def test_models_of_the_hub_are_pinned():
+    for path in discovery.groups()["model"].values():
+        values = OmegaConf.load(path)
+        assert (
+            values.path is None or values.path.startswith("builtin:") or re.fullmatch(r"[0-9a-f]{40}", values.revision)
+        ), path
+
+
+def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):
+    (cwd / "recipes").mkdir()
+    (cwd / "recipes" / "mine.yaml").write_text("# @package _global_\n# what mine does\nrun: {}\n")
+    (cwd / "recipes" / "quickstart.yaml").write_text("run: {}\n")
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"in recipes/\n  mine +what mine does\n  quickstart +\(no header line\)\n\nshipped with fxtune", text
+    )
+    for name in SHIPPED:
+        if name != "quickstart":
+            assert re.search(rf"^  {name} +{re.escape(discovery.recipes()[name].title)}$", text, re.MULTILINE)
+
+
+def test_a_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
+    assert main(["recipes", "copy", "quickstart", "recipes/mine.yaml"]) == 0
+    assert "fxtune +recipe=mine" in capsys.readouterr().out
+    mine, original = load(["+recipe=mine"]), load(["+recipe=quickstart"])
+    assert mine.run.name == "mine"
+    mine.run.name = original.run.name
+    assert mine == original
+
+    Path("recipes/mine.yaml").write_text("edited")
+    assert main(["recipes", "copy", "quickstart", "recipes/mine.yaml"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert Path("recipes/mine.yaml").read_text() == "edited"
+
+    assert main(["recipes", "copy", "quickstart", "here.yaml"]) == 0
+    assert "fxtune +recipe=./here.yaml" in capsys.readouterr().out
+    assert load(["+recipe=./here.yaml"]).run.name == "here"
+    assert main(["recipes", "copy", "qickstart", "other.yaml"]) == 2
+    assert "did you mean `quickstart`" in capsys.readouterr().err
+    assert main(["recipes", "copy", "quickstart", "other.txt"]) == 2
+    assert not Path("other.yaml").exists()
+    assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "a folder takes it under its own name"
+    assert Path("recipes/quickstart.yaml").exists()

@@ -1,0 +1,65 @@
+"""scripts/bench/ablate.py: its rows are real runs, what is refused is a row too, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxtune.config.compose import load
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "ablate.py"
+spec = importlib.util.spec_from_file_location("ablate", SCRIPT)
+ablate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ablate)
+
+
+def test_the_script_runs_from_any_folder(cwd):
+    done = subprocess.run([sys.executable, str(SCRIPT), "--minutes", "0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Not run, the time (0 minutes) was over: 8b 4096 plain" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, capsys):
+    """Each row's process is a real one; what refuses the second is a value that no process has to look at the machine for."""
+    common = ("--smoke", "--data", str(chats), "--json", "out.json")
+    monkeypatch.setitem(ablate.TECHNIQUES, "flash4", ("techniques.attention.backend=flash5",))
+    monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,flash4"])
+    ablate.main()
+    out = capsys.readouterr().out
+    rows = json.loads(Path("out.json").read_text())
+    plain, refused = rows["tiny 256 plain"], rows["tiny 256 flash4"]
+    assert plain["tokens_per_second"] > 0
+    assert plain["memory_gib"] > 0.05
+    assert plain["step_seconds"] == pytest.approx(256 / plain["tokens_per_second"], rel=0.2)
+    assert refused["error"].startswith("refused: ")
+    assert "techniques.attention.backend" in refused["error"]
+    assert f"| tiny | 1 x 256 | plain | {plain['tokens_per_second']:,.0f} |" in out
+    assert "1.00x" in out
+
+    monkeypatch.setattr(
+        sys, "argv", ["ablate.py", *common, "--cases", "plain,full", "--minutes", "0", "--plot", "plot.svg"]
+    )
+    ablate.main()
+    out = capsys.readouterr().out
+    assert "Not run, the time (0 minutes) was over: tiny 256 full" in out, "plain stands in the file"
+    assert json.loads(Path("out.json").read_text()) == rows
+    drawing = Path("plot.svg").read_text()
+    assert "tiny, rows of 256 tokens: tokens/s" in drawing
+    assert "refused" in drawing
+    assert len(drawing) < 150_000
+
+
+@pytest.mark.parametrize("length", ablate.LENGTHS)
+def test_every_case_composes_and_differs_from_what_it_is_compared_with(length, cwd):
+    seen = {}
+    for _, _, case in ablate.wanted(["8b"], [length], list(ablate.CASES)):
+        seen[case] = load(ablate.settings(length, case)).techniques
+        assert ablate.label({"length": length, "case": case})
+    for case, techniques in seen.items():
+        assert [techniques == other for other in seen.values()].count(True) == 1, f"{case} is another case's twin"

@@ -1,0 +1,37 @@
+"""Which modules of fxtune a file imports, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "fxtune"
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Every module below `package` by its dotted name without the package's own: {"data.batches.plan": path, ...}."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, names: set[str], package: str = "fxtune") -> set[str]:
+    """The modules in `names` that the file imports anywhere, imports for type checking included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports; a relative one hides its target"
+            imported = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for full in imported:
+            if full == package or full.startswith(f"{package}."):
+                name = full.removeprefix(package).removeprefix(".")
+                while name and name not in names:
+                    name = name.rpartition(".")[0]
+                found.add(name)
+    return found

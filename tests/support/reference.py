@@ -1,0 +1,375 @@
+"""The references of the GPU tests: plain transformers in float32, each document alone, against fxtune's own path.
+
+`plain` runs in a process of its own, where no technique was ever applied: kernels that patch transformers' modules (Liger
+does) would otherwise be part of what they are compared with. It is started once and answers for the whole session, and an
+answer is kept, so that tests may ask for the same reference again and again.
+
+A bfloat16 model as a whole differs from float32 by bfloat16's own rounding, which grows with depth. So operators are
+compared as operators, on inputs that were rounded first, and a whole model against `plain(..., dtype="bfloat16")`: how far
+plain bfloat16 is from float32 is how far ours may be. The weights are bfloat16 numbers, so that no loading rounds them.
+
+Everything here runs on a CPU too (`device="cpu"`), where tests/repository/test_gpu_references.py checks it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import hashlib
+import itertools
+import json
+import multiprocessing
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-2}
+"""Largest relative error of an operator in each dtype, against float32 on the same rounded inputs."""
+
+_COMMON = dict(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=4096,
+    max_position_embeddings=8192,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": dict(_COMMON, model_type="llama", rope_theta=500000.0, rms_norm_eps=1e-5),
+    "qwen3": dict(_COMMON, model_type="qwen3", rope_theta=1000000.0),
+    "mistral": dict(_COMMON, model_type="mistral", sliding_window=None),
+    "gemma": dict(
+        _COMMON,
+        model_type="gemma",
+        head_dim=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    ),
+}
+Shape = str | dict[str, Any]
+"""A name in SHAPES, or an architecture of one's own."""
+
+
+@dataclass
+class Result:
+    """What one forward and backward pass of one batch gave; tensors in float32 on the CPU."""
+
+    loss: float
+    """Cross-entropy in nats, summed over the supervised tokens."""
+    logits: torch.Tensor
+    """[supervised, vocabulary], in the order of `Batch.supervised_at`."""
+    grads: dict[str, torch.Tensor]
+    """The gradient of the loss, by parameter name; those that are trained."""
+    evidence: list[Any] = field(default_factory=list)
+    """`ours` only: what Pipeline.prove saw."""
+    notes: list[str] = field(default_factory=list)
+    """`ours` only: what each `auto` became."""
+
+
+def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """|out - ref| / |ref|, both norms over all elements and in float64. Infinite where something is not finite."""
+    assert out.shape == ref.shape, f"{tuple(out.shape)} against {tuple(ref.shape)}"
+    ref = ref.detach().double()
+    error = ((out.detach().to(ref.device).double() - ref).norm() / ref.norm()).item()
+    return error if error == error else float("inf")
+
+
+def apart(one: Result, other: Result) -> dict[str, float]:
+    """How far two results are apart: `loss`, `logits`, and `grads` of all parameters taken as one vector."""
+    assert one.grads.keys() == other.grads.keys(), sorted(one.grads.keys() ^ other.grads.keys())[:4]
+    names = sorted(other.grads)
+    flat = [torch.cat([result.grads[name].flatten() for name in names]) for result in (one, other)]
+    return {
+        "loss": abs(one.loss - other.loss) / abs(other.loss),
+        "logits": relative(one.logits, other.logits),
+        "grads": relative(*flat),
+    }
+
+
+def small(shape: str) -> dict[str, Any]:
+    """The same architecture at a size for the CPU: hidden 64, head_dim 16 (gemma 32), vocabulary 128."""
+    whole = SHAPES[shape]
+    return {
+        **whole,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": whole["head_dim"] // 8,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+
+
+def batch(
+    shape: Shape,
+    lengths: tuple[int, ...] = (700, 600, 500),
+    seed: int = 0,
+    device: str = "cuda",
+    rows: int = 1,
+    padding: int = 0,
+    packed: bool = True,
+    supervised: float = 0.5,
+) -> Any:
+    """A Batch of `rows` packed rows of documents with these lengths and random tokens, about that share of them supervised.
+
+    Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has room for more documents than there are.
+    """
+    from fxtune.data.batches.batch import Pieces, assemble
+
+    draw = np.random.default_rng(seed)
+    total = rows * sum(lengths)
+    table: Any = SimpleNamespace(
+        ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
+        supervised=draw.random(total) < supervised,
+    )
+    each = np.array(lengths * rows, np.int64)
+    return assemble(
+        [table],
+        Pieces(
+            source=np.zeros(len(each), np.int64),
+            start=np.concatenate([[0], each.cumsum()[:-1]]),
+            length=each,
+            offsets=np.arange(rows + 1) * len(lengths),
+            width=sum(lengths) + padding,
+            packed=packed,
+            pad_id=0,
+            slots=len(each) + rows + 2,
+        ),
+    ).to(torch.device(device))
+
+
+def weights(shape: Shape) -> dict[str, torch.Tensor]:
+    """A fixed state dict in float32: matrices of standard deviation 0.02, norms that differ from doing nothing.
+
+    Each tensor is drawn from its name, so architectures that share a name and a size share its values.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(_config(shape))
+    drawn = {}
+    for name, tensor in built.state_dict().items():
+        noise = _draw(name, tuple(tensor.shape))
+        if tensor.dim() > 1:
+            values = 0.02 * noise
+        else:  # a norm: Gemma adds 1 to its weight
+            values = 0.1 * noise + (0.0 if "gemma" in _architecture(shape)["model_type"] else 1.0)
+        drawn[name] = values.bfloat16().float()
+    if _architecture(shape).get("tie_word_embeddings"):
+        drawn.pop("lm_head.weight", None)
+    return drawn
+
+
+def path(shape: Shape) -> Path:
+    """A folder with this shape's config and weights(), written once: both plain transformers and fxtune load it."""
+    return _saved(json.dumps(_architecture(shape), sort_keys=True))
+
+
+def plain(
+    shape: Shape, given: Any, dtype: str = "float32", attention: str = "eager", lora: bool = False, scale: float = 1.0
+) -> Result:
+    """Plain transformers (and peft): each document a forward pass of its own, no mask, no autocast, no TF32.
+
+    `lora`: r=16, alpha=32 on all linears but the head, adapters in float32 with the weights that `ours` gives them.
+    `scale`: multiply the loss before the backward pass, and divide the gradients by it (float16).
+    """
+    tensors = [getattr(given, name).cpu().numpy() for name in ("input_ids", "targets", "position_ids")]
+    key = (
+        json.dumps(_architecture(shape), sort_keys=True),
+        dtype,
+        attention,
+        lora,
+        scale,
+        given.input_ids.device.type,
+        hashlib.blake2b(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest(),
+    )
+    if key not in _KEPT:
+        asked = (str(path(shape)), tensors, dtype, attention, lora, scale, str(given.input_ids.device))
+        loss, logits, grads = elsewhere(_plain, *asked)
+        _KEPT[key] = (loss, torch.from_numpy(logits), {name: torch.from_numpy(value) for name, value in grads.items()})
+    loss, logits, grads = _KEPT[key]
+    return Result(loss, logits, dict(grads))
+
+
+def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False) -> Result:
+    """The same batch through fxtune: Pipeline.ready, build and prove, and the project's loss, as training has them.
+
+    `lora` switches techniques.lora on; its adapters then get fixed weights (B of a new adapter is zero, which would hide A).
+    Raises what training would: a ConfigError where a technique is refused, or did not act.
+    """
+    model, pipeline, evidence, notes = build(pipeline, shape, given, dtype, lora)
+    with pipeline.precision.context(given.input_ids.device):
+        loss = loss_of(pipeline, model, given)
+    loss.backward()
+    grads = {
+        _plain_name(name): parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    return Result(loss.item(), logits(pipeline, model, given).cpu(), grads, evidence, notes)
+
+
+def build(
+    pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
+) -> tuple[Any, Any, list[Any], list[str]]:
+    """The model that training would build, proven and in training mode, with the pipeline as resolved, evidence and notes."""
+    from fxtune.distributed.world import World
+    from fxtune.models.load import DType, ModelConfig, load_config
+    from fxtune.techniques.pipeline import make_probe
+
+    pipeline = copy.deepcopy(pipeline)
+    if lora:
+        pipeline.lora.enabled = True
+    config = ModelConfig(path=str(path(shape)), dtype=DType(dtype))
+    hf_config = load_config(config)
+    world = World(given.input_ids.device)
+    rows, length = given.input_ids.shape
+    packing = bool((given.position_ids == 0).sum() > rows)
+    facts = world.facts(
+        model=hf_config.to_dict(),
+        dtype=dtype,
+        packing=packing,
+        sequence_length=length,
+        rows=(length,),
+        micro_batch_size=rows,
+        optimizer="adamw",
+    )
+    pipeline, notes = pipeline.ready(facts)
+    model = pipeline.build(config, hf_config, world, 0)
+    evidence = pipeline.prove(model, make_probe(model, packing))
+    if pipeline.lora.enabled and pipeline.lora.init.value == "default":
+        _fill_adapters(model)
+    return model.train(), pipeline, evidence, notes
+
+
+def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
+    """The project's loss of one batch, summed over its supervised tokens."""
+    from fxtune.objectives.causal_lm import Loss
+
+    made = Loss(model, pipeline.liger)
+    assert all(one.acted for one in made.evidence), made.evidence
+    return made.sum(given)
+
+
+def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
+    """[supervised, vocabulary] in float32. Gradients stay on, so that compiled code is that of training."""
+    from fxtune.techniques.attention.inputs import model_inputs
+
+    with pipeline.precision.context(given.input_ids.device):
+        seen = model(**model_inputs(model, given.input_ids, given.position_ids, given.cu_seqlens)).logits
+    return seen.detach().flatten(0, 1)[given.supervised_at].float()
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a module's function returns in the process that knows plain transformers only. Arrays, not tensors, go and come."""
+    return _other_process().submit(function, *arguments).result()
+
+
+_KEPT: dict[Any, Any] = {}
+
+
+def _architecture(shape: Shape) -> dict[str, Any]:
+    return SHAPES[shape] if isinstance(shape, str) else shape
+
+
+def _config(shape: Shape) -> Any:
+    from transformers import AutoConfig
+
+    sizes = dict(_architecture(shape))
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+
+
+@functools.cache
+def _saved(architecture: str) -> Path:
+    from safetensors.torch import save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="fxtune-reference-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shape = json.loads(architecture)
+    _config(shape).save_pretrained(folder)
+    drawn = {name: tensor.bfloat16() for name, tensor in weights(shape).items()}  # exact, and read in half the time
+    save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what wrappers around whole layers put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _fill_adapters(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name or ".lora_B." in name:
+                parameter.copy_(0.05 * _draw(_plain_name(name), tuple(parameter.shape)))
+
+
+@functools.cache
+def _other_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _plain(
+    folder: str, tensors: list[np.ndarray], dtype: str, attention: str, lora: bool, scale: float, device: str
+) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
+    """What `plain` asks of the other process."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    model = model.to(device)
+    if lora:
+        import peft
+
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+        _fill_adapters(model)
+    model.train()
+    total, seen = 0.0, []
+    ids, targets, positions = (torch.from_numpy(tensor) for tensor in tensors)
+    for row in range(len(ids)):
+        starts = [*(positions[row] == 0).nonzero().flatten().tolist(), ids.shape[1]]
+        for start, end in itertools.pairwise(starts):
+            wanted = targets[row, start:end].to(device)
+            if not (wanted != -100).any():  # padding
+                continue
+            out = model(input_ids=ids[row : row + 1, start:end].to(device), use_cache=False).logits[0].float()
+            loss = torch.nn.functional.cross_entropy(out, wanted, ignore_index=-100, reduction="sum")
+            (loss * scale).backward()
+            total += loss.item()
+            seen.append(out.detach()[wanted != -100].cpu())
+    grads = {
+        name: (parameter.grad.float() / scale).cpu().numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    del model
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return total, torch.cat(seen).numpy(), grads

@@ -1,0 +1,38 @@
+"""Reading back what runs wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parent
+
+
+def history(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["train/loss"] for line in history(folder) if "train/loss" in line]
+
+
+def interpreted(script: Path) -> list[str]:
+    """The words that a script printed which ran Triton kernels in triton's interpreter. That has to be chosen before triton is
+    imported, hence a process of its own.
+    """
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.split()

@@ -1,0 +1,71 @@
+"""Token tables held in memory, and training plans of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from fxtune.data.batches.build import plan_training
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, SourceConfig
+
+PAD = 0
+
+
+@dataclasses.dataclass
+class Table:
+    """What the plan reads of a token table, held in memory."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    offsets: np.ndarray
+    digests: np.ndarray
+    name: str = "table"
+    fingerprint: str = ""
+    bad_rows: int = 0
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+def table(documents: list[tuple[list[int], list[bool]]], name: str = "table") -> Table:
+    ids = np.array([token for tokens, _ in documents for token in tokens], np.int32)
+    supervised = np.array([mark for _, marks in documents for mark in marks], bool)
+    offsets = np.cumsum([0, *(len(tokens) for tokens, _ in documents)])
+    digests = np.array(
+        [
+            int.from_bytes(hashlib.blake2b(str(tokens).encode(), digest_size=8).digest(), "big")
+            for tokens, _ in documents
+        ],
+        np.uint64,
+    )
+    return Table(
+        ids, supervised, offsets, digests, name, hashlib.sha256(ids.tobytes() + offsets.tobytes()).hexdigest()
+    )
+
+
+def natural(count: int, mean: float, seed: int, name: str = "table", share: float = 0.5) -> Table:
+    """Documents of log-normal lengths whose tail is supervised, each token different from its neighbours'."""
+    draw = np.random.default_rng(seed)
+    length = np.clip(draw.lognormal(np.log(mean), 0.7, count), 2, None).astype(int)
+    documents = []
+    for size in length:
+        tokens = draw.integers(1, 30_000, size)
+        documents.append((tokens.tolist(), (np.arange(size) >= size * (1 - share)).tolist()))
+    return table(documents, name)
+
+
+def training(tables, *, micro=2, step=4, seed=0, max_steps=None, epochs=None, weights=None, **data) -> Plan:
+    sources = [SourceConfig(path=t.name, weight=weights[i] if weights else None) for i, t in enumerate(tables)]
+    return plan_training(
+        tables,
+        DataConfig(sources=sources, **data),
+        micro_batch_size=micro,
+        global_batch_size=step,
+        max_steps=max_steps,
+        epochs=epochs,
+        seed=seed,
+        pad_id=PAD,
+    )

@@ -1,0 +1,218 @@
+"""A run that writes down what it does, so that one who kills it knows in what: the side of the harness inside the run.
+
+`watch(file)` wraps public functions of fxtune; each line of the file is written with one system call and so is there after
+`kill -9`. What a run computes does not change by it. `serve()` is a parent that has imported everything and forks one child for
+each run it is asked for, which saves the five seconds that importing takes. The child is a process of its own and runs
+`fxtune.cli.main.main`, its workers are started as always; what a fork skips is Python's start and the imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Trace:
+    """Lines of JSON, each with `at`: seconds of a clock that all processes share."""
+
+    def __init__(self, file: str) -> None:
+        self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, **line: Any) -> None:
+        os.write(self.descriptor, (json.dumps({"at": time.monotonic(), **line}) + "\n").encode())
+
+    def phase(self, owner: Any, name: str, phase: str) -> None:
+        """Write when `owner.name` is entered and left."""
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def wrapped(*given: Any, **named: Any) -> Any:
+            self.write(enter=phase)
+            try:
+                return inner(*given, **named)
+            finally:
+                self.write(leave=phase)
+
+        setattr(owner, name, wrapped)
+
+
+OPERATIONS = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+    "shutil.rmtree",
+}
+"""Of Python's audit events, those that change a folder; and `open` for writing."""
+
+
+def watch(file: str, last_operation: int = 0) -> None:
+    """Have this process write to `file` what it does: phases, and of each step the documents that it learnt from.
+
+    It also counts what it does to files below the folder that it was started in, and dies of SIGKILL in place of number
+    `last_operation`. What safetensors writes by itself is not seen, but its file being renamed or its folder made is.
+    """
+    from torch._dynamo import callback
+
+    from fxtune.checkpoint import folder
+    from fxtune.checkpoint.manager import Checkpoints
+    from fxtune.checkpoint.run_folder import RunFolder
+    from fxtune.data.batches import build
+    from fxtune.models import load
+    from fxtune.training import evaluation, trainer
+    from fxtune.training.answers import AnswerEvaluation
+    from fxtune.training.builder import RunBuilder
+
+    trace = Trace(file)
+    trace.write(enter="starting")
+    sys.addaudithook(_Operations(trace, os.getcwd(), last_operation))
+    init = trainer.Trainer.__init__
+
+    def made(*given: Any, **named: Any) -> None:
+        init(*given, **named)
+        trace.write(leave="starting")
+
+    trainer.Trainer.__init__ = made  # type: ignore[method-assign]
+    for owner, name, phase in (
+        (build, "tokenize", "tokenising"),
+        (RunBuilder, "build", "building"),
+        (RunBuilder, "prove", "proving"),
+        (evaluation, "mean_loss", "evaluating"),
+        (AnswerEvaluation, "ask", "asking"),
+        (Checkpoints, "newest", "loading"),
+        (Checkpoints, "save", "copying"),
+        (folder, "write", "saving"),
+        (folder, "remove", "pruning"),
+        (load, "save", "exporting"),
+        (RunFolder, "finish", "finishing"),
+    ):
+        trace.phase(owner, name, phase)
+    compiling = callback.callback_handler  # its list of callbacks would be emptied by torch._dynamo.reset()
+    compiling.run_start_callbacks = lambda _: trace.write(enter="compiling")  # type: ignore[method-assign]
+    compiling.run_end_callbacks = lambda _: trace.write(leave="compiling")  # type: ignore[method-assign]
+    trainer.Trainer.step = _step(trainer.Trainer.step, trace)  # type: ignore[method-assign]
+
+
+class _Operations:
+    """An audit hook: Python calls it before it does what it is told."""
+
+    def __init__(self, trace: Trace, below: str, last: int) -> None:
+        self.trace, self.below, self.last, self.main = trace, below, last, os.getpid()
+        self.count = 0
+
+    def __call__(self, event: str, given: tuple[Any, ...]) -> None:
+        writing = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
+        if (
+            not (writing or event in OPERATIONS)
+            or not isinstance(given[0], (str, os.PathLike))
+            or os.getpid() != self.main
+        ):
+            return
+        path = os.path.abspath(given[0])
+        if path.startswith(self.below + os.sep):
+            self.count += 1
+            self.trace.write(operation=self.count, what=f"{event} {os.path.relpath(path, self.below)}")
+            if self.count == self.last:
+                os.kill(self.main, signal.SIGKILL)
+
+
+def _step(inner: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """Trainer.step, which then tells what its batches held and where it left the random state."""
+    import torch
+
+    def step(self: Any, given: Any, lr: float) -> Any:
+        seen: list[list[str]] = []
+
+        def looked_at(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in batches:
+                seen.append(documents(batch))
+                yield batch
+
+        trace.write(enter="training")
+        outcome = inner(self, dataclasses.replace(given, micro_batches=looked_at(given.micro_batches)), lr)
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+        trace.write(leave="training", step=given.index, documents=seen, random=state)
+        return outcome
+
+    return step
+
+
+def documents(batch: Any) -> list[str]:
+    """A name for each document of a micro-batch: a hash of its tokens up to the last target, and of its targets."""
+    found = []
+    rows = (tensor.tolist() for tensor in (batch.input_ids, batch.position_ids, batch.targets))
+    for ids, positions, targets in zip(*rows, strict=True):
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            supervised = [at for at in range(start, end) if targets[at] != -100]
+            if supervised:  # else it is the padding of a packed row
+                seen = ids[start : supervised[-1] + 1], targets[start : supervised[-1] + 1]
+                found.append(hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12])
+    return found
+
+
+def serve() -> None:
+    """Read requests from stdin, {argv, cwd, log, trace, last_operation, environ} in a line; answer {pid}, and {status} at its
+    end.
+    """
+    gc.disable()  # while so much is made that stays
+    import peft
+    import transformers.models.llama.modeling_llama  # noqa: F401  each child would import it
+
+    import fxtune.cli.main
+    import fxtune.training.trainer
+
+    assert peft
+    gc.freeze()
+    gc.enable()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _become(asked)
+            sys.exit(fxtune.cli.main.main(asked["argv"]))
+        _own_group(child)
+        print(json.dumps({"pid": child}), flush=True)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def _own_group(pid: int) -> None:
+    """Both sides of a fork do it, so that neither has to wait for the other."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)
+
+
+def _become(asked: dict[str, Any]) -> None:
+    _own_group(os.getpid())
+    os.chdir(asked["cwd"])
+    os.environ.update(asked["environ"])
+    sys.argv = ["fxtune", *asked["argv"]]
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    watch(asked["trace"], asked["last_operation"])
+
+
+if __name__ == "__main__":  # one run, in this very process: traced.py TRACE key=value ...
+    import fxtune.cli.main
+
+    watch(sys.argv[1])
+    sys.argv = ["fxtune", *sys.argv[2:]]
+    sys.exit(fxtune.cli.main.main())

@@ -1,0 +1,929 @@
+"""Checkpointing: the same gradients, less kept, and what was asked to be kept not computed a second time."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fxtune.errors import ConfigError, HardwareError
+from fxtune.kernels import frozen_base, fused_lora
+from fxtune.models.dims import LEVELS, RecomputePlan
+from fxtune.models.load import load_config
+from fxtune.models.structure import decoder_layers
+from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.optimizer import Optimizer
+from fxtune.system.facts import Facts
+from fxtune.techniques.checkpointing import recount
+from fxtune.techniques.checkpointing.offload import Offload
+from fxtune.techniques.checkpointing.policy import group_of, weight_shape
+from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.estimate import step_time
+from fxtune.techniques.estimate.memory import forecast, kept_bytes
+from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.pipeline import Pipeline, make_probe
+
+NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
+EXACT = {
+    "full": {},
+    "selective": {"policy": Policy.selective},
+    "narrow": NARROW,
+    "none": {"policy": Policy.none},
+    "mm": {"policy": Policy.selective, "save": ["aten.mm"]},
+    "linears": {"policy": Policy.selective, "save": ["k_proj"]},
+}
+TILED = {
+    "tiles": {"mlp_tiles": 3},
+    "selective_tiles": {"policy": Policy.selective, "mlp_tiles": 5},
+    "tiles_alone": {"policy": Policy.none, "mlp_tiles": 2},
+    "a_token_a_tile": {"mlp_tiles": 24},
+}
+
+
+def checkpointed(pipeline: Pipeline, **options) -> Pipeline:
+    pipeline.checkpointing = Checkpointing(enabled=True, **options)
+    return pipeline
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)  # dropout
+    model.train()
+    model.zero_grad()
+    model(**make_probe(model)).logits.logsumexp(-1).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def moved(model):
+    """Adapters whose B is zero give A no gradient."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def seen(pipeline: Pipeline, model) -> str:
+    """What checkpointing's evidence says, all of which must hold."""
+    evidence = list(pipeline.checkpointing.verify(model, make_probe(model)))
+    assert all(one.acted for one in evidence), evidence
+    return "\n".join(f"{one.asked} | {one.observed}" for one in evidence)
+
+
+def close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], limit: float) -> bool:
+    assert ours.keys() == plain.keys()
+    return all((ours[name] - plain[name]).norm() <= limit * plain[name].norm() for name in plain)
+
+
+@pytest.mark.parametrize("pipelines", [lambda: lora(dropout=0.3), Pipeline], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_without_it_dropout_and_all(family, pipelines):
+    model = random_model(family, attention_dropout=0.2)
+    plain = gradients(moved(built(pipelines(), model)))
+    for options in ({}, {"policy": Policy.selective}):
+        saved = gradients(moved(built(checkpointed(pipelines(), **options), model)))
+        assert plain.keys() == saved.keys()
+        assert all(torch.equal(plain[name], saved[name]) for name in plain), options
+
+
+@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
+def test_each_policy_acts_and_changes_no_bit(pipelines, options):
+    pipeline = checkpointed(pipelines(), **options)
+    model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
+    seen(pipeline, model)
+    plain = gradients(moved(built(pipelines(), random_model("llama", num_hidden_layers=3))))
+    assert all(torch.equal(plain[name], value) for name, value in gradients(model).items())
+
+
+@pytest.mark.parametrize("options", TILED.values(), ids=TILED)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
+def test_a_tiled_mlp_gives_the_whole_ones_gradients(family, pipelines, options):
+    pipeline = checkpointed(pipelines(), **options)
+    model = moved(built(pipeline, random_model(family)))
+    assert f"each MLP in {options['mlp_tiles']} tiles (of the probe's 24 tokens)" in seen(pipeline, model)
+    plain = gradients(moved(built(pipelines(), random_model(family))))
+    assert close(gradients(model), plain, 1e-5)
+
+
+def test_tiles_of_a_full_layer_are_computed_twice_not_three_times():
+    pipeline = checkpointed(lora(), mlp_tiles=4)
+    told = seen(pipeline, built(pipeline, random_model("llama")))
+    assert "aten.mm (gate_proj, up_proj) 16+16, aten.mm (down_proj) 8+8" in told  # 2 layers x 4 tiles
+
+
+@pytest.mark.parametrize("fused", [Fused.off, Fused.on])
+@pytest.mark.parametrize("policy", [Policy.none, Policy.full])  # torch's selective checkpoint itself refuses it
+def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_lets_go(policy, fused):
+    kept = []
+
+    def keep(module, given):
+        kept.append(weakref.ref(given[0]))
+
+    model = moved(
+        built(
+            checkpointed(lora(dropout=0.3 * (fused is Fused.off), fused=fused), policy=policy, mlp_tiles=3),
+            random_model("llama"),
+        )
+    ).train()
+    once = gradients(model)
+    model.zero_grad()
+    for layer in decoder_layers(model):
+        layer.mlp.register_forward_pre_hook(keep)
+    torch.manual_seed(0)
+    loss = model(**make_probe(model)).logits.logsumexp(-1).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    twice = {name: parameter.grad / 2 for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert close(twice, once, 1e-6)
+    loss.backward()
+    gc.collect()
+    assert kept, "the hook was called"
+    assert not any(reference() is not None for reference in kept), (
+        "what a graph kept lives no longer than torch keeps it"
+    )
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_tiles_repeat_their_dropout_and_follow_autocast():
+    pipeline = checkpointed(lora(dropout=0.5), mlp_tiles=2)
+    model = moved(built(pipeline, random_model("llama")))
+    with torch.autocast("cpu", torch.bfloat16):
+        first, again = gradients(model), gradients(model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    mlp = decoder_layers(model)[0].mlp.train()
+    hidden = torch.randn(1, 8, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(5)
+        out = mlp(hidden)
+    out.float().sum().backward()
+    torch.manual_seed(5)
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # the tiles' own order of draws, without the function that recomputes them
+        other = hidden.detach().requires_grad_()
+        expected = torch.cat([type(mlp).__mro__[1].forward(mlp, piece) for piece in other.split(4, dim=1)], dim=1)
+    expected.float().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out, expected)
+    assert torch.equal(hidden.grad, other.grad)
+
+
+def test_what_is_saved_is_not_run_again_and_what_is_named_is():
+    pipeline = checkpointed(lora(), **NARROW)
+    told = seen(pipeline, built(pipeline, random_model("llama")))
+    assert "aten.mm (q_proj, o_proj) 4+0" in told
+    assert "aten.mm (k_proj, v_proj) 4+0" in told
+    assert "aten.mm (gate_proj, up_proj) 4+4" in told
+    assert "flash_attention_for_cpu 2+0" in told
+
+
+@pytest.mark.parametrize("fused", ["on", "off"])
+def test_a_mix_does_with_each_layer_what_it_says(fused):
+    """Of five layers the first keeps its input, the last everything."""
+    made = [lora(fused=Fused(fused)) for _ in range(2)]
+    model = random_model("llama", num_hidden_layers=5)
+    pipeline = checkpointed(made[0], policy=Policy.mix, mix={"wide": 1, "everything": 1, "attention": 1, "narrow": 1})
+    mixed = moved(built(pipeline, model))
+    told = seen(pipeline, mixed)
+    assert "4 of 5 layers recomputed" in told
+    assert "attention in 1 layer and narrow in 1 layer and wide in 1 layer and everything in 1 layer" in told
+    assert "flash_attention_for_cpu 5+1" in told
+    if fused == "on":
+        assert "fxtune.lora_mlp 5+2" in told  # a backward pass makes gate and up by itself
+        assert "fxtune.lora_linear (q_proj, k_proj, v_proj) 5+2" in told
+    else:
+        assert "aten.mm (gate_proj, up_proj) 10+6" in told
+        assert "aten.mm (k_proj, v_proj) 10+4" in told
+    assert close(gradients(mixed), gradients(moved(built(made[1], model))), 0.0 if fused == "off" else 1e-6)
+
+
+def test_our_own_attention_operator_is_saved_by_its_name():
+    model = random_model("llama")
+    config = load_config(model)
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
+    pipeline.attention.backend = "flash4"
+    ours = moved(pipeline.build(model, config, CPU, 0))
+    told = seen(pipeline, ours)
+    assert "fxtune.flash4 2+0" in told
+    assert "aten.mm (q_proj, o_proj) 4+4" in told
+    plain = lora()
+    plain.attention.backend = "flash4"
+    expected = gradients(moved(plain.build(model, config, CPU, 0)))
+    assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "second", "shape"),
+    [
+        ("aten.mm", torch.empty(3, 5), (3, 5)),
+        ("aten.addmm", torch.empty(3, 5), (3, 5)),
+        ("aten.bmm", torch.empty(2, 3, 5), None),
+        ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)),
+        ("bitsandbytes.gemm_4bit", [5, 3], (3, 5)),
+    ],
+)
+def test_a_product_is_known_by_its_weight(name, second, shape):
+    at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
+    assert group_of(name) == "matmuls"
+    assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fxtune.flash4_backward",
+        "aten._scaled_dot_product_flash_attention_backward",
+        "aten.add",
+        "aten._fused_sdp_choice",
+        "aten.linalg_vector_norm",
+        "bitsandbytes.dequantize_4bit",
+    ],
+)
+def test_what_is_neither_attention_nor_a_product(name):
+    assert group_of(name) is None
+
+
+def test_attention_alone_is_saved():
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
+    told = seen(pipeline, built(pipeline, random_model("llama")))
+    assert "flash_attention_for_cpu 2+0" in told
+    assert "aten.mm (q_proj, o_proj) 4+4" in told
+
+
+@pytest.mark.parametrize(("every", "recomputed"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_one_layer_in_every_is_recomputed(every, recomputed):
+    for options in ({}, {"policy": Policy.selective}):
+        pipeline = checkpointed(lora(), every=every, **options)
+        model = built(pipeline, random_model("llama", num_hidden_layers=4))
+        assert f"{recomputed} of 4 layers ran twice" in seen(pipeline, model)
+
+
+def test_verify_leaves_no_gradients_and_evaluation_is_not_recomputed():
+    pipeline = checkpointed(Pipeline(), mlp_tiles=2)
+    model = built(pipeline, random_model("llama")).train()
+    pipeline.prove(model, make_probe(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        assert model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=3).shape == (1, 6)
+
+
+def test_layers_below_the_first_trained_one_need_no_recomputation():
+    pipeline = checkpointed(lora(target_modules=["layers.1.mlp.down_proj"]))
+    seen(pipeline, built(pipeline, random_model("llama")))
+
+
+def test_a_layer_that_lost_its_wrapping_is_noticed():
+    pipeline = checkpointed(lora())
+    model = built(pipeline, random_model("llama"))
+    del decoder_layers(model)[1].forward
+    with pytest.raises(ConfigError, match="2 of 2 layers recomputed; seen: 1 of 2"):
+        pipeline.prove(model, make_probe(model))
+
+
+def test_an_operator_that_is_saved_and_never_runs_is_noticed():
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention", "aten.addmm"])
+    model = built(pipeline, random_model("llama"))
+    with pytest.raises(ConfigError, match=r"never ran: aten\.addmm"):
+        pipeline.prove(model, make_probe(model))
+
+
+def test_a_rule_that_is_not_followed_is_noticed():
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
+    model = built(pipeline, random_model("llama"))
+    pipeline.checkpointing.save = []
+    with pytest.raises(ConfigError, match="kept: attention, matmuls; seen"):
+        pipeline.prove(model, make_probe(model))
+
+
+# --- compiled. `aot_eager_decomp_partition` chooses what to save as Inductor does, and generates no code.
+
+
+def traced(model):
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(
+            layer.forward, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False
+        )
+    return model
+
+
+@pytest.fixture
+def _anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_anew")
+def test_compiled_policies_keep_what_they_say():
+    """In floats a token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
+    plain, kept = {}, {}
+    for name, options in {
+        "none": {"policy": Policy.none},
+        "selective": {"policy": Policy.selective},
+        "narrow": NARROW,
+        "full": {},
+        "tiles": {"mlp_tiles": 2},
+    }.items():
+        torch._dynamo.reset()
+        pipeline = checkpointed(lora(), **options)
+        model = traced(moved(built(pipeline, random_model("llama", num_hidden_layers=1))))
+        told = seen(pipeline, model)
+        kept[name] = [int(number.replace(",", "")) / 4 for number in re.findall(r"\| ([\d,]+) bytes", told)]
+        plain = plain or gradients(model)
+        assert close(gradients(model), plain, 1e-6), name
+    assert close(plain, gradients(moved(built(lora(), random_model("llama", num_hidden_layers=1)))), 1e-5)
+    small = 2 * 16 + 24 + 12  # cos and sin, kept once; the mask and positions
+    adapters, lse = 7 * 4, 4
+    (full,), (tiles,), (narrow,), (selective,) = (kept[name] for name in ("full", "tiles", "narrow", "selective"))
+    assert 64 <= full <= 64 + small
+    assert 64 <= tiles <= 64 + small
+    assert abs(narrow - (64 + 64 + 64 + 64 + 32 + 32 + adapters + lse)) <= small  # x, q, attention, o, k, v
+    assert abs(selective - narrow - 2 * 96) < 1
+
+
+@pytest.mark.usefixtures("_anew")
+def test_layers_of_a_kind_share_their_compiled_code_also_with_tiles():
+    """One graph for the first layer, whose input needs no gradient, and one for all others."""
+    model = traced(built(checkpointed(lora(), mlp_tiles=2), random_model("llama", num_hidden_layers=4)))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecast_says(level):
+    """The second of two layers (the first one's input needs no gradient), with our attention, which takes keys as they are."""
+    pipeline = lora(r=16, fused=Fused.on)
+    pipeline.attention.backend = "flash4"
+    pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
+    model = random_model("llama")
+    made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
+    kept, _ = recount.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
+    facts = replace(facts_of(model), device="cuda", techniques={**pipeline.asked(), "compile": {}})
+    tables = (
+        24 * 4 * (2 * 16 + 2) + 24 * 8
+    )  # cos, sin and positions, which all layers share; everything: the norms' factors
+    assert 0 <= kept - 24 * kept_bytes(facts, pipeline.checkpointing.keeping(), level) <= tables, kept
+
+
+@pytest.mark.usefixtures("_anew")
+def test_each_level_of_a_mix_is_one_graph():
+    """And one more for the first layer, whose input needs no gradient."""
+    pipeline = checkpointed(lora(fused=Fused.on), policy=Policy.mix, mix={"narrow": 3, "wide": 4})
+    model = traced(built(pipeline, random_model("llama", num_hidden_layers=7)))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 3
+
+
+@pytest.mark.usefixtures("_anew")
+def test_the_compiler_has_its_budget_for_this_model_alone():
+    pipeline = checkpointed(lora(), policy=Policy.budget, budget=0.0)
+    pipeline.compile = Compile(enabled=True)
+    pipeline.check(facts_of(random_model("llama")))
+    pipeline.compile.enabled = False
+    model = random_model("llama", num_hidden_layers=1)
+    plain = gradients(built(lora(), model))
+    ours = traced(pipeline.build(model, load_config(model), CPU, 0))
+    assert "a budget of 0 for the compiler | 0 while layers run" in seen(pipeline, ours)
+    assert close(gradients(ours), plain, 1e-6)
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+# --- offload: on a CPU the same bookkeeping copies from host memory to host memory
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
+)
+@pytest.mark.usefixtures("_anew")
+def test_offloaded_inputs_come_back_and_buffers_are_used_again(compiled, options):
+    pipeline = checkpointed(lora(), **options)
+    model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
+    plain = gradients(moved(built(lora(), random_model("llama", num_hidden_layers=3))))
+    offload = model.offload = Offload(decoder_layers(model), torch.device("cpu"))
+    pipeline.checkpointing.offload = True
+    model = traced(model) if compiled else model
+    assert "2 sent there and 2 brought back" in seen(pipeline, model)
+    buffers = {buffer.data_ptr() for buffer in offload.pool}
+    for _ in range(3):
+        assert close(gradients(model), plain, 1e-5 if compiled else 0.0)
+    assert {buffer.data_ptr() for buffer in offload.pool} == buffers
+    assert len(buffers) == 2
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("fused", ["on", "off"])
+def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
+    """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
+    model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Fused(fused)) for _ in range(2)]
+    plain = gradients(moved(built(made[0], model)))
+    pipeline = checkpointed(
+        made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
+    )
+    ours = moved(pipeline.build(model, load_config(model), CPU, 0))
+    ours.offload.least = 0
+    ours = traced(ours)
+    pipeline.checkpointing.offload_what = What.kept
+    assert "3 sent there and 3 brought back" in seen(pipeline, ours)
+    pieces = {piece.data_ptr() for piece in ours.offload.pool}
+    for _ in range(3):
+        before = ours.offload.sent
+        assert close(gradients(ours), plain, 1e-5)
+        size = (ours.offload.sent - before) / 24 / 4
+    assert {piece.data_ptr() for piece in ours.offload.pool} == pieces
+    adapters = 32 if fused == "on" else 7 * 4
+    narrow = 64 + 128 + 64 + 64 + 4 + adapters
+    assert abs(size - (64 + 64 + 4) - 2 * narrow) <= (32 if fused == "on" else 0)  # wide: the MLP's own adapters, too
+
+
+def test_host_memory_that_cannot_be_pinned_is_told_as_what_to_change(monkeypatch):
+    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
+    Offload(decoder_layers(model), torch.device("cpu"))
+    empty = torch.empty
+
+    def refuse(*size, **options):
+        if "pin_memory" in options:
+            raise RuntimeError("CUDA error: out of memory\nfurther lines")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(
+        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are taken.*out of memory\)\. Lower"
+    ) as told:
+        model(**make_probe(model))
+    assert "further lines" not in str(told.value)
+
+
+def test_a_forward_pass_without_a_backward_one_gives_its_buffers_back():
+    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=4))
+    offload = Offload(decoder_layers(model), torch.device("cpu"))
+    logits = model(**make_probe(model)).logits
+    assert offload.stored == 3
+    assert not offload.pool
+    del logits
+    assert len(offload.pool) == 3
+    with torch.no_grad():
+        model(**make_probe(model))
+    assert offload.stored == 3
+
+
+def test_longer_rows_get_larger_buffers_and_no_more_of_them():
+    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
+    offload = Offload(decoder_layers(model), torch.device("cpu"))
+    for length in (8, 32, 16):
+        model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+        assert len(offload.pool) == 2
+    assert {buffer.numel() for buffer in offload.pool} == {32 * 64 * 4}
+
+
+def test_a_model_that_lost_its_offload_is_noticed():
+    pipeline = checkpointed(lora())
+    model = built(pipeline, random_model("llama"))
+    pipeline.checkpointing.offload = True
+    with pytest.raises(ConfigError, match="0 sent there and 0 brought back"):
+        pipeline.prove(model, make_probe(model))
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"every": 0}, "every: 0 must be"),
+        ({"every": 3}, "every: 3 must be"),
+        ({"every": 2, "policy": Policy.none}, "every: 2 is not read by policy=none"),
+        ({"save": ["aten.mm"]}, "save: read by policy=selective alone, and policy is full"),
+        (
+            {"policy": Policy.selective, "save": ["aten._scaled_m"]},
+            "save: aten._scaled_m is no .* Did you mean aten._scaled_mm?",
+        ),
+        ({"policy": Policy.selective, "recompute": ["gate_prj"]}, "recompute: gate_prj .* Did you mean gate_proj?"),
+        ({"policy": Policy.selective, "save": ["matmul"]}, "save: matmul .* Did you mean matmuls?"),
+        (
+            {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["q_proj"]},
+            "recompute: q_proj stands in save",
+        ),
+        (
+            {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["o_proj"]},
+            "recompute: o_proj has the shape of q_proj",
+        ),
+        ({"policy": Policy.budget}, "policy: budget is the compiler's"),
+        ({"policy": Policy.budget, "budget": 1.5}, "budget: 1.5"),
+        *(
+            (
+                {"policy": policy, "budget": 0.3},
+                f"budget: read by policy=budget alone, and policy is {policy.value}. Leave it out",
+            )
+            for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)
+        ),
+        ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
+        ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
+        ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
+        ({"offload_layers": 3}, "offload_layers: read where offload=true"),
+        ({"offload_what": What.kept}, "offload_what: read where offload=true"),
+        ({"offload": True, "offload_what": What.kept}, "offload_what: policy=full keeps nothing but"),
+        ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers hand"),
+        ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
+        ({"policy": Policy.mix}, "mix: counts no layer"),
+        ({"mix": {"wide": 1}}, "mix: read by policy=mix alone, and policy is full"),
+        ({"policy": Policy.mix, "mix": {"narow": 1}}, "mix: narow is nothing .* Did you mean narrow?"),
+        ({"policy": Policy.mix, "mix": {"narrow": 1, "wide": 2}}, "mix: counts 3 layers, and the model has 2"),
+        ({"policy": Policy.mix, "mix": {"narrow": -1, "wide": 2}}, "mix: -1 layers are less than none"),
+        ({"policy": Policy.mix, "mix": {"wide": 1}, "mlp_tiles": 2}, "mix: mlp_tiles=2 keeps nothing of an MLP"),
+        ({"save": ["attention"], "policy": Policy.none}, "save: read by policy=selective alone"),
+        ({"mlp_tiles": 0}, "mlp_tiles: 0 must be at least 1"),
+        ({"mlp_tiles": 2, "every": 2}, "mlp_tiles: with every=2"),
+        (
+            {"mlp_tiles": 2, "policy": Policy.selective, "save": ["down_proj"]},
+            "mlp_tiles: tiles keep nothing .* names down_proj",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options, reason):
+    told = list(Checkpointing(enabled=True, **options).check(facts_of(random_model("llama"))))
+    assert any(re.match(reason.replace("?", r"\?"), one) for one in told), told
+
+
+def test_offload_is_refused_where_the_host_is_too_small_or_the_whole_model_is_one_graph():
+    whole = {**TECHNIQUES, "compile": {"scope": "model"}}
+    for facts, reason in (
+        (
+            card(40, 65536, host=16),
+            "offload: the inputs of 31 layers take 15.5 GiB of host memory, and 80% of "
+            "this machine's is 12.8. Set offload_layers=25, or",
+        ),
+        (card(40, 65536, techniques=whole), "offload: techniques.compile.scope=model"),
+    ):
+        (told,) = Checkpointing(enabled=True, offload=True).check(facts)
+        assert told.startswith(reason)
+    assert not list(Checkpointing(enabled=True, offload=True).check(card(40, 65536)))
+
+
+def test_good_names_are_not_refused():
+    facts = facts_of(random_model("phi3"))
+    names = {"save": ["attention", "aten.mm", "fxtune.flash4", "qkv_proj"], "recompute": ["gate_up_proj"]}
+    assert not list(Checkpointing(enabled=True, policy=Policy.selective, **names).check(facts))
+
+
+# --- what fits: Llama-3-8B, LoRA r=16 on all linears, bfloat16, compiled, FlashAttention
+
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+TECHNIQUES = {
+    "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"},
+    "compile": {},
+    "attention": {"backend": "flash4"},
+    "precision": {"autocast": "bfloat16"},
+    "liger": {"fused_linear_cross_entropy": "on"},
+}
+PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
+GIB = 1 << 30
+
+
+def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:
+    return Facts(
+        **{
+            "device": "cuda",
+            "device_name": "NVIDIA H200",
+            "capability": (9, 0),
+            "memory": int(gib * GIB),
+            "free_memory": int(gib * GIB),
+            "host_memory": int(host * GIB),
+            "model": LLAMA,
+            "dtype": "bfloat16",
+            "packing": True,
+            "sequence_length": length,
+            "rows": (length,),
+            "micro_batch_size": rows,
+            "techniques": TECHNIQUES,
+            **known,
+        }
+    )
+
+
+def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
+    technique = Checkpointing(enabled=True, policy=Policy.auto, **options)
+    why = technique.resolve(facts)
+    assert not list(technique.check(facts)), why
+    return technique, why
+
+
+HOST = "what they keep, but for gate and up, of all but the last in host memory"
+
+
+@pytest.mark.parametrize(
+    ("gib", "length", "rows", "host", "said"),
+    [
+        (139, 4096, 4, 128, "everything in every layer: "),
+        (60, 4096, 4, 128, "wide in "),
+        (44, 4096, 4, 0, "narrow in "),
+        (139, 65536, 1, 128, f"narrow in 4 layers and wide in 28 layers, {HOST}: "),
+        (139, 65536, 1, 0, "narrow in 24 layers and wide in 8 layers: "),
+        (
+            30,
+            65536,
+            1,
+            128,
+            "narrow in every layer, what they keep of all but the last in host memory, MLPs in 4 tiles: ",
+        ),
+        (
+            30,
+            65536,
+            1,
+            40,
+            "attention in every layer, what they keep of the first 30 in host memory, MLPs in 4 tiles: ",
+        ),
+        (
+            139,
+            400000,
+            1,
+            128,
+            "input in 10 layers and attention in 22 layers, inputs of all but the last in host memory, MLPs in ",
+        ),
+        (139, 524288, 1, 128, "input in "),
+    ],
+)
+def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, host, said):
+    facts = card(gib, length, rows, host=host)
+    technique, why = chosen(facts)
+    assert why.startswith(said), why
+    need = forecast(facts, technique.keeping())
+    assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
+    assert need.device <= gib * GIB
+    assert need.host <= 0.8 * host * GIB
+
+
+def test_auto_fills_a_card_to_a_margin_and_says_what_everything_would_need():
+    technique, why = chosen(card(139, 65536))
+    assert "everything would need 24" in why
+    assert 0.9 * 139 * GIB < forecast(card(139, 65536), technique.keeping()).device < 0.95 * 139 * GIB
+    one_more = {"narrow": technique.mix["narrow"] - 1, "wide": technique.mix["wide"] + 1}
+    assert forecast(card(139, 65536), replace(technique, mix=one_more).keeping()).device > 0.95 * 139 * GIB
+
+
+def test_auto_tries_the_smallest_and_says_so_where_nothing_fits():
+    technique, why = chosen(card(16, 65536))
+    assert (technique.policy, technique.offload, technique.mlp_tiles) == (Policy.full, True, 16)
+    assert "may run out of memory" in why
+
+
+def test_auto_keeps_what_is_asked_for_besides():
+    assert chosen(card(139, 4096), offload=True)[0].offload
+    assert chosen(card(139, 65536), offload=True, offload_what=What.kept)[0].offload_what is What.kept
+    assert chosen(card(139, 4096), mlp_tiles=2)[0].mlp_tiles == 2
+    assert not chosen(card(40, 65536, host=0))[0].offload
+
+
+def test_more_memory_never_takes_longer():
+    for length, rows in ((4096, 4), (65536, 1)):
+        times = []
+        for gib in range(24, 400, 24):
+            facts = card(gib, length, rows)
+            times.append(step_time.added(facts, chosen(facts)[0].keeping()))
+        assert all(less >= more - 1e-9 for less, more in pairwise(times))
+        assert times[0] > times[-1] == 0
+
+
+def test_what_auto_chose_can_be_said_by_hand():
+    """A recipe with the options that auto took is the same forecast, and passes its own check."""
+    for gib, length in ((139, 65536), (80, 65536), (139, 131072)):
+        technique, _ = chosen(card(gib, length))
+        again = Checkpointing(**vars(technique))
+        assert again.policy is not Policy.auto
+        assert again.resolve(card(gib, length)) is None
+        assert forecast(card(gib, length), again.keeping()) == forecast(card(gib, length), technique.keeping())
+
+
+def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():
+    for change in ({}, {"num_key_value_heads": 32}, {"intermediate_size": 4096}, {"hidden_size": 2048}):
+        for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
+            facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
+            kept = [forecast(facts, RecomputePlan(level)).kept for level in LEVELS]
+            times = [step_time.added(facts, RecomputePlan(level)) for level in LEVELS]
+            assert kept == sorted(kept)
+            assert times == sorted(times, reverse=True)
+            assert times[-1] == 0
+
+
+def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_computes():
+    """At 64k tokens a layer computes for 100 ms; 2.4 GB take 47 ms; at 4k it computes for 2 ms and they take 3."""
+
+    def late(length: int) -> float:
+        facts = card(139, length)
+        keeping = RecomputePlan("narrow", sent="kept")
+        extra = step_time.added(facts, keeping) - step_time.added(facts, RecomputePlan("narrow"))
+        return extra / (32 * step_time.work(facts).forward)
+
+    assert late(65536) < 0.02
+    assert late(4096) > 0.05
+
+
+@pytest.mark.parametrize("name", ["H200", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "some card", "cpu"])
+def test_a_card_has_rates_of_its_own_or_of_its_generation(name):
+    facts = card(80, 4096, device_name=name, capability=(8, 6), device="cpu" if name == "cpu" else "cuda")
+    found = step_time.rates(facts)
+    assert (
+        found
+        == {
+            "H200": step_time.RATES["H200"],
+            "NVIDIA H100 PCIe": step_time.RATES["H100 PCIe"],
+            "some card": step_time.GENERATIONS[8],
+            "NVIDIA A100-SXM4-80GB": step_time.RATES["A100"],
+            "cpu": step_time.CPU,
+        }[name]
+    )
+
+
+def test_recomputed_products_are_those_that_torch_counts():
+    """FLOPs of a step by torch's counter: a level's are more than the next one's by what pace.work() says of it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = {}
+    for level in ("attention", "narrow", "wide", "everything"):
+        pipeline = Pipeline(checkpointing=Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"]))
+        model = built(pipeline, random_model("llama")).train()
+        with FlopCounterMode(display=False) as counter:
+            model(**make_probe(model)).logits.sum().backward()
+        flops[level] = counter.get_total_flops()
+    facts = replace(facts_of(random_model("llama")), rows=(24,))
+    work = step_time.work(facts)
+    card_flops = step_time.CPU.matmul
+    assert flops["wide"] == flops["everything"]
+    assert flops["narrow"] - flops["wide"] == pytest.approx(2 * work.wide * card_flops)  # two layers
+    assert flops["attention"] - flops["narrow"] == pytest.approx(2 * work.narrow * card_flops)
+
+
+def test_the_forecast_is_the_arithmetic_of_its_formula():
+    """Bytes a token and layer: those of fxtune/techniques/estimate/memory.py, with two bytes a number."""
+    facts, cells = card(139, 65536, techniques=PEFT), 65536 * 32
+    adapters, lse = 2 * 7 * 16, 4 * 32
+    for level, floats in (
+        ("everything", 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336),
+        ("wide", 4 * 4096 + 2 * 1024 + 2 * 14336),
+        ("narrow", 4 * 4096 + 2 * 1024),
+    ):
+        assert forecast(facts, RecomputePlan(level)).kept == cells * (2 * floats + adapters + lse)
+    assert forecast(facts, RecomputePlan("input")).kept == cells * 2 * 4096 == 16 * GIB
+    assert forecast(facts, RecomputePlan("attention")).kept == cells * (4 * 4096 + lse)
+    sent = forecast(facts, RecomputePlan("input", sent="inputs"))
+    assert sent.kept == GIB  # two layers' inputs
+    assert sent.host == 31 * GIB // 2
+    assert forecast(facts, RecomputePlan("input", sent="inputs", senders=10)).kept == 11 * GIB  # the ten are gone
+    assert abs(forecast(facts, RecomputePlan("input")).weights - 8.03e9 * 2) < 0.2e9
+
+
+def test_layers_that_keep_little_come_first_where_the_others_are_done_by_then():
+    """The first layers compute anew when the last ones' gate and up are free again: what that needs, nobody pays for."""
+    facts = card(139, 65536)
+    mixed = forecast(facts, RecomputePlan(mix=(("input", 16), ("wide", 16))))
+    wide = forecast(facts, RecomputePlan("wide"))
+    assert RecomputePlan(mix=(("wide", 2), ("attention", 1))).levels(5) == [
+        "input",
+        "input",
+        "attention",
+        "wide",
+        "wide",
+    ]
+    assert mixed.layer == wide.layer < forecast(facts, RecomputePlan("input")).layer
+    assert mixed.kept == (forecast(facts, RecomputePlan("input")).kept + wide.kept) // 2
+
+
+def peak_bytes(run) -> int:
+    """The most that `run` allocates at a time on the CPU, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        held = run()
+    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del held
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
+def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, keep, tiles):
+    """Backward, in floats a token; the activation's own kernel, which on a CPU is plain torch, is left out."""
+    monkeypatch.setattr(fused_lora, "gated", lambda act, gate_up, share, out: out)
+    monkeypatch.setattr(fused_lora, "gated_backward", lambda act, gate_up, dp, share, above, out, *_: out)
+    h, i, r, rows = 64, 256, 16, 2048
+    a, b = (
+        [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)],
+        [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)],
+    )
+    up = [frozen_base.augment([torch.ones(i, h)] * 2, [r, r])]
+    down = [frozen_base.augment([torch.ones(h, i)], [r])]
+    options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
+    x, dy = torch.ones(rows, h), torch.ones(rows, h)
+    _, *kept = torch.ops.fxtune.lora_mlp(x, *options, None)
+    peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
+    shape = dict(
+        LLAMA,
+        hidden_size=h,
+        intermediate_size=i,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    facts = card(
+        139,
+        rows,
+        model=shape,
+        dtype="float32",
+        techniques={"lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}},
+    )
+    said = forecast(facts, RecomputePlan("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
+    assert peak == pytest.approx(said - 3 * h, rel=0.06)  # besides: dy, x, and what the norm before made x of
+
+
+def test_pinned_memory_is_taken_in_pieces():
+    """400,000 tokens' inputs are 3.05 GiB a layer, and a power of two would be 4."""
+    need = forecast(card(139, 400000), RecomputePlan("input", sent="inputs"))
+    assert 31 * 400000 * 8192 <= need.host < 1.03 * 31 * 400000 * 8192
+
+
+def test_a_quantised_base_and_fewer_adapters_weigh_less():
+    facts = card(24, 8192)
+    small = replace(facts, techniques={**TECHNIQUES, "quantize": {"type": "nf4", "double": True}})
+    assert forecast(small, RecomputePlan()).weights < 0.4 * forecast(facts, RecomputePlan()).weights
+    full = replace(facts, techniques={"compile": {}}, dtype="float32")
+    assert forecast(full, RecomputePlan()).trained > 8e9 * 12
+
+
+@pytest.mark.parametrize(("kind", "adapted"), [("llama", False), ("llama", True), ("mixtral", False)])
+def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
+    """Embedding, head, norms and experts are AdamW's."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=3000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName.muon))
+    gradients = 0
+    for parameter in optimizer.names:
+        parameter.grad = torch.ones_like(parameter)
+        gradients += parameter.nbytes
+    optimizer.step(1e-3, torch.tensor(True))
+    facts = card(
+        24,
+        64,
+        model=config.to_dict(),
+        dtype="float32",
+        optimizer="muon",
+        techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {},
+    )
+    moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
+    assert forecast(facts, RecomputePlan()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}], ids=["full", "selective", "none"]
+)
+def test_a_model_goes_when_nobody_has_it_any_more(options):
+    """What its evidence was taken from is no part of what stays: the next run in a process has all of the memory."""
+    pipeline = checkpointed(lora(), **options)
+    model = built(pipeline, random_model("llama"))
+    seen(pipeline, model)
+    gradients(model)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+
+
+def test_a_forward_pass_that_sent_something_goes_without_a_backward_pass():
+    model = built(Pipeline(), random_model("llama"))
+    model.offload = Offload(decoder_layers(model), torch.device("cpu"))
+    out = model(**make_probe(model)).logits
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, out
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)

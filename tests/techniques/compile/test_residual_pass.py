@@ -1,0 +1,133 @@
+"""The residual stream in the last product or pass of fused adapters: found in graphs, left alone where the sum is another, with
+the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import built, lora, random_model
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxtune.kernels import lora_adapters
+from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.techniques.compile import residual_pass
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.lora.technique import Fused
+
+HIDDEN, WIDE, RANK = 8, 12, 4
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=DRAW) / shape[-1] ** 0.5
+
+
+DRAW = torch.Generator().manual_seed(0)
+INS, OUTS = (HIDDEN, HIDDEN, WIDE), (WIDE, WIDE, HIDDEN)
+A, B = [drawn(RANK, one) for one in INS], [drawn(one, RANK) for one in OUTS]
+WEIGHTS = {out: (drawn(out, HIDDEN), drawn(out)) for out in (HIDDEN, 2 * HIDDEN)}
+UP, DOWN = augment([drawn(WIDE, HIDDEN), drawn(WIDE, HIDDEN)], [RANK] * 2), augment([drawn(HIDDEN, WIDE)], [RANK])
+
+
+def mlp(x, kind=DENSE_CUTE):
+    return lora_mlp(x, A, B, [UP], [DOWN], [1.0] * 3, DENSE, kind)
+
+
+def linear(x, out=HIDDEN, bias=False, kind=DENSE_CUTE):
+    weight, offset = WEIGHTS[out]
+    made = augment([weight], [RANK], bias)
+    return lora_linear(
+        x, [A[0]], [B[0][:1].expand(out, -1).contiguous()], [made], [1.0], kind, [offset] if bias else []
+    )
+
+
+def twice(stream):
+    y = mlp(stream)
+    return stream + y, y * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "folds"),
+    [
+        (lambda stream: stream + mlp(stream * 2), 1),
+        (lambda stream: mlp(stream) + stream, 1),
+        (lambda stream: stream + mlp(stream) + mlp(stream + 1), 2),
+        (lambda stream: (stream * 3 + mlp(stream)).relu(), 1),
+        (lambda stream: stream + linear(stream), 1),
+        (lambda stream: stream + mlp(stream + linear(stream)), 2),
+        (lambda stream: stream + linear(stream, bias=True), 1),
+        (lambda stream: torch.cat([stream, stream], -1) + linear(stream, 2 * HIDDEN), 1),
+        (lambda stream: stream + mlp(stream, DENSE), 0),
+        (lambda stream: stream + linear(stream, kind=DENSE), 0),  # cuBLAS's product
+        (lambda stream: torch.add(stream, mlp(stream), alpha=2), 0),  # another sum
+        (lambda stream: stream + mlp(stream).relu(), 0),
+        (lambda stream: stream + mlp(stream) * 0.5, 0),
+        (twice, 0),  # what the MLP made is read by others, too
+        (lambda stream: stream[:1] + mlp(stream), 0),  # other shapes
+        (lambda stream: stream.double() + mlp(stream), 0),  # another dtype
+        (lambda stream: mlp(stream) + 1, 0),
+        (lambda stream: (lambda y: y.new_ones(y.shape) + y)(mlp(stream)), 0),  # comes after it
+    ],
+)
+def test_only_a_sum_with_what_was_there_before_is_folded(layer, folds):
+    stream = torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        graph = make_fx(layer)(stream)
+    assert residual_pass.fold(graph.graph) == folds
+    graph.graph.lint()
+    graph.recompile()
+    torch.testing.assert_close(graph(stream), layer(stream), rtol=1e-5, atol=1e-5)
+    assert residual_pass.fold(graph.graph) == 0, "each once"
+
+
+def test_shapes_that_are_left_open_keep_them_apart():
+    def layer(stream, *weights):
+        return stream + lora_mlp(
+            stream, weights[:3], weights[3:6], weights[6:7], weights[7:], [1.0] * 3, DENSE, DENSE_CUTE
+        )
+
+    with torch.no_grad():
+        graph = make_fx(layer, tracing_mode="symbolic")(torch.randn(2, 5, HIDDEN), *A, *B, UP, DOWN)
+    assert any("lora_mlp" in str(node.target) for node in graph.graph.nodes)
+    assert residual_pass.fold(graph.graph) == 0
+
+
+def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
+    found, fold = [], residual_pass.fold
+    monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)))
+    pipeline = lora(fused=Fused.on)
+    pipeline.compile = Compile(enabled=True)
+
+    def layer(stream):
+        stream = stream + linear(stream)
+        return stream + mlp(stream)
+
+    stream, trained = torch.randn(2, 5, HIDDEN, requires_grad=True), [*A, *B]
+    for one in trained:
+        monkeypatch.setattr(one, "requires_grad", True)
+    with (
+        config.patch(post_grad_custom_post_pass=None),
+        fresh_cache(),
+    ):  # for graphs of an earlier run no pass would run
+        built(pipeline, random_model("llama", num_hidden_layers=1))  # which is when the compiler is told
+        wanted, mine = (
+            torch.autograd.grad(run(stream).square().sum(), [stream, *trained])
+            for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False))
+        )
+    torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+    assert max(found) == 2
+
+
+def test_in_bfloat16_sums_apart_from_a_product_are_rounded_as_two_operators_do():
+    """Rounded once, the adapters' share would decide each tie of y + stream, which many are, however small it is."""
+    draw = torch.Generator().manual_seed(0)
+    y, stream, narrow, factor = (
+        torch.randn(*shape, generator=draw).bfloat16() for shape in ((512, 64), (512, 64), (512, 16), (16, 64))
+    )
+    whole = (y.float() + narrow.float() @ factor.float()).bfloat16() + stream
+    found = lora_adapters.add(y, narrow, factor, torch.empty_like(y), stream)
+    assert (found == whole).float().mean() > 0.999  # but for sums in another order, next to a tie
+    nothing = lora_adapters.add(y, narrow, 1e-6 * factor, torch.empty_like(y), stream)
+    assert torch.equal(nothing, y + stream)

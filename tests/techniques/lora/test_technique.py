@@ -1,0 +1,174 @@
+"""Adapters: trained alone, in float32, from the base's function; saved and loaded by plain peft; asked for by right names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.architectures import ADAPTERS, FAMILIES, built, facts_of, logits, lora, on_disk, random_model, trained
+
+from fxtune.errors import ConfigError, StorageError
+from fxtune.models.load import DType, ModelConfig, load_tokenizer, save
+from fxtune.techniques.lora.technique import AdapterInit
+from fxtune.techniques.pipeline import make_probe
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return on_disk(tmp_path_factory.mktemp("lora") / "base")
+
+
+def refused(family: str = "llama", **options) -> str:
+    pipeline = lora(**options)
+    return "\n".join(pipeline.lora.check(facts_of(random_model(family))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_get_gradients_in_every_family(family):
+    model = built(lora(), random_model(family))
+    model(**make_probe(model)).logits.sum().backward()
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradient
+    assert all("lora_" in name for name in with_gradient)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == with_gradient
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    adapted = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    assert len(adapted) == (len(linears) - 1) / 3, "each linear but the head became itself, A and B"
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_it_starts_as_its_base_and_plain_peft_loads_what_was_trained(kind, dtype, base, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    pipeline, model = lora(**ADAPTERS[kind]), ModelConfig(path=str(base), dtype=dtype)
+    mine = built(pipeline, model, dtype=dtype.value)
+    pipeline.prove(mine, make_probe(mine))
+    assert {parameter.dtype for parameter in mine.parameters() if parameter.requires_grad} == {torch.float32}
+    start = logits(mine)
+    expected = logits(trained(mine))
+    assert (expected - start).abs().max() > 0.01
+    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype.value))
+    theirs = logits(PeftModel.from_pretrained(plain, adapter))
+    # peft rounds modules_to_save to the base's bfloat16; everything else is bit for bit the same
+    assert torch.equal(theirs, expected) or (
+        dtype is DType.bfloat16 and "modules_to_save" in ADAPTERS[kind] and (theirs - expected).abs().max() < 0.02
+    )
+
+
+def test_the_adapter_is_drawn_from_the_seed():
+    first, again, other = (
+        dict(built(lora(), random_model("llama"), seed=seed).named_parameters()) for seed in (0, 0, 1)
+    )
+    name = next(name for name in first if "lora_A" in name)
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"target_modules": ["q_prj"]},
+            "target_modules: q_prj is no module of this model. Its linears are down_proj, gate_proj",
+        ),
+        ({"modules_to_save": ["head"]}, "modules_to_save: head is no module"),
+        ({"target_modules": []}, "target_modules: empty"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "Use it alone"),
+        ({"r": 0}, "r: 0"),
+        ({"alpha": 0.0}, "alpha: 0.0"),
+        ({"dropout": 1.0}, "dropout: 1.0"),
+        ({"dora": True, "init": AdapterInit.pissa}, "init: pissa"),
+        ({"family": "gemma", "modules_to_save": ["lm_head"]}, "one tensor"),
+    ],
+)
+def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
+    assert reason in refused(**options)
+    assert refused() == ""
+    assert refused(target_modules=["q_proj", "v_proj"]) == ""
+
+
+def test_a_frozen_adapter_or_a_thawed_base_is_noticed():
+    pipeline = lora()
+    model = built(pipeline, random_model("llama"))
+    model.get_base_model().lm_head.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="1 of them in the base"):
+        pipeline.prove(model, make_probe(model))
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"0 of .* parameters trained"):
+        pipeline.prove(model, make_probe(model))
+
+
+def test_an_adapter_that_does_not_start_as_its_base_is_noticed():
+    pipeline = lora()
+    model = trained(built(pipeline, random_model("llama")))
+    with pytest.raises(ConfigError, match="the model starts as its base; seen: 0 of 14 matrices B are zero"):
+        pipeline.prove(model, make_probe(model))
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    model = ModelConfig(path=str(base))
+    return save(trained(built(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
+
+
+def test_training_starts_from_an_adapter(base, adapter):
+    pipeline = lora()
+    first, second = (built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)), seed=seed) for seed in (0, 1))
+    assert torch.equal(logits(first), logits(second)), "nothing is left of what was drawn"
+    assert not torch.equal(logits(first), logits(built(lora(), ModelConfig(path=str(base)))))
+    assert all(evidence.acted for evidence in pipeline.verify(first, make_probe(first)))
+    trained(first)
+    assert not torch.equal(logits(first), logits(second))
+
+
+def test_an_adapter_of_other_options_is_refused_key_by_key(base, adapter):
+    pipeline = lora(r=8, alpha=16.0, rslora=True)
+    with pytest.raises(ConfigError) as caught:
+        built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
+    for line in (
+        "techniques.lora.r: 8 in the recipe, 4 in the adapter",
+        "techniques.lora.alpha: 16.0 in the recipe, 32.0 in the adapter",
+        "techniques.lora.rslora: True in the recipe, False in the adapter",
+    ):
+        assert line in str(caught.value)
+    with pytest.raises(ConfigError, match=r"target_modules: \['q_proj'\] in the recipe"):
+        built(lora(target_modules=["q_proj"]), ModelConfig(path=str(base), adapter=str(adapter)))
+    pipeline.lora.enabled = False
+    with pytest.raises(ConfigError, match=r"techniques\.lora\.enabled=false"):
+        built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
+
+
+def test_an_adapter_that_is_broken_or_of_another_base_is_refused(base, adapter, tmp_path):
+    model = ModelConfig(path=str(base), adapter=str(adapter))
+    weights = load_file(adapter / "adapter_model.safetensors")
+    name = sorted(weights)[0]
+    for change, message in (
+        ({}, f"weights are missing, such as {name}"),
+        ({name: torch.zeros(1, 1)}, "another shape"),
+        ({name: weights[name], "base_model.model.x.lora_A.weight": torch.zeros(1)}, "no place"),
+    ):
+        kept = {key: value for key, value in weights.items() if key != name}
+        save_file({**kept, **change}, adapter / "adapter_model.safetensors")
+        with pytest.raises(StorageError, match=message):
+            built(lora(), model)
+    (adapter / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is broken"):
+        built(lora(), model)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is missing"):
+        built(lora(), model)
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="it is a IA3 adapter"):
+        built(lora(), model)
+    for text in ("{", "[1]"):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(StorageError, match=r"adapter_config\.json"):
+            built(lora(), model)
+    with pytest.raises(ConfigError, match="no such folder"):
+        built(lora(), ModelConfig(path=str(base), adapter=str(tmp_path / "nowhere")))

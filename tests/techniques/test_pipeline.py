@@ -1,0 +1,123 @@
+"""The techniques together: all reasons at once, in order, and all of them proven on one model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.architectures import CPU, FAMILIES, built, facts_of, logits, lora, on_disk, random_model, trained
+
+from fxtune.errors import ConfigError
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.techniques.base import Technique
+from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
+from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.precision import Autocast, Precision
+from fxtune.techniques.rope import Rope
+
+
+def everything() -> Pipeline:
+    pipeline = lora()
+    pipeline.rope = Rope(enabled=True, factor=4.0)
+    pipeline.precision = Precision(enabled=True, autocast=Autocast.bfloat16)
+    pipeline.checkpointing = Checkpointing(enabled=True)
+    return pipeline
+
+
+def test_every_field_is_a_technique_and_only_what_proves_itself_is_on_by_default():
+    defaults = {entry.name: getattr(Pipeline(), entry.name) for entry in dataclasses.fields(Pipeline)}
+    assert all(isinstance(technique, Technique) for technique in defaults.values())
+    assert [name for name, _ in Pipeline().enabled()] == ["attention", "precision"]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phi3"])
+def test_all_techniques_together_are_proven_train_and_come_back(family, tmp_path):
+    """Scaled RoPE, adapters and checkpointing in every family; then plain peft, told by the card's config.json."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = on_disk(tmp_path / "base", family)
+    model, pipeline = ModelConfig(path=str(base)), everything()
+    mine = built(pipeline, model, sequence_length=256)
+    evidence = pipeline.prove(mine, make_probe(mine))
+    assert {one.technique for one in evidence} == {"rope", "attention", "precision", "lora", "checkpointing"}
+    expected = logits(trained(mine))
+    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(adapter), dtype=torch.float32)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_all_reasons_of_all_techniques_come_at_once_with_their_keys():
+    pipeline = everything()
+    pipeline.rope.factor = 1.0
+    pipeline.lora.r, pipeline.lora.target_modules = 0, ["nothing"]
+    pipeline.checkpointing.every = 9
+    with pytest.raises(ConfigError) as caught:
+        pipeline.check(facts_of(random_model("llama")))
+    keys = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]]
+    assert keys == [
+        "techniques.rope.factor",
+        "techniques.lora.r",
+        "techniques.lora.target_modules",
+        "techniques.checkpointing.every",
+    ]
+
+
+def test_a_disabled_technique_is_neither_checked_nor_applied():
+    pipeline = Pipeline()
+    pipeline.rope.factor, pipeline.lora.r = -1.0, -1
+    assert type(built(pipeline, random_model("llama"))).__name__ == "LlamaForCausalLM"
+
+
+def test_what_goes_wrong_with_a_technique_off_is_said():
+    pipeline = Pipeline()
+    pipeline.attention.enabled = False
+    with pytest.raises(ConfigError) as caught:
+        pipeline.check(facts_of(random_model("llama"), sequence_length=65, dtype="float16"))
+    for part in (
+        "techniques.attention.enabled",
+        "techniques.lora.enabled",
+        "techniques.rope.enabled",
+        "beyond the 64 positions",
+    ):
+        assert part in str(caught.value)
+    pipeline.check(facts_of(random_model("llama"), packing=False))
+
+
+def test_build_leaves_the_caller_s_config_and_random_state_alone():
+    model, pipeline = random_model("llama"), everything()
+    config = load_config(model)
+    before = config.to_dict()
+    torch.manual_seed(9)
+    expected = torch.rand(2)
+    torch.manual_seed(9)
+    pipeline.build(model, config, CPU, 0)
+    assert torch.equal(torch.rand(2), expected)
+    assert config.to_dict() == before
+
+
+def test_a_bfloat16_base_trains_with_all_of_it():
+    model, pipeline = random_model("llama"), everything()
+    model.dtype = DType.bfloat16
+    mine = built(pipeline, model, dtype="bfloat16")
+    pipeline.prove(mine, make_probe(mine))
+    with pipeline.precision.context(CPU.device):
+        mine.train()(**make_probe(mine)).logits.float().logsumexp(-1).sum().backward()
+    assert all(parameter.grad.dtype is torch.float32 for parameter in mine.parameters() if parameter.requires_grad)
+
+
+def test_a_probe_of_one_document_proves_nothing_about_packing():
+    model = built(Pipeline(), random_model("llama"))
+    asked = [evidence.asked for evidence in Pipeline().verify(model, make_probe(model, packing=False))]
+    assert not any("packed" in line for line in asked)
+    assert any("packed" in evidence.asked for evidence in Pipeline().verify(model, make_probe(model)))
+
+
+def test_what_is_set_of_a_technique_that_is_off_is_told():
+    assert Pipeline().idle() == []
+    checkpointing = Checkpointing(policy=Policy.selective)
+    assert Pipeline(checkpointing=checkpointing).idle() == [
+        "checkpointing: off, so policy=selective does nothing. To have it: techniques.checkpointing.enabled=true"
+    ]
+    assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).idle() == []

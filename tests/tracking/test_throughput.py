@@ -1,0 +1,230 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxtune.tracking.throughput import Meter, StartUp, TrainingCost, memory_gib, peak_flops, training_cost
+
+SHAPE = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 80  # q, k and v, o, gate and up and down
+HEAD = 32 * 96
+PAIR = 3.5 * 4 * 32 * 3  # FLOPs of a pair of query and key, over all heads and layers
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **more))
+
+
+def with_lora(model, **more):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **more))
+
+
+def test_full_training_by_hand():
+    cost = training_cost(llama(tie_word_embeddings=False))
+    assert (cost.per_token, cost.per_target) == (6 * 3 * LAYER, 6 * HEAD)
+    # Three documents in one row: each sees itself alone.
+    assert cost.flops(np.array([5, 7, 4]), 6) == 6 * 3 * LAYER * 16 + 6 * HEAD * 6 + PAIR * (25 + 49 + 16) / 2
+
+
+def test_a_tied_head_is_a_matmul_and_an_embedding_is_not():
+    assert training_cost(llama(tie_word_embeddings=True)) == training_cost(llama(tie_word_embeddings=False))
+
+
+def test_lora_by_hand():
+    cost = training_cost(with_lora(llama()))
+    adapters = 3 * 4 * ((32 + 32) + (80 + 32))
+    assert (cost.per_token, cost.per_target) == (4 * 3 * LAYER + 6 * adapters, 4 * HEAD)
+
+
+def test_modules_to_save_are_counted_once_and_as_trained():
+    assert training_cost(with_lora(llama(), modules_to_save=["lm_head"])).per_target == 6 * HEAD
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_matmuls_equal_the_flops_that_torch_counts(lora):
+    model = llama(attn_implementation="eager")
+    model = with_lora(model) if lora else model
+    ids = torch.randint(0, 96, (1, 24))
+    counter = FlopCounterMode(display=False)
+    # Gradients from the embeddings on, or the first frozen layer has no input gradient to compute.
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    with counter:
+        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    # Eager attention computes whole squares, forward 1 and backward 2 without a second look at the scores.
+    attention = 3 * 4 * 32 * 3 * 24 * 24
+    rotary = sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+    cost = training_cost(model)
+    counted = counter.get_total_flops() - attention - rotary
+    assert counted == cost.per_token * 24 + cost.per_target * 24
+
+
+def test_the_published_cost_of_llama_8b():
+    """4N of 7.5e9 parameters is 30.0 GFLOP a token; attention 0.9175 MFLOP for each token and token of context."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).requires_grad_(False)
+    cost = training_cost(model)
+    assert cost.per_token + cost.per_target == pytest.approx(30.0e9, rel=0.002)
+    assert cost.flops(np.array([4096]), 0) / 4096 - cost.per_token == pytest.approx(0.9175e6 * 4096, rel=1e-3)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60))
+def test_attention_counts_the_pairs_that_a_window_leaves(lengths, window):
+    for reach in (window, None):
+        cost = TrainingCost(0, 0, ((reach, 1.0),))
+        exact = sum(min(query + 1, reach or query + 1) for length in lengths for query in range(length))
+        half_diagonal = (
+            sum(min(length, reach or length) for length in lengths) / 2
+        )  # S^2/2 for S(S+1)/2, by convention
+        assert cost.flops(np.array(lengths), 0) == pytest.approx(exact - half_diagonal)
+
+
+def test_sliding_layers_are_counted_with_their_window():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=16, sliding_window_pattern=3)
+    cost = training_cost(Gemma3ForCausalLM(config))
+    kinds = config.layer_types
+    assert dict(cost.attention) == {
+        16: 3.5 * 4 * 32 * kinds.count("sliding_attention"),
+        None: 3.5 * 4 * 32 * kinds.count("full_attention"),
+    }
+
+
+def test_what_the_formulas_do_not_cover_has_no_cost():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    assert training_cost(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))) is None
+    assert training_cost(torch.nn.Linear(3, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
+        ("NVIDIA H100 NVL", "bfloat16", 835.5),
+        ("NVIDIA GH200 480GB", "tf32", 494.7),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100 80GB PCIe", "tf32", 156),
+        ("NVIDIA A10", "bfloat16", 125),
+        ("NVIDIA A10G", "bfloat16", 70),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA L40S", "bfloat16", 362),
+        ("NVIDIA RTX A6000", "bfloat16", 154.8),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
+        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6),
+        ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5),
+        ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA GB200", "bfloat16", 2500),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4),
+        ("Tesla T4", "float16", 65),
+        ("Tesla V100-SXM2-32GB", "float32", 15.7),
+    ],
+)
+def test_peaks(name, dtype, tflops):
+    assert peak_flops(name, dtype) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"),
+        ("", "bfloat16"),
+        ("NVIDIA GeForce RTX 4090 D", "bfloat16"),
+        ("Tesla T4", "bfloat16"),
+        ("Some New Card", "float32"),
+        ("NVIDIA H200", torch.float64),
+        ("NVIDIA GeForce GTX 1080 Ti", "float16"),
+    ],
+)
+def test_unknown_peaks_are_none_not_guesses(name, dtype):
+    assert peak_flops(name, dtype) is None
+
+
+class Plan:
+    def lengths(self, step):
+        return np.array([10, 20 + step])
+
+    def supervised(self, step):
+        return 7
+
+
+def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():
+    now = [100.0]
+    meter = Meter(llama(), Plan(), torch.device("cpu"), tokens=1000, supervised_tokens=100, clock=lambda: now[0])
+    meter.peak = 1e9
+    for step in (0, 1):
+        now[0] += 2.0
+        meter.add(step, waited=0.5)
+    with meter.paused():
+        now[0] += 50.0  # an evaluation
+    figures = meter.read()
+    assert figures["train/tokens"] == 1061
+    assert figures["train/supervised_tokens"] == 114
+    assert figures["train/tokens_per_second"] == 61 / 4
+    assert figures["train/step_seconds"] == 2.0
+    assert figures["train/data_wait"] == 0.25
+    flops = meter.cost.flops(np.array([10, 20, 10, 21]), 14)
+    assert figures["train/mfu"] == pytest.approx(flops / 4 / 1e9)
+    now[0] += 1.0
+    meter.add(2, waited=0.0)
+    assert meter.read()["train/tokens_per_second"] == 32
+    assert "train/mfu" not in Meter(llama(), Plan(), torch.device("cpu")).read()
+
+
+def test_memory_on_a_cpu_is_this_process_own_peak():
+    # In a process of its own: this one's peak may be from a test before.
+    block = np.ones(300 * 2**20, np.uint8)
+    del block
+    code = (
+        "import numpy as np, torch, fxtune.tracking.throughput as m; cpu = torch.device('cpu'); before = m.memory_gib(cpu); "
+        "block = np.ones(300 * 2**20, np.uint8); print(before, m.memory_gib(cpu) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, grown = map(float, done.stdout.split())
+    assert 0.2 < grown < 0.5
+    assert before < memory_gib(torch.device("cpu")), "a small child of a big process must not report its parent's peak"
+
+
+def test_the_time_to_the_first_line_is_told_by_stage():
+    now = iter([10.0, 12.0, 12.1, 29.0])
+    startup = StartUp(clock=lambda: next(now))
+    startup.seconds.clear()
+    for stage in ("data", "checks", "first steps"):
+        startup.done(stage)
+    assert startup.told() == "from the start to here: 19 s (data 2, first steps 17)"
+
+
+def test_only_the_first_run_of_a_process_counts_its_imports(monkeypatch):
+    monkeypatch.setattr(StartUp, "begun", False)
+    assert 0 < StartUp().seconds["imports"] < 3600
+    assert StartUp().seconds == {}

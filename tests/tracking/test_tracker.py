@@ -1,0 +1,343 @@
+import json
+import os
+import signal
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.servers import Wandb, serving
+
+from fxtune.errors import ConfigError
+from fxtune.system.facts import Facts
+from fxtune.tracking import wandb_client
+from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
+
+CANARY = "canary-7f3e-never-upload-me"
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch, tmp_path):
+    """No key, server or setting of this machine reaches a test, and no test writes into the home folder."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+
+
+def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
+    wandb = WandbConfig(
+        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 2.0)
+    )
+    chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
+    notes = [] if notes is None else notes
+    return Tracker(chosen, folder, "my run", config or {}, note=notes.append, **more)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def records(folder):
+    """The records of the one .wandb file under `folder`: LevelDB's log format after a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [file] = folder.glob("**/*.wandb")
+    data, at, part, found = file.read_bytes(), 7, b"", []
+    while at < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(Record.FromString(part))
+            part = b""
+    return found
+
+
+def history(found):
+    rows = []
+    for record in found:
+        if record.HasField("history"):
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+    return rows
+
+
+# --- metrics.jsonl
+
+
+def test_one_json_object_a_line_flushed_with_nan_as_null(tmp_path):
+    tracker = start(tmp_path)
+    tracker.log(1, {"train/loss": torch.tensor(2.5), "train/lr": float("nan"), "train/grad_norm": float("inf")})
+    [line] = lines(tmp_path)  # before finish: each line is on disk at once
+    assert line.pop("time") == pytest.approx(time.time(), abs=60)
+    assert line == {"train/step": 1, "train/loss": 2.5, "train/lr": None, "train/grad_norm": None}
+    tracker.finish({"questions/exact_match": 0.9})
+    tracker.finish()
+    assert tracker.wandb_id is None
+
+
+def test_resume_drops_the_lines_of_steps_done_again_and_a_torn_one(tmp_path):
+    with start(tmp_path) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, {"train/loss": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"train/step": 3, "train/lo')  # what a kill within a write leaves
+    with start(tmp_path, resume_step=4) as tracker:
+        tracker.log(5, {"train/loss": 50})
+    assert [(line["train/step"], line["train/loss"]) for line in lines(tmp_path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, 50),
+    ]
+    with start(tmp_path):
+        pass
+    assert lines(tmp_path) == []
+
+
+def test_figures_that_are_asked_for_again_after_a_kill_are_there_once(tmp_path):
+    """A run was killed between its last questions and its end: it goes on after its last step, and asks them again."""
+    with start(tmp_path) as tracker:
+        tracker.log(4, {"train/loss": 4.0})
+        tracker.log(4, {"questions/exact_match": 0.5})
+    with start(tmp_path, resume_step=4, tensorboard=True) as tracker:
+        tracker.log(4, {"questions/exact_match": 0.5})
+        tracker.log(4, {"eval/loss": 1.0})  # what the killed one had not come to
+    assert [set(line) - {"time", "train/step"} for line in lines(tmp_path)] == [
+        {"train/loss"},
+        {"questions/exact_match"},
+        {"eval/loss"},
+    ]
+    assert scalars(tmp_path, "eval/loss") == [(4, 1.0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 400), step=st.integers(1, 6), junk=st.binary(max_size=12))
+def test_whatever_a_kill_leaves_of_the_file_each_line_is_whole_and_each_step_there_once(cut, step, junk):
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        with start(folder) as tracker:
+            for number in range(1, 7):
+                tracker.log(number, {"train/loss": number})
+        file = folder / "metrics.jsonl"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:cut] + junk)
+        left = list(range(1, min(step, whole[:cut].count(b"\n")) + 1))
+        with start(folder, resume_step=step) as tracker:
+            for number in range(step + 1, 9):
+                tracker.log(number, {"train/loss": number})
+        seen = [line["train/step"] for line in lines(folder)]
+        assert seen[: len(left)] == left
+        assert [number for number in seen if number > step] == list(range(step + 1, 9))
+        assert seen == sorted(set(seen))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_never_stops_training(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    notes = []
+    tracker = start(tmp_path, notes=notes)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(2, {"train/loss": 1.0})
+    tracker.finish()
+    assert len([note for note in notes if "could not be written at step 1" in note]) == 1
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_note(tmp_path):
+    (tmp_path / "run").write_text("a file where a folder should be")
+    notes = []
+    tracker = start(tmp_path / "run", notes=notes)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.summary({"a": 1})
+    tracker.finish()
+    assert any("training goes on" in note for note in notes)
+
+
+# --- TensorBoard
+
+
+def scalars(folder, name):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def test_tensorboard_files_read_back_and_resume_hides_steps_done_again(tmp_path):
+    with start(tmp_path, tensorboard=True) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {"train/loss": float(step)})
+    with start(tmp_path, tensorboard=True, resume_step=2) as tracker:
+        tracker.log(3, {"train/loss": 30.0, "word": "text is skipped"})
+    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_missing_tensorboard_is_refused_with_the_command_that_mends_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r'pip install "fxtune\[tensorboard\]"'):
+        start(tmp_path, tensorboard=True)
+    assert [reason for reason in check(TrackingConfig(tensorboard=True), Facts()) if "fxtune[tensorboard]" in reason]
+    assert not list(check(TrackingConfig(tensorboard=True), Facts(packages={"tensorboard": "2.20"})))
+
+
+# --- W&B: choices before anything starts
+
+
+def test_auto_means_online_only_with_a_key(monkeypatch, tmp_path):
+    auto = WandbConfig(mode=WandbMode.auto)
+    assert wandb_mode(auto) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert wandb_mode(auto) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(auto) == "disabled"
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.delenv("WANDB_MODE")
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "k" * 40 + "\n")
+    netrc.chmod(0o600)
+    assert wandb_mode(auto) == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")  # a key for another server is no key
+    assert wandb_mode(auto) == "offline"
+    assert wandb_mode(WandbConfig(mode=WandbMode.online)) == "offline"
+    assert wandb_mode(WandbConfig(mode=WandbMode.disabled)) == "disabled"
+
+
+def test_check_names_what_wandb_would_refuse():
+    config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.offline, project="a/b", tags=["x" * 65], init_timeout=0))
+    reasons = list(check(config, Facts()))
+    assert len(reasons) == 4
+    assert "pip install wandb" in reasons[0]
+    assert not list(check(TrackingConfig(wandb=WandbConfig(mode=WandbMode.auto)), Facts(packages={"wandb": "0.31"})))
+
+
+# --- W&B: real processes
+
+
+def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", CANARY)
+    monkeypatch.setattr("sys.argv", ["fxtune", "+recipe=x", f"hub.token={CANARY}"])
+    config = {
+        "model": {"path": "m", "hub_token": "hf_" + "x" * 20},
+        "note": f"see https://u:{CANARY}@host/x",
+        "optimizer": {"lr": 1e-4},
+    }
+    notes: list[str] = []
+    first = start(tmp_path / "one", WandbMode.offline, notes, config)
+    began = time.monotonic()
+    for step in (1, 2, 3):
+        first.log(step, {"train/loss": 1 / step, "eval/loss": 2.0})
+    assert time.monotonic() - began < 0.5  # logging does not wait for W&B to start
+    first.finish({"questions/exact_match": 0.5})
+    second = start(tmp_path / "two", WandbMode.offline, wandb_id=first.wandb_id, resume_step=3)
+    second.log(4, {"train/loss": 0.1})
+    second.finish()
+
+    found = records(tmp_path / "one")
+    [run] = {record.run.run_id: record.run for record in found if record.HasField("run")}.values()
+    assert (run.run_id, run.display_name, run.project, run.run_group) == (first.wandb_id, "my run", "unit", "g")
+    assert list(run.tags) == ["a", "b"]
+    values = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert values["optimizer"] == {"lr": 1e-4}
+    assert values["model"] == {"path": "m", "hub_token": "[redacted]"}
+    rows = history(found)
+    assert [(row["train/step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    summary = {item.key: json.loads(item.value_json) for record in found for item in record.summary.update}
+    assert summary["questions/exact_match"] == 0.5
+    axes = {
+        metric.glob_name or metric.name: metric.step_metric
+        for metric in (record.metric for record in found if record.HasField("metric"))
+    }
+    assert axes["*"] == "train/step"
+    again = records(tmp_path / "two")
+    assert {record.run.run_id for record in again if record.HasField("run")} == {first.wandb_id}
+    assert [row["train/step"] for row in history(again)] == [4]
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert CANARY.encode() not in file.read_bytes(), file
+    [sync] = [note for note in notes if "wandb sync" in note]  # the first run's; the second one has notes of its own
+    assert Path(sync.split("wandb sync ")[1]).is_dir()
+
+
+def descendants(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [pid for child in children for pid in descendants(child)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds W&B's service through /proc")
+def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path):
+    notes: list[str] = []
+    tracker = start(tmp_path, WandbMode.offline, notes)
+    tracker.log(1, {"train/loss": 1.0})
+    deadline = time.monotonic() + 20
+    while not tracker._wandb._folder and time.monotonic() < deadline:  # known when W&B has taken the run
+        time.sleep(0.05)
+    services = [
+        pid
+        for pid in descendants(tracker._wandb._process.pid)
+        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert services
+    for pid in services:
+        os.kill(pid, signal.SIGKILL)
+    slowest = 0.0
+    for step in range(2, 22):
+        began = time.monotonic()
+        tracker.log(step, {"train/loss": 1.0})
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.02)
+    began = time.monotonic()
+    tracker.finish()
+    assert slowest < 0.1
+    assert time.monotonic() - began < 5
+    assert len([note for note in notes if "stopped working" in note or "did not finish" in note]) == 1
+    assert len(lines(tmp_path)) == 21
+    whole = sorted(tmp_path.glob("wandb/offline-run-*"))[-1]  # that of the process that took its place
+    assert [row["train/step"] for row in history(records(whole))] == list(range(1, 22))
+    assert notes[-1].endswith(f"To upload it: wandb sync {whole}")
+
+
+@pytest.fixture
+def wandb_server(monkeypatch):
+    with serving(Wandb()) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        yield server
+
+
+def test_online_history_reaches_the_server_under_the_given_id(tmp_path, wandb_server):
+    notes: list[str] = []
+    tracker = start(tmp_path, WandbMode.auto, notes, wandb_id="abcd1234", init_timeout=8.0)
+    tracker.log(7, {"train/loss": 0.25})
+    tracker.finish()
+    assert any("/runs/abcd1234" in note for note in notes), notes
+    assert {upsert["name"] for upsert in wandb_server.upserts} == {"abcd1234"}
+    assert [(row["train/step"], row["train/loss"]) for row in wandb_server.history("abcd1234")] == [(7, 0.25)]
+
+
+def test_a_wandb_that_hangs_at_the_end_is_left_behind(tmp_path, monkeypatch):
+    stub = tmp_path / "stub.py"
+    ready = '{"imported": true}\\n{"ready": {"dir": "d", "url": null, "last": -1}}'
+    stub.write_text(f"import sys, time\nprint('{ready}', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr(wandb_client, "PROGRAM", stub)
+    monkeypatch.setattr(wandb_client, "END_TIMEOUT", 0.5)
+    notes: list[str] = []
+    tracker = start(tmp_path, WandbMode.offline, notes, init_timeout=0.5)
+    for step in range(3000):  # more than a pipe holds: the feeding thread blocks, the loop does not
+        tracker.log(step, {"train/loss": 1.0, "words": "x" * 50})
+    process = tracker._wandb._process
+    began = time.monotonic()
+    tracker.finish()
+    assert time.monotonic() - began < 4
+    assert process.wait(timeout=5) != 0
+    assert any("left behind" in note for note in notes)

@@ -1,0 +1,218 @@
+"""Questions and greedy answers: what is asked, where an answer ends; a padded batch with a cache answers like one alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from support.architectures import FAMILIES, built, lora, random_model, trained, word_tokenizer
+
+from fxtune.data.config import QuestionsConfig
+from fxtune.errors import ConfigError, DataError
+from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
+
+PROMPTS = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6], [11, 12]]
+TOKENIZER = word_tokenizer(eos_token="t1", unk_token="t0", pad_token="t0")
+
+
+def questions(prompts=PROMPTS, end=None) -> list[Question]:
+    return [Question("?", prompt, "!", end) for prompt in prompts]
+
+
+def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) -> str:
+    """The plainest way: no batch, no padding, no cache, a whole forward for each token."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            chosen = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            if chosen in ends:
+                break
+            ids.append(chosen)
+    return TOKENIZER.decode(ids[len(prompt) :], skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_with_a_cache_answers_like_one_alone(family):
+    model = built(Pipeline(), random_model(family)).eval()
+    given = answer(model, TOKENIZER, questions(), batch_size=3, max_new_tokens=7)
+    assert given == [alone(model, prompt, 7) for prompt in PROMPTS]
+    assert len(set(given)) > 1, "the prompts must matter, or this compares nothing"
+
+
+def test_an_adapter_answers_for_itself():
+    adapted = trained(built(lora(), random_model("llama"))).eval()
+    given = answer(adapted, TOKENIZER, questions(), max_new_tokens=6)
+    assert given == [alone(adapted, prompt, 6) for prompt in PROMPTS]
+    with adapted.disable_adapter():
+        assert given != [alone(adapted, prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("by", ["question", "tokenizer"])
+def test_an_answer_ends_at_the_end_of_turn(by):
+    model = built(Pipeline(), random_model("llama")).eval()
+    whole = answer(model, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
+    end = next(index for index in range(2, 8) if whole[index] not in whole[:index])
+    stop = int(whole[end][1:])
+    if by == "question":
+        given = answer(model, TOKENIZER, questions(PROMPTS[:1], end=stop), max_new_tokens=8)
+    else:
+        given = answer(
+            model, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8
+        )
+    assert given[0].split() == whole[:end]
+
+
+def test_asking_disturbs_no_training():
+    model = built(lora(dropout=0.2), random_model("llama"))
+    model.train()
+    row = torch.tensor([[5, 6, 7, 8]])
+
+    def loss(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(input_ids=row, labels=row, use_cache=False).loss
+
+    before = loss(3).item()
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    answer(model, TOKENIZER, questions(), max_new_tokens=3)
+    assert torch.equal(torch.rand(3), expected), "answering drew random numbers"
+    assert all(module.training for module in model.modules())
+    assert torch.is_grad_enabled()
+    again = loss(3)
+    again.backward()
+    assert again.item() == before
+
+
+def test_compiled_layers_are_not_compiled_again_for_each_length():
+    model = built(Pipeline(), random_model("llama"))
+    expected = answer(model, TOKENIZER, questions(), max_new_tokens=4)
+
+    def refuse(*_):
+        raise AssertionError("a layer was compiled")
+
+    for layer in model.model.layers:
+        layer.compile(backend=refuse)
+    assert answer(model, TOKENIZER, questions(), max_new_tokens=4) == expected
+
+
+def test_outer_whitespace_is_no_mistake_and_all_else_is():
+    asked = [replace(question, answer="a b") for question in questions()]
+    assert exact_match([" a b\n", "a  b", "A b", "a b"], asked) == 0.5
+
+
+TURNS = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", " Zwei. ")]
+ROWS = {
+    "messages": {"messages": [{"role": role, "content": content} for role, content in TURNS]},
+    "sharegpt": {
+        "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": content}
+            for role, content in TURNS
+        ]
+    },
+    "prompt_completion": {
+        "prompt": [{"role": role, "content": content} for role, content in TURNS[:-1]],
+        "completion": [{"role": "assistant", "content": " Zwei. "}],
+    },
+    "trailing_user": {
+        "messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "Three?")]]
+    },
+}
+
+
+def write(folder, *rows) -> QuestionsConfig:
+    file = folder / "questions.jsonl"
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return QuestionsConfig(path=str(file))
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_all_but_the_last_answer_is_the_question(tmp_path, form):
+    tokenizer = load_tokenizer(ModelConfig())
+    (question,) = load_questions(write(tmp_path, ROWS[form]), tokenizer)
+    prompt = tokenizer.apply_chat_template(
+        ROWS["messages"]["messages"][:-1], add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(question.prompt) == prompt
+    assert question.answer == "Zwei."
+    assert question.end == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if form == "messages":
+        assert question.text == "Two?"
+
+
+def test_prompt_and_completion_without_a_template(tmp_path):
+    (question,) = load_questions(
+        write(tmp_path, {"prompt": "Q: one\nA:", "completion": " 1"}), load_tokenizer(ModelConfig())
+    )
+    assert question.answer == "1"
+
+
+def test_a_template_of_ones_own_shapes_the_prompt_and_ends_the_answer(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = load_tokenizer(ModelConfig())
+    (question,) = load_questions(write(tmp_path, ROWS["messages"]), tokenizer, str(file))
+    assert tokenizer.decode(question.prompt).endswith("[user]Two?<|endoftext|>[assistant]")
+    assert question.end == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+
+
+def test_only_the_first_rows_are_asked(tmp_path):
+    config = write(tmp_path, ROWS["messages"], ROWS["messages"], '{"broken')
+    assert len(load_questions(replace(config, limit=2), load_tokenizer(ModelConfig()))) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        ([{"text": "Once."}], DataError, "plain text"),
+        ([ROWS["messages"], '{"messages": [\n'], DataError, "questions.jsonl:2"),
+        ([ROWS["messages"], {"messages": [{"role": "user", "content": "One?"}]}], DataError, "questions.jsonl:2"),
+        (
+            [
+                ROWS["messages"],
+                {"messages": [*ROWS["messages"]["messages"][:-1], {"role": "assistant", "content": " "}]},
+            ],
+            DataError,
+            "questions.jsonl:2",
+        ),
+    ],
+    ids=["text", "broken", "no answer", "empty answer"],
+)
+def test_rows_that_are_no_questions(tmp_path, rows, error, words):
+    with pytest.raises(error, match=words):
+        load_questions(write(tmp_path, *rows), load_tokenizer(ModelConfig()))
+
+
+@pytest.mark.parametrize("name", ["limit", "batch_size", "max_new_tokens"])
+def test_settings_out_of_range_name_their_key(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"data.questions.{name}=0"):
+        load_questions(replace(write(tmp_path, ROWS["messages"]), **{name: 0}), load_tokenizer(ModelConfig()))
+
+
+def test_an_interrupted_run_still_knows_its_first_answers(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig())
+    config = replace(write(tmp_path, ROWS["messages"]), max_new_tokens=2)
+    model = built(Pipeline(), ModelConfig())
+    score = AnswerEvaluation.open(config, tokenizer, tmp_path).ask(model, "before")
+    reopened = AnswerEvaluation.open(config, tokenizer, tmp_path)
+    reopened.ask(model, "after")
+    ((text, right, before, after),) = reopened.shown()
+    assert (text, right) == ("Two?", "Zwei.")
+    assert before == after, "the same model was asked twice"
+    assert f"{score:.0%} before training, {score:.0%} after training" in reopened.verdict()
+
+    (tmp_path / "answers_before.jsonl").write_text('{"right": ')
+    assert AnswerEvaluation.open(config, tokenizer, tmp_path).shown()[0][2] is None, (
+        "a file that was cut short is no answer"
+    )
+
+
+def test_nothing_is_asked_without_a_path(tmp_path):
+    assert AnswerEvaluation.open(QuestionsConfig(), load_tokenizer(ModelConfig()), tmp_path) is None

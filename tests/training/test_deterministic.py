@@ -1,0 +1,77 @@
+"""run.deterministic=true: what cannot give the same bits twice is refused, and nothing is left to the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.runs import history
+
+from fxtune.system.facts import Facts
+from fxtune.techniques.attention.backends import BACKENDS, hub
+from fxtune.techniques.compile.technique import Compile, CompileMode
+from fxtune.techniques.liger import timing
+from fxtune.techniques.liger.technique import Liger
+from fxtune.training import trainer
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "vocab_size": 128256,
+}
+FREE = Facts(
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    memory=140 * 2**30,
+    free_memory=100 * 2**30,
+    packages={"torch": "2.11.0", "liger-kernel": "0.8.5", "kernels": "0.11.1"},
+    model=LLAMA,
+    dtype="bfloat16",
+    packing=True,
+    sequence_length=4096,
+    rows=(4096,),
+    techniques={"compile": {}},
+)
+FIXED = dataclasses.replace(FREE, deterministic=True)
+
+
+def test_kernels_are_not_picked_by_the_clock(monkeypatch, tmp_path):
+    asked = Compile(enabled=True, mode=CompileMode.max_autotune)
+    assert not [why for why in asked.check(FREE) if "clock" in why]
+    assert [why for why in asked.check(FIXED) if "run.deterministic=true" in why]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing, "times", lambda case: (2.0, 1.0))
+    free, fixed = Liger(enabled=True), Liger(enabled=True)
+    assert "rms_norm on (measured" in str(free.resolve(FREE))
+    assert "rms_norm off (torch.compile fuses it; run.deterministic=true" in str(fixed.resolve(FIXED))
+
+
+@pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
+def test_attention_that_promises_nothing_is_refused(backend):
+    assert not [why for why, _ in backend.refuses(FREE) if "same bits" in why]
+    assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [
+        *backend.refuses(FIXED)
+    ]
+
+
+def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(narrow, cwd):
+    narrow.run.deterministic, narrow.techniques.lora.dropout = True, 0.1
+    seen = []
+    for name in ("one", "two"):
+        narrow.run.name = name
+        trainer.run(narrow)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        seen.append(
+            (
+                (cwd / "runs" / name / "adapter" / "adapter_model.safetensors").read_bytes(),
+                [(line.get("train/loss"), line.get("train/grad_norm")) for line in history(cwd / "runs" / name)],
+            )
+        )
+    torch.use_deterministic_algorithms(False)
+    assert seen[0] == seen[1]

@@ -1,0 +1,137 @@
+"""A run that goes on: what its recipe leaves open is as it was, or it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError, StorageError
+from fxtune.techniques.checkpointing.technique import Policy
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.training import trainer
+from fxtune.training.resume_check import ResumeCheck
+
+
+@pytest.fixture
+def broken_off(small, cwd, monkeypatch) -> Config:
+    """A run in `run` whose two steps are saved, and that did not come to its end."""
+    small.run.dir, small.train.max_steps = "run", 2
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        trainer.run(small)
+    return small
+
+
+def changed(section: str, key: str, value: object) -> None:
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    assert key in setting[section]
+    setting[section][key] = value
+    file.write_text(json.dumps(setting))
+
+
+def test_a_run_that_finds_all_as_it_was_says_nothing_of_it(broken_off, said):
+    assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
+    trainer.run(broken_off)
+    assert not [text for text in said if "started this changed" in text]
+    assert [text for text in said if "Going on with run after step 2" in text]
+
+
+def test_another_torch_is_told_and_with_deterministic_refused(broken_off, said):
+    changed("machine", "torch", "1.0")
+    trainer.run(broken_off)
+    assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
+
+
+def test_another_torch_is_refused_where_bits_were_promised(small, cwd, monkeypatch):
+    small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        trainer.run(small)
+    changed("machine", "torch", "1.0")
+    with pytest.raises(
+        ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "
+    ):
+        trainer.run(small)
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])
+def test_another_model_is_refused_with_each_difference(broken_off, section, key, value):
+    changed(section, key, value)
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: {value} -> "):
+        trainer.run(broken_off)
+
+
+def test_another_base_in_the_same_folder_is_refused(small, cwd, monkeypatch):
+    import shutil
+
+    own = cwd / "base"
+    shutil.copytree(Path(trainer.__file__).parents[1] / "assets" / "tiny", own)
+    small.model.path, small.run.dir, small.train.max_steps = str(own), "run", 1
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        trainer.run(small)
+    weights = next(own.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-2000:] = bytes(2000)
+    weights.write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"its model changed since it was started:\n  model\.{weights.name}: "):
+        trainer.run(small)
+
+
+def test_a_setting_that_cannot_be_read_is_an_error_with_what_to_do(broken_off):
+    Path("run/setting.json").write_text("{")
+    with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Bring it back; or remove it"):
+        trainer.run(broken_off)
+    Path("run/setting.json").unlink()
+    assert trainer.run(broken_off)["train/step"] == 2
+
+
+def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
+    """As on a card that had more memory free when the run was started."""
+    notes: list[str] = []
+    (tmp_path / "setting.json").write_text(
+        json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}})
+    )
+    asked, today = Pipeline(), Pipeline()
+    asked.checkpointing.enabled = today.checkpointing.enabled = True
+    asked.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
+    was = ResumeCheck(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today)
+    assert was.checkpointing.policy is Policy.none
+    assert asked.checkpointing.policy is Policy.auto
+    assert notes == ["checkpointing: as when the run was started, policy=none (today it would be full)"]
+    today.checkpointing.policy = Policy.none
+    assert ResumeCheck(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today) is None
+    assert ResumeCheck(tmp_path, goes_on=False, strict=False, note=notes.append).decided(asked, today) is None
+
+
+def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
+    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "psychic"}}}))
+    asked = Pipeline()
+    asked.checkpointing.policy = Policy.auto
+    with pytest.raises(StorageError, match=r"setting\.json: .*psychic.* is not one of .*Use the version of fxtune"):
+        ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, Pipeline())
+
+
+@pytest.mark.parametrize(
+    ("was", "told"),
+    [
+        (
+            {"backend": "hub:evil/kernel@" + "a" * 40, "trust_remote_code": True},
+            "trust_remote_code` runs code of a stranger",
+        ),
+        ({"backend": 7}, "`techniques.attention.backend` is text"),
+    ],
+)
+def test_what_is_recorded_runs_no_code(tmp_path, was, told):
+    """A run folder may be a stranger's, and `auto` in the recipe leaves its setting.json to say what it was."""
+    (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"attention": was}}))
+    asked, today = Pipeline(), Pipeline()
+    today.attention.backend = "sdpa"
+    with pytest.raises(StorageError, match=told):
+        ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today)
+    asked.attention.backend = "sdpa"  # the recipe says it itself: nothing is taken
+    assert ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today) is None

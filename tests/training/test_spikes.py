@@ -1,0 +1,91 @@
+"""The window of losses against its definition in numpy, and what it says of curves that people know."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxtune.config.root import Spikes
+from fxtune.training.spikes import FLOOR, SpikeWindow
+
+CPU = torch.device("cpu")
+LOSSES = st.lists(st.floats(0, 1e4, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=40)
+
+
+def limits(window: SpikeWindow, losses: list[float]) -> list[float]:
+    return [window.limit(torch.tensor(loss)).item() for loss in losses]
+
+
+def expected(before: list[float], size: int, threshold: float) -> float:
+    seen = np.asarray(before[-size:], np.float32)
+    if len(seen) < max(1, size // 4):
+        return math.inf
+    with np.errstate(invalid="ignore"):
+        middle = np.sort(seen)[(len(seen) - 1) // 2]
+        spread = np.sort(np.abs(seen - middle))[(len(seen) - 1) // 2]
+        limit = float(
+            middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(FLOOR) * middle)
+        )
+        return limit if math.isfinite(limit) else math.inf
+
+
+@given(LOSSES, st.integers(1, 12), st.floats(0.5, 20))
+@settings(deadline=None, max_examples=150)
+def test_a_limit_is_the_median_and_so_many_spreads_of_the_steps_before(losses, size, threshold):
+    found = limits(SpikeWindow(CPU, Spikes.report, size, threshold), losses)
+    for at, limit in enumerate(found):
+        wanted = expected(losses[:at], size, threshold)
+        assert limit == pytest.approx(wanted, rel=1e-5)
+
+
+@given(LOSSES, st.integers(1, 8), st.data())
+@settings(deadline=None, max_examples=100)
+def test_a_window_that_goes_on_from_its_saved_state_says_the_same(losses, size, data):
+    cut = data.draw(st.integers(0, len(losses)))
+    whole, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))
+    limits(first, losses[:cut])
+    second.load(json.loads(json.dumps(first.state(), allow_nan=False)))
+    finite = [
+        [limit > loss for limit, loss in zip(found, losses[cut:], strict=True)]
+        for found in (limits(whole, losses)[cut:], limits(second, losses[cut:]))
+    ]
+    assert finite[0] == finite[1]
+
+
+def spikes(losses: list[float], **options) -> list[int]:
+    window = SpikeWindow(CPU, Spikes.report, options.get("size", 64), options.get("threshold", 8.0))
+    return [at for at, (loss, limit) in enumerate(zip(losses, limits(window, losses), strict=True)) if loss > limit]
+
+
+def test_noise_is_no_spike_and_a_jump_is_one():
+    """A thousand steps of a falling curve with the noise of small batches, three bad batches in it."""
+    draw = np.random.default_rng(0)
+    losses = 1 + 2 * np.exp(-np.arange(1000) / 200) + draw.normal(0, 0.15, 1000)
+    assert spikes(losses.tolist()) == []
+    for at in (40, 500, 501):
+        losses[at] += 3
+    assert spikes(losses.tolist()) == [40, 500, 501]
+
+
+def test_a_level_that_has_changed_for_good_is_no_spike_half_a_window_later():
+    seen = spikes([1.0 + 0.01 * (at % 7) for at in range(200)] + [5.0 + 0.01 * (at % 7) for at in range(200)])
+    assert seen
+    assert seen[0] == 200
+    assert seen[-1] <= 200 + 64 // 2
+
+
+def test_losses_that_hardly_differ_need_to_differ_by_a_share_of_themselves():
+    assert spikes([2.0] * 100 + [2.1] + [2.0] * 100) == []
+    assert spikes([2.0] * 100 + [2.2] + [2.0] * 100) == [100]
+
+
+def test_off_judges_nothing():
+    window = SpikeWindow(CPU, Spikes.off, 4, 8.0)
+    assert limits(window, [1.0] * 20 + [1e9]) == [math.inf] * 21
+    assert window.state() == {}

@@ -1,0 +1,243 @@
+"""Losses and gradients that are not finite, and loss spikes: never in the weights, never silent, never exported as good."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.runs import history, losses
+
+from fxtune.config.root import Spikes
+from fxtune.errors import NumbersError
+from fxtune.objectives.causal_lm import Loss
+from fxtune.optim.config import OptimizerName
+from fxtune.tracking.tracker import Display
+from fxtune.training import trainer as train
+
+
+def broken_off(config, index, monkeypatch):
+    """Run `config` up to the step `index`, at which Ctrl-C comes, once."""
+    taken, broken = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        if step.index == index and not broken:
+            broken.append(True)
+            raise KeyboardInterrupt
+        return taken(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(config)
+
+
+def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkeypatch, capsys):
+    """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
+    real, poisoned = Loss.sum, {2, 3}
+    calls = []
+
+    def loss(self, batch):
+        calls.append(1)
+        step = (len(calls) - 1) // 2
+        return real(self, batch) * (float("nan") if step in poisoned else 1.0)
+
+    monkeypatch.setattr(Loss, "sum", loss)
+    narrow.run.dir, narrow.tracking.display = "skips", Display.plain
+    result = train.run(narrow)
+    assert result["train/skipped_steps"] == 2
+    assert "2 of 6 steps were skipped" in capsys.readouterr().out
+    assert [value is None for value in losses(Path("skips"))] == [False, False, True, True, False, False]
+    assert all(torch.isfinite(t).all() for t in load_file("skips/adapter/adapter_model.safetensors").values())
+    calls.clear()
+    poisoned.update(range(100))
+    narrow.run.dir, narrow.train.max_skipped_steps, narrow.train.max_steps = "stops", 3, 10
+    with pytest.raises(NumbersError, match=r"3 steps in a row, up to step 3\. .*saved: stops/checkpoints"):
+        train.run(narrow)
+
+
+def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
+    """Multiply the loss of these steps (counted from 0). The list that is returned gets the number of each step taken."""
+    real, whole_step, seen = Loss.sum, train.Trainer.step, []
+
+    def step(self, step, lr):
+        seen.append(step.index)
+        outcome = whole_step(self, step, lr)
+        seen.append(-1)
+        return outcome
+
+    monkeypatch.setattr(train.Trainer, "step", step)
+    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * factors.get(seen[-1] if seen else -1, 1.0))
+    return seen
+
+
+def test_a_step_that_is_not_finite_leaves_its_samples_and_its_batches(narrow, build, monkeypatch):
+    disturb(monkeypatch, {2: math.nan})
+    notes = []
+    trainer = build(narrow, notes.append)
+    trainer.run()
+    folder = trainer.folder.path / "skipped"
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+    told = json.loads((folder / "step-00000003" / "samples.json").read_text())
+    assert [told["step"], told["loss"]] == [3, None]
+    for micro in range(2):
+        batch, kept = trainer.plan.batch(2, micro), load_file(folder / "step-00000003" / f"batch-{micro}.safetensors")
+        assert all(torch.equal(tensor, getattr(batch, name)) for name, tensor in kept.items())
+        assert {"input_ids", "targets", "position_ids"} <= kept.keys()
+        rows = told["micro_batches"][micro]
+        assert [(0, piece["document"]) for row in rows for piece in row] == trainer.plan.documents(2, micro)
+        assert "assistant" in rows[0][0]["text"]
+    said = next(note for note in notes if note.startswith("step 3: its loss or gradient was not finite"))
+    assert f"documents {rows_of(trainer, 2)[0]}, " in said
+    assert str(folder / "step-00000003") in said
+
+
+def rows_of(trainer, step) -> list[int]:
+    return [
+        document
+        for micro in range(trainer.plan.micro_batches(step))
+        for _, document in trainer.plan.documents(step, micro)
+    ]
+
+
+def test_no_more_than_a_few_bad_batches_are_kept(narrow, build, monkeypatch):
+    disturb(monkeypatch, dict.fromkeys(range(1, 40, 3), math.nan))
+    narrow.train.max_steps = 40
+    trainer = build(narrow)
+    assert trainer.run()["train/skipped_steps"] == 13
+    assert len(list((trainer.folder.path / "skipped").glob("step-*"))) == 8
+
+
+@pytest.mark.parametrize("spikes", ["report", "skip", "off"])
+def test_loss_spikes(narrow, build, monkeypatch, spikes):
+    """One step of twelve has fifty times the loss and the gradient."""
+    disturb(monkeypatch, {9: 50.0})
+    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes = 12, 8, Spikes(spikes)
+    narrow.train.max_grad_norm, narrow.schedule.warmup_steps, narrow.optimizer.name = 0.0, 0, OptimizerName.sgd
+    notes, weights = [], []
+    trainer = build(narrow, notes.append)
+    whole = trainer.optimizer.step
+
+    def step(lr, finite):
+        before = [parameter.detach().clone() for parameter in trainer.optimizer.names]
+        whole(lr, finite)
+        weights.append(any(not torch.equal(a, b) for a, b in zip(before, trainer.optimizer.names, strict=True)))
+
+    monkeypatch.setattr(trainer.optimizer, "step", step)
+    result = trainer.run()
+    found = [note for note in notes if note.startswith("step 10: a loss spike")]
+    assert len(found) == (spikes != "off")
+    assert [at for at, moved in enumerate(weights) if not moved] == ([9] if spikes == "skip" else [])
+    assert result["train/skipped_steps"] == (spikes == "skip")
+    assert (trainer.folder.path / "spikes" / "step-00000010" / "batch-1.safetensors").exists() == (spikes != "off")
+    if found:
+        assert "documents" in found[0]
+        assert any("1 loss spikes" in note for note in notes)
+
+
+def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkeypatch):
+    """The window of losses is part of the state: broken off just before a spike, the run must still know it for one."""
+    seen = disturb(monkeypatch, {9: 50.0})
+    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = (
+        12,
+        8,
+        Spikes.skip,
+        3,
+    )
+    narrow.run.dir = "whole"
+    assert train.run(narrow)["train/skipped_steps"] == 1
+    narrow.run.dir = "broken"
+    broken_off(narrow, 9, monkeypatch)
+    seen.clear()
+    assert train.run(narrow)["train/skipped_steps"] == 1
+    assert [step for step in seen if step >= 0] == [9, 10, 11]
+    name = "adapter/adapter_model.safetensors"
+    assert Path("whole", name).read_bytes() == Path("broken", name).read_bytes()
+
+
+def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(narrow, cwd, monkeypatch, capsys):
+    disturb(monkeypatch, {4: math.nan, 5: math.nan})
+    narrow.run.dir, narrow.tracking.display = "run", Display.plain
+    assert train.run(narrow)["train/skipped_steps"] == 2
+    assert (
+        "2 of 6 steps were skipped: their loss or gradient was not finite. The last 2 too, but"
+        in capsys.readouterr().out
+    )
+    assert all(torch.isfinite(t).all() for t in load_file("run/adapter/adapter_model.safetensors").values())
+
+
+def test_weights_that_give_no_finite_loss_are_never_exported(narrow, cwd):
+    """The first step takes them beyond all measure; the two after it are skipped, fewer than max_skipped_steps."""
+    narrow.run.dir, narrow.train.max_steps, narrow.optimizer.lr, narrow.schedule.warmup_steps = "run", 3, 1e30, 0
+    for _ in range(2):  # the same command again ends alike
+        with pytest.raises(NumbersError, match=r"2 of 3 steps were skipped.*nothing was exported.*run/checkpoints"):
+            train.run(narrow)
+        assert not Path("run/adapter").exists()
+        assert not Path("run/result.json").exists()
+        assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
+    disturb(monkeypatch, dict.fromkeys(range(2, 6), math.nan))
+    narrow.run.dir, narrow.checkpoint.every, narrow.train.max_skipped_steps = "run", 4, 3
+    broken_off(narrow, 4, monkeypatch)
+    with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
+        train.run(narrow)
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narrow, cwd, build, last):
+    """As on a GPU, figures are read when the next step is issued. Steps 3 and 4 are bad; 5 was sound again, or was not."""
+    narrow.train.log_every, narrow.train.max_skipped_steps, narrow.train.max_steps = 4, 2, 8
+    narrow.checkpoint.every, narrow.train.micro_batch_size = 0, narrow.train.global_batch_size
+    trainer = build(narrow)
+    trainer.reads_late = True
+    real, step, after, at = trainer.loss.sum, trainer.step, {}, []
+
+    def taken(given, lr):
+        at.append(given.index + 1)
+        outcome = step(given, lr)
+        after[given.index + 1] = {name: value.clone() for name, value in trainer.progress.weights().items()}
+        return outcome
+
+    trainer.step = taken
+    trainer.loss.sum = lambda batch: real(batch) * (math.nan if 3 <= at[-1] <= last else 1.0)
+    if last == 4:
+        assert trainer.run()["train/skipped_steps"] == 2
+        return
+    with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
+        trainer.run()
+    saved = trainer.progress.checkpoints.newest()
+    assert saved.state.step == 5
+    assert all(torch.equal(saved.weights[name], value) for name, value in after[5].items())
+    assert saved.state.numbers["window"] == trainer.spikes.state()
+
+
+def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monkeypatch):
+    narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
+    real, whole_step, seen = Loss.sum, train.Trainer.step, []
+    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return whole_step(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(narrow)
+    assert train.run(narrow)["train/skipped_steps"] == 1
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 5]
+
+
+def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(narrow, cwd, monkeypatch):
+    narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
+    train.run(narrow)
+    narrow.run.dir = "broken"
+    broken_off(narrow, 3, monkeypatch)
+    train.run(narrow)
+    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [6]
+    assert losses(Path("broken")) == losses(Path("whole"))

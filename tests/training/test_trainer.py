@@ -1,0 +1,330 @@
+"""The loop against plain transformers and peft, its splits against each other, its kills against no kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.runs import history, losses
+
+from fxtune.config.root import Resume
+from fxtune.data.config import SourceConfig
+from fxtune.errors import ConfigError, DataError, HardwareError
+from fxtune.models.load import DType
+from fxtune.objectives.causal_lm import Loss
+from fxtune.training import trainer as train
+
+VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
+"""Figures of a line that no two runs share."""
+ASSETS = Path(train.__file__).parents[1] / "assets"
+
+
+def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, build, chats):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = 20, 4, 4
+    small.optimizer.weight_decay = 0.01
+    trainer = build(small)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    plain = get_peft_model(
+        plain, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    ours = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(ours[name])
+
+    # Ids and masks come from transformers' own chat template call, padding and labels from here.
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    encoded = [tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True) for row in rows]
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01)
+    expected = []
+    for step in range(20):
+        documents = [document for _, document in trainer.plan.documents(step, 0)]
+        longest = max(len(encoded[d]["input_ids"]) for d in documents)
+        ids = torch.zeros(4, longest, dtype=torch.long)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+        for row, d in enumerate(documents):
+            tokens, marks = torch.tensor(encoded[d]["input_ids"]), torch.tensor(encoded[d]["assistant_masks"])
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+            labels[row, : len(tokens)] = tokens.where(marks.bool(), torch.tensor(-100))
+        loss = plain(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 1.0)
+        warmed = min(1.0, (step + 1) / 2)
+        cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - 2) / 18))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * warmed * cosine
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    trainer.run()
+    assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypatch):
+    """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
+    small.train.max_steps = 3
+    figures, gradients = {}, {}
+    clip = train.Optimizer.clip
+
+    def watched(self, *arguments):
+        gradients.setdefault(micro, torch.cat([parameter.grad.flatten() for parameter in self.names]))
+        return clip(self, *arguments)
+
+    monkeypatch.setattr(train.Optimizer, "clip", watched)
+    for micro in (8, 1, 4):
+        small.train.micro_batch_size, small.run.name = micro, f"micro{micro}"
+        trainer = build(small)
+        counts = [trainer.plan.batch(0, m).supervised for m in range(trainer.plan.micro_batches(0))]
+        assert micro == 8 or len(set(counts)) > 1
+        trainer.run()
+        figures[micro] = losses(trainer.folder.path)
+    for micro in (1, 4):
+        assert figures[micro] == pytest.approx(figures[8], rel=1e-6)
+        assert (gradients[micro] - gradients[8]).norm() < 1e-6 * gradients[8].norm()
+
+
+def test_lines_that_are_read_late_are_the_same(narrow, build):
+    """As on a GPU, where the next step is issued before a line is written."""
+    narrow.train.log_every, narrow.checkpoint.every, narrow.train.max_steps = 2, 3, 9
+    lines = []
+    for late in (False, True):
+        narrow.run.name = f"late{late}"
+        trainer = build(narrow)
+        trainer.reads_late = late
+        trainer.run()
+        lines.append(
+            [
+                {key: value for key, value in line.items() if "second" not in key and key not in VARYING}
+                for line in history(trainer.folder.path)
+            ]
+        )
+    assert lines[0] == lines[1]
+    assert [line["train/step"] for line in lines[1] if "train/loss" in line] == [2, 4, 6, 8, 9]
+
+
+def document_losses(trainer) -> dict[bytes, float]:
+    """Loss summed over each document of the first epoch, keyed by the document's tokens."""
+    found: dict[bytes, list[float]] = {}
+    trainer.model.eval()
+    with torch.no_grad():
+        for step in range(trainer.plan.steps):
+            for micro in range(trainer.plan.micro_batches(step)):
+                batch = trainer.plan.batch(step, micro)
+                for ids, positions, loss, targets in zip(
+                    batch.input_ids, batch.position_ids, trainer.loss.tokens(batch), batch.targets, strict=True
+                ):
+                    starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+                    for start, end in itertools.pairwise(starts):
+                        supervised = (targets[start:end] != -100).nonzero().flatten()
+                        if len(supervised):  # padding has none
+                            last = start + int(supervised[-1]) + 2  # up to and with the last target's token
+                            found.setdefault(ids[start:last].numpy().tobytes(), []).append(
+                                loss[start:end].sum().item()
+                            )
+    assert all(max(values) - min(values) < 1e-5 for values in found.values())
+    return {key: values[0] for key, values in found.items()}
+
+
+def test_packed_and_unpacked_runs_give_every_document_the_same_loss(small, build):
+    small.train.max_steps, small.train.epochs = None, 1
+    apart = document_losses(build(small))
+    small.data.packing, small.run.name = True, "packed"
+    trainer = build(small)
+    assert len(trainer.plan.documents(0, 0)) > small.train.micro_batch_size  # several documents a row
+    packed = document_losses(trainer)
+    assert packed.keys() == apart.keys()
+    assert len(apart) >= 40
+    for key, value in apart.items():
+        assert packed[key] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_broken_off_anywhere_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
+    narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
+    narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
+    narrow.checkpoint.every, narrow.run.dir = 2, "whole"
+    narrow.train.max_steps = 7
+    train.run(narrow)
+    narrow.run.dir = "broken"
+    whole_step, seen = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
+            raise KeyboardInterrupt
+        return whole_step(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train.run(narrow)
+    train.run(narrow)
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
+    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert losses(Path("broken")) == losses(Path("whole"))
+    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
+    own = cwd / "own.jsonl"
+    own.write_text(chats.read_text())
+    small.data.sources, small.checkpoint.every, small.run.dir = [SourceConfig(path=str(own))], 1, "run"
+    monkeypatch.setattr(train.Trainer, "_finish", lambda self: {})
+    train.run(small)
+    own.write_text("\n".join(chats.read_text().splitlines()[1:]))
+    with pytest.raises(ConfigError, match="data changed"):
+        train.run(small)
+
+
+def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeypatch):
+    """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
+    small.train.max_steps, gradients = 1, {}
+    monkeypatch.setattr(
+        train.Optimizer,
+        "step",
+        lambda self, *_: gradients.setdefault(
+            small.model.dtype, torch.cat([parameter.grad.flatten() for parameter in self.names])
+        ),
+    )
+    for dtype in (DType.float32, DType.float16):
+        small.model.dtype, small.run.name = dtype, dtype.value
+        trainer = build(small)
+        monkeypatch.setattr(trainer.plan, "supervised", lambda step: 10**6)
+        trainer.run()
+    exact, seen = gradients.values()
+    assert (seen - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, monkeypatch):
+    small.run.dir = "run"
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in a shell's background starts with it ignored
+    with monkeypatch.context() as patch:
+        patch.setattr(train.models, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(small)
+    signal.signal(signal.SIGINT, usual)
+    result = train.run(small)
+    assert result == json.loads(Path("run/result.json").read_text())
+    assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]
+
+
+def test_the_card_says_what_the_run_knows(small, build):
+    trainer = build(small)
+    result = trainer.run()
+    card = (trainer.folder.path / "adapter" / "README.md").read_text()
+    torch_line = f"| torch | {metadata.version('torch')}"
+    for part in (trainer.plan.fingerprint, f"{result['train/loss']:.6g}", torch_line, "| seed | 0 |"):
+        assert part in card
+
+
+def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(small, cwd, chats):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.train.eval_every, small.checkpoint.keep, small.run.dir = 2, 1, "run"
+    small.techniques.lora.enabled, small.optimizer.lr = (
+        False,
+        1e-9,
+    )  # the weights stay, so each evaluation can be checked
+    train.run(small)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    total, count = 0.0, 0
+    for line in chats.read_text().splitlines()[:10]:
+        row = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
+        loss = plain(input_ids=ids[None], labels=ids.where(mask, torch.tensor(-100))[None]).loss
+        total, count = total + loss.item() * int(mask.sum()), count + int(mask.sum())
+    lines = [line for line in history(Path("run")) if "eval/loss" in line]
+    assert [line["train/step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        assert line["eval/loss"] == pytest.approx(total / count, rel=1e-4)
+        assert line["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-3)
+    best = min(lines, key=lambda line: line["eval/loss"])["train/step"]
+    kept = sorted(path.name for path in Path("run/checkpoints").glob("step-*"))
+    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, chats):
+    small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
+    small.train.max_steps, small.train.eval_every, small.loader.num_workers = 2, 1, 1
+    others = (
+        multiprocessing.active_children()
+    )  # tests/support/reference.py keeps one, and may have been at work before
+    trainer = build(small)
+    trainer.run()
+    assert [child for child in multiprocessing.active_children() if child not in others] == []
+
+
+def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
+        )
+
+    monkeypatch.setattr(Loss, "sum", full)
+    with pytest.raises(
+        HardwareError, match=r"1 row at once: .*allocate 2\.00 GiB\nWhat would help most.*\n.* GiB less"
+    ):
+        train.run(small)
+
+
+def test_bfloat16_weights_that_are_trained_are_warned_of(small, build):
+    notes = []
+    for dtype, lora in ((DType.bfloat16, True), (DType.float32, False), (DType.bfloat16, False)):
+        small.model.dtype, small.techniques.lora.enabled, small.run.name = dtype, lora, f"{dtype.value}{lora}"
+        build(small, notes.append)
+    assert sum("update below 1/256" in note for note in notes) == 1
+
+
+def test_a_run_that_came_to_nothing_leaves_no_folder(small, cwd):
+    small.data.sources = [SourceConfig(path="missing.jsonl")]
+    with pytest.raises(DataError, match=r"missing\.jsonl"):
+        train.run(small)
+    assert not list(Path("runs").iterdir())
+
+
+def test_must_resume_is_refused_before_anything_is_built(small, cwd):
+    small.run.resume = Resume.must
+    with pytest.raises(ConfigError, match="no unfinished run"):
+        train.run(small)
+
+
+def test_the_adapter_loads_in_plain_peft_and_gives_the_trained_logits(small, build):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trainer = build(small)
+    trainer.run()
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32), trainer.folder.path / "adapter"
+    ).eval()
+    trainer.model.eval()
+    ids = torch.arange(5, 40)[None]
+    with torch.no_grad():
+        assert torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-5)
+        with plain.disable_adapter():
+            assert not torch.allclose(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits, atol=1e-2)

@@ -45,9 +45,9 @@ SPARE = 2**20
 
 @dataclass
 class CheckpointConfig:
-    every: int = 100
+    every: int = field(default=100, metadata={"min": 0})
     """Save each time this many steps are done; 0: only at the end. What a killed run can lose."""
-    keep: int = 2
+    keep: int = field(default=2, metadata={"min": 1})
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
     """Also save at each evaluation that is the best so far, and keep that one however old it is, until a better one is saved."""

@@ -26,16 +26,16 @@ class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
     """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with
     Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
-    lr: float = 2e-4
+    lr: float = field(default=2e-4, metadata={"above": 0})
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step), but for SGD: torch's adds weight x weight_decay to the
     gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"min": 0, "below": 1})
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata={"above": 0})
     """AdamW's."""
-    momentum: float = 0.9
+    momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
     fused: bool = True
     """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""

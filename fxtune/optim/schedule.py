@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -18,13 +18,13 @@ class ScheduleName(str, Enum):
 class ScheduleConfig:
     name: ScheduleName = ScheduleName.cosine
     """`wsd`: warm up, stay, then decay over the last `decay_ratio` of the run (warmup-stable-decay)."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata={"min": 0})
     """Steps of linear warm-up. When 0, warmup_ratio decides."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: float = field(default=0.03, metadata={"min": 0, "max": 1})
     """Share of the run spent warming up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})
     """Where decay ends, as a share of optimizer.lr."""
-    decay_ratio: float = 0.2
+    decay_ratio: float = field(default=0.2, metadata={"min": 0, "max": 1})
     """wsd only: the share of the run spent decaying."""
 
 

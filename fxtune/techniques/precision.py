@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
@@ -51,9 +51,9 @@ class Precision(Technique):
     enabled: bool = True
     autocast: Autocast = Autocast.none
     """Run matmuls in this dtype while the weights keep theirs. float16 comes with loss scaling."""
-    initial_scale: float = 65536.0
+    initial_scale: float = field(default=65536.0, metadata={"above": 0})
     """Loss scale that float16 starts from; a power of two. Too large costs one skipped step for each halving."""
-    scale_growth_interval: int = 2000
+    scale_growth_interval: int = field(default=2000, metadata={"min": 1})
     """Double the loss scale after this many good steps in a row."""
     tf32: Optional[bool] = None
     """Let float32 matmuls round their inputs to TF32. Null: where the card has it (Ampere and newer)."""

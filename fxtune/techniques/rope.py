@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
@@ -47,9 +47,9 @@ class RopeType(str, Enum):
 @dataclass
 class Rope(Technique):
     type: RopeType = RopeType.yarn
-    factor: float = 1.0
+    factor: float = field(default=1.0, metadata={"min": 1})
     """The new context as a multiple of the original one."""
-    original_max_position_embeddings: Optional[int] = None
+    original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
     """The context that the model was trained on; null: the model config's max_position_embeddings, or where a scaling like
     this one is there already, what that one started from."""
     beta_fast: float = 32.0

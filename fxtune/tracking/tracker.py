@@ -62,7 +62,7 @@ class WandbConfig:
     entity: Optional[str] = None
     group: Optional[str] = None
     tags: list[str] = field(default_factory=list)
-    init_timeout: float = 5.0
+    init_timeout: float = field(default=5.0, metadata={"above": 0})
     """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
 
 

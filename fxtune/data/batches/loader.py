@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -49,13 +49,13 @@ PATIENCE = 2.0
 
 @dataclass
 class LoaderConfig:
-    num_workers: Optional[int] = None
+    num_workers: Optional[int] = field(default=None, metadata={"min": 0})
     """Processes that build batches; null: 0 on a CPU, 2 beside a GPU (a batch is a slice of a memory map, not work)."""
     pin_memory: Optional[bool] = None
     """Page-locked batches, for copies that overlap with compute; null: on beside a GPU."""
     persistent_workers: bool = True
     """Keep the workers of an evaluation for the next one."""
-    prefetch_factor: int = 4
+    prefetch_factor: int = field(default=4, metadata={"min": 1})
     """Batches a worker keeps ready."""
 
     def resolved(self, device: torch.device) -> LoaderConfig:

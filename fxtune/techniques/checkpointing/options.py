@@ -50,7 +50,7 @@ class Recomputation(Technique):
     """What layers keep for the backward pass. `none`: everything; `selective`: what `save` and `recompute` say; `full`: their
     input; `mix`: what `mix` says of each; `budget`: what the compiler picks; `auto`: the fastest of these that fits, with
     `offload` and `mlp_tiles` where it needs them."""
-    every: int = 1
+    every: int = field(default=1, metadata={"min": 1})
     """Treat one decoder layer in this many: 1 is all of them, 2 every other one. Of the policies selective and full."""
     save: list[str] = field(default_factory=list)
     """policy=selective: whose results are kept: operators (`aten.mm`), groups (`attention`, `matmuls`), linears of a layer
@@ -61,15 +61,15 @@ class Recomputation(Technique):
     """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow` ones (q, k, v,
     o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not counted keep their input. Those
     that keep little come first."""
-    budget: float = 0.5
+    budget: float = field(default=0.5, metadata={"min": 0, "max": 1})
     """policy=budget: which share of what the compiler would keep it may keep. 0: layers' inputs only; 1: all it would."""
     offload: bool = False
     """Keep what offload_what says in pinned host memory from forward to backward, in time with the computation (needs a GPU)."""
     offload_what: What = What.inputs
     """`inputs`: layers' inputs; `kept`: also what else they keep, but for the products wider than the hidden state (compiled)."""
-    offload_layers: Optional[int] = None
+    offload_layers: Optional[int] = field(default=None, metadata={"min": 1})
     """How many layers send, from the first; null: all but the last one, whose share is wanted at once."""
-    mlp_tiles: int = 1
+    mlp_tiles: int = field(default=1, metadata={"min": 1})
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: whole."""
 
     def check(self, facts: Facts) -> Iterator[str]:

@@ -32,7 +32,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -107,9 +107,9 @@ class Compile(Technique):
     cuda_graphs: Switch = Switch.auto
     """Record forward and backward of a micro-batch, and launch them at once. `auto`: for models so small that the device waits
     for launches."""
-    max_graph_breaks: int = 0
+    max_graph_breaks: int = field(default=0, metadata={"min": 0})
     """With fullgraph=false: fail where the compiler breaks off at more places than this."""
-    max_recompiles: int = 8
+    max_recompiles: int = field(default=8, metadata={"min": 0})
     """Fail where rows of one length are compiled again more often than this. Training, evaluation, the first layer (whose
     input needs no gradient) and each kind of layer take one each."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
@@ -107,7 +107,7 @@ class Liger(Technique):
     """For the tanh form of GELU, which is Gemma's."""
     fused_linear_cross_entropy: Switch = Switch.auto
     """Loss and head in one operation that never holds the logits. `auto`: where a micro-batch's would be over 64 MiB."""
-    chunk_rows: Optional[int] = None
+    chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
     """Rows whose logits it holds at once; null: as many as fit into 1 GiB."""
 
     def check(self, facts: Facts) -> Iterator[str]:

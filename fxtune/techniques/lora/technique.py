@@ -62,9 +62,9 @@ class Matmul(str, Enum):
 
 @dataclass
 class Lora(Technique):
-    r: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    r: int = field(default=16, metadata={"min": 1})
+    alpha: float = field(default=32.0, metadata={"above": 0})
+    dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names of the linears to adapt, or `all-linear` (all but the head)."""
     modules_to_save: list[str] = field(default_factory=list)

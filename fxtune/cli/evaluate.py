@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fxtune.data.batches.build import check, plan_evaluation
+from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.tokenize import tokenize
@@ -37,7 +37,7 @@ def run(config: Config) -> dict[str, Any]:
     Raises ConfigError, too, where the config names nothing to evaluate on, and NumbersError where the loss is not finite.
     """
     data, model = config.data, config.model
-    check(data)
+    data.validate()
     if not (data.eval_sources or data.eval_fraction or data.questions.path):
         raise ConfigError(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
@@ -55,7 +55,7 @@ def run(config: Config) -> dict[str, Any]:
 
     def held_out_loss(rows: int) -> float:
         assert plan is not None
-        loader = Loader(plan.cut(rows), config.loader, setting.world.device)
+        loader = Loader(plan.with_micro_batch_size(rows), config.loader, setting.world.device)
         try:
             return mean_loss(loss, loader, setting.techniques.precision)
         finally:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from fxtune.data.batches.batch import IGNORED
-from fxtune.data.batches.build import prepare
-from fxtune.data.batches.plan import Piece, Plan
+from fxtune.data.batches.batch import IGNORE_INDEX
+from fxtune.data.batches.build import prepare_data
+from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.models.load import load_tokenizer
 from fxtune.system import console as screen
 
@@ -51,7 +51,7 @@ def run(config: Config, console: Optional[Console] = None) -> None:
     """Print samples and figures of the run that `config` describes. Errors as the run itself would have them."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
-    data = prepare(
+    data = prepare_data(
         config.data,
         tokenizer,
         micro_batch_size=config.train.micro_batch_size,
@@ -108,7 +108,7 @@ def samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
             for piece in pieces[:shown]:
                 here = slice(begin, begin + piece.length)
                 console.print(_heading(plan, piece, batch.position_ids[row, here].tolist()))
-                supervised = [False, *(batch.targets[row, here][:-1] != IGNORED).tolist()]
+                supervised = [False, *(batch.targets[row, here][:-1] != IGNORE_INDEX).tolist()]
                 console.print(texts.document(batch.input_ids[row, here].tolist(), supervised))
                 begin += piece.length
             for rest in (
@@ -249,7 +249,7 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-def _heading(plan: Plan, piece: Piece, positions: list[int]) -> Text:
+def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     table = plan.tables[piece.source]
     whole = int(table.offsets[piece.document + 1] - table.offsets[piece.document])
     part = (

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import nn
 
-from fxtune.data.batches.batch import IGNORED, Batch
-from fxtune.data.batches.build import Prepared
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
@@ -85,13 +85,13 @@ def _run(setting: RunBuilder, loss: bool, each: bool, file: Optional[str]) -> No
     say(f"All {len(seen) + len(compared)} as asked for.")
 
 
-def observe_data(data: Prepared) -> Iterator[Evidence]:
+def observe_data(data: PreparedData) -> Iterator[Evidence]:
     """What is supervised in the first steps' rows, and how much of them is padding."""
     plan = data.training
     steps = min(STEPS, plan.steps)
     batches = [plan.batch(step, micro) for step in range(steps) for micro in range(plan.micro_batches(step))]
     tokens, room = sum(batch.tokens for batch in batches), sum(batch.input_ids.numel() for batch in batches)
-    supervised = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+    supervised = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     # The first token of a document is nobody's target: where all others are, everything is supervised.
     most = tokens - sum(
         len(row)
@@ -247,7 +247,7 @@ def _only(batch: Batch, inside: torch.Tensor) -> Batch:
     kept = inside[batch.supervised_at]
     return replace(
         batch,
-        targets=batch.targets.masked_fill(~inside.view_as(batch.targets), IGNORED),
+        targets=batch.targets.masked_fill(~inside.view_as(batch.targets), IGNORE_INDEX),
         supervised_at=batch.supervised_at[kept],
         labels=batch.labels[kept],
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Optional
 
 from fxtune.data.read.formats import RowFormat
+from fxtune.errors import ConfigError
 
 
 class TextUnit(str, Enum):
@@ -34,42 +37,43 @@ class SourceConfig:
     format: RowFormat = RowFormat.auto
     """The rows' format; `auto` detects it from the first rows and prints it."""
     weight: Optional[float] = field(default=None, metadata={"above": 0})
-    """Share of the supervised tokens, relative to the other sources' weights. Null in all sources: every row once an epoch."""
+    """Share of the supervised tokens, relative to the other sources. Null for all sources: every row once an epoch."""
     split: str = "train"
     """Split of a hub dataset."""
     subset: Optional[str] = None
     """Configuration name of a hub dataset."""
     revision: Optional[str] = None
+    """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Rename columns before the format is detected: {their name: ours}."""
+    """Renames columns before the format is detected: {name in the data: name that fxtune reads}."""
     text_unit: TextUnit = TextUnit.document
     """For .txt and .md files: what one row is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
-    """Use only the first so many rows; a blank line in JSONL is no row."""
+    """Use only the first `limit` rows. Blank lines of a JSONL file do not count."""
 
 
 @dataclass
 class QuestionsConfig:
     path: Optional[str] = None
-    """Held-out chat rows (any chat format that data.sources takes): all but the last assistant turn is the question, that
-    turn is the right answer. Asked before and after training; null: not asked."""
+    """Held-out chat rows in any chat format that data.sources takes. The last assistant turn is the reference answer, the
+    turns before it are the question. The model answers before and after training. Null: no questions."""
     limit: int = field(default=100, metadata={"min": 1})
-    """How many of the rows are asked, from the first on."""
+    """Use the first `limit` rows."""
     show: int = field(default=3, metadata={"min": 0})
-    """How many are printed with both answers."""
+    """How many questions are printed with both answers."""
     max_new_tokens: int = field(default=64, metadata={"min": 1})
     batch_size: int = field(default=32, metadata={"min": 1})
 
 
 @dataclass
 class MixConfig:
-    """Short and long documents together in every step, so that a model that learns long ones keeps what it can do with short
-    ones. What counts is a document's length after on_long has cut it."""
+    """Short and long documents in every step, so that a model learns long documents and keeps its quality on short ones.
+    The length that counts is the one after data.on_long was applied."""
 
     long_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
-    """Share of each optimizer step's tokens that long documents have, give or take one row; null: whatever the data has."""
+    """Share of the tokens of each optimizer step that come from long documents, to within one row. Null: as in the data."""
     threshold: int = field(default=8192, metadata={"min": 1})
-    """Documents of more tokens than this are long. Take the context that the model had before."""
+    """Documents with more tokens than this are long. Set it to the context length that the model had before."""
 
 
 @dataclass
@@ -78,24 +82,97 @@ class DataConfig:
     eval_sources: list[SourceConfig] = field(default_factory=list)
     """Held-out sources for evaluation."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Instead of eval_sources: hold out this share of the documents, chosen by their content, so that it never changes."""
+    """Instead of eval_sources: hold out this share of the documents. A document's content decides, so the choice is stable."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     sequence_length: int = field(default=2048, metadata={"min": 1})
-    """Tokens a row holds."""
+    """Tokens in a row."""
     packing: bool = True
-    """Fill rows with several documents that cannot see each other. Off: one document a row, padded."""
+    """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
-    """Without packing: the lengths to pad to, ascending; empty: the longest document of the micro-batch."""
+    """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch."""
     on_long: OnLong = OnLong.split
-    """What happens to a document longer than sequence_length."""
+    """What to do with a document longer than sequence_length."""
     mix: MixConfig = field(default_factory=MixConfig)
     on_bad_row: OnBadRow = OnBadRow.error
-    """What happens to a row that cannot be used. `quarantine` writes it to quarantine.jsonl in the run folder and goes on."""
+    """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in the run folder and goes on."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
     workers: int = field(default=0, metadata={"min": 0})
-    """Processes that tokenise; 0: one a core."""
+    """Processes that tokenize; 0: one a core."""
     cache_dir: Optional[str] = None
-    """Where tokenised sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
+    """Where tokenized sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
     cache_days: Optional[int] = field(default=30, metadata={"min": 1})
-    """When new tokens are kept, those that no run used for so many days are removed, which is said; null: never."""
+    """Whenever new tokens are cached, remove those that no run used for this many days, and print it. Null: keep them."""
+
+    def row_lengths(self) -> tuple[int, ...]:
+        """The lengths that rows can have, ascending; empty if any length is possible.
+
+        `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first that holds
+        `sequence_length` are left out, because no document needs them.
+        """
+        if self.packing:
+            return (self.sequence_length,)
+        if not self.buckets:
+            return ()
+        shorter = [bucket for bucket in self.buckets if bucket < self.sequence_length]
+        return (*shorter, *(self.buckets[len(shorter) : len(shorter) + 1] or [self.sequence_length]))
+
+    def source_weights(self) -> Optional[tuple[float, ...]]:
+        """The weight of each source; None if no source has one. Raises ConfigError if only some have one, or one is not positive."""
+        weights = [source.weight for source in self.sources]
+        without = [source.path for source in self.sources if source.weight is None]
+        if len(without) == len(weights):
+            return None
+        if without:
+            raise ConfigError(
+                f"data.sources: {', '.join(without)} without a weight while others have one. "
+                "Give every source a weight, or none."
+            )
+        for source in self.sources:
+            if not 0 < (source.weight or 0) < math.inf:
+                raise ConfigError(
+                    f"data.sources: {source.path} has weight {source.weight}. Give a number above 0, or remove the source."
+                )
+        return tuple(float(weight) for weight in weights if weight is not None)
+
+    def validate(self) -> None:
+        """Raise ConfigError for settings that cannot work, before any file is read."""
+        if self.sequence_length < 2:
+            raise ConfigError(
+                f"data.sequence_length={self.sequence_length}: a row needs at least 2 tokens, one to read and one to predict."
+            )
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"data.eval_fraction={self.eval_fraction}: give a share from 0 to below 1.")
+        if self.eval_fraction and self.eval_sources:
+            raise ConfigError("data.eval_fraction and data.eval_sources are both set: keep one of them.")
+        if self.buckets and self.packing:
+            raise ConfigError(
+                "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes every row "
+                f"{self.sequence_length} tokens long. Set data.packing=false, or data.buckets=[]."
+            )
+        if any(low >= high for low, high in pairwise([0, *self.buckets])):
+            raise ConfigError(
+                f"data.buckets={list(self.buckets)}: give lengths above 0 in ascending order, each once."
+            )
+        weights = self.source_weights()
+        if any(source.weight is not None for source in self.eval_sources):
+            raise ConfigError(
+                "data.eval_sources have no weights: every document is evaluated once. Remove weight there."
+            )
+        share, threshold = self.mix.long_share, self.mix.threshold
+        if share is None:
+            return
+        if not 0 < share < 1:
+            raise ConfigError(
+                f"data.mix.long_share={share}: give a share above 0 and below 1, or null to keep the data as it is."
+            )
+        if not 0 < threshold < self.sequence_length:
+            raise ConfigError(
+                f"data.mix.threshold={threshold}: no document can be longer than data.sequence_length="
+                f"{self.sequence_length}, so none would be long. Set a smaller one: the context length that the model had before."
+            )
+        if weights is not None:
+            raise ConfigError(
+                "data.mix.long_share and the weights of data.sources both set how often a document is used. Keep one: "
+                "remove the weights, or set data.mix.long_share=null."
+            )

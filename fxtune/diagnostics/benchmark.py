@@ -169,7 +169,7 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
             if due:
                 interval.settle()  # as training does: for the step before this one, which is under way
             interval.add(*outcome)
-            meter.add(step.index, step.waited)
+            meter.add(step.index, step.wait_seconds)
             marks.add()
             due = number % log_every == 0
             if due:
@@ -251,7 +251,7 @@ class Marks:
 
 def slots(plan: Plan, step: int) -> int:
     """Tokens that the rows of a step have room for."""
-    pieces = [plan.pieces(step, micro) for micro in range(plan.micro_batches(step))]
+    pieces = [plan.batch_spec(step, micro) for micro in range(plan.micro_batches(step))]
     return sum((len(each.offsets) - 1) * each.width for each in pieces)
 
 
@@ -314,7 +314,7 @@ def _rows(plan: Plan, steps: range) -> str:
         (len(pieces.offsets) - 1, pieces.width)
         for step in steps
         for micro in range(plan.micro_batches(step))
-        for pieces in [plan.pieces(step, micro)]
+        for pieces in [plan.batch_spec(step, micro)]
     ]
     rows, width = max(sizes, key=lambda size: size[0] * size[1])
     return f"{rows} x {width:,}"

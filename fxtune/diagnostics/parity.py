@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.data.batches.batch import IGNORED, Batch
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.objectives.causal_lm import backward
@@ -242,7 +242,7 @@ class _Comparison:
             ids, targets = batch.input_ids[0], batch.targets[0]
             starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), len(ids)]
             for begin, end in pairwise(starts):
-                wanted = (targets[begin:end] != IGNORED).nonzero().flatten()
+                wanted = (targets[begin:end] != IGNORE_INDEX).nonzero().flatten()
                 if not len(wanted):
                     continue
                 end = begin + int(wanted[-1]) + 1  # what follows the last target, padding too, has no say in it

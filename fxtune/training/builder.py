@@ -18,9 +18,9 @@ from torch import nn
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config
-from fxtune.data.batches.build import Prepared, prepare, row_lengths
+from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.config import SourceConfig
-from fxtune.data.read.sources import obstacle
+from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.tokenize import cache_root
 from fxtune.distributed.world import World
 from fxtune.errors import HardwareError, HubError, UserError
@@ -62,7 +62,7 @@ class RunBuilder:
             dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
             packing=config.data.packing,
             sequence_length=config.data.sequence_length,
-            rows=row_lengths(config.data),
+            rows=config.data.row_lengths(),
             micro_batch_size=config.train.micro_batch_size,
             optimizer=config.optimizer.name.value,
             stochastic_rounding=config.optimizer.stochastic_rounding,
@@ -74,14 +74,14 @@ class RunBuilder:
         )
         """Every `auto` decided, and what was decided and why."""
 
-    def read(self, quarantine: Path | None = None) -> tuple[Any, Prepared]:
+    def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data. They come before the weights: a bad row is found in seconds, an 8B model takes a minute
         to load. `quarantine`: see tokenize().
         """
         config = self.config
         with _obstacles_together(config):
             tokenizer = models.load_tokenizer(config.model)
-        return tokenizer, prepare(
+        return tokenizer, prepare_data(
             config.data,
             tokenizer,
             micro_batch_size=config.train.micro_batch_size,
@@ -177,7 +177,7 @@ def _obstacles_together(config: Config) -> Iterator[None]:
         if data.questions.path is not None:
             sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
         cache = cache_root(data) / "datasets" if data.cache_dir else None
-        found += [f"data.sources: {why}" for source in sources.values() if (why := obstacle(source, cache))]
+        found += [f"data.sources: {why}" for source in sources.values() if (why := missing_reason(source, cache))]
         found = list(dict.fromkeys(found))
         if len(found) == 1:
             raise

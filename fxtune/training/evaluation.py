@@ -23,7 +23,7 @@ class HeldOutEvaluation:
         """The mean loss in nats a supervised token, `rows` rows at once."""
         if rows != self.loader.plan.sizes.micro_batch_size:
             self.loader.close()
-            self.loader = Loader(self.loader.plan.cut(rows), self.config, self.device)
+            self.loader = Loader(self.loader.plan.with_micro_batch_size(rows), self.config, self.device)
         return mean_loss(self.loss, self.loader, self.precision)
 
     def close(self) -> None:
@@ -34,4 +34,4 @@ class HeldOutEvaluation:
     def widest(self) -> int:
         """Tokens of the longest row."""
         plan = self.loader.plan
-        return max(map(plan.widest, range(plan.steps)))
+        return max(map(plan.max_row_length, range(plan.steps)))

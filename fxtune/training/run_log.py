@@ -8,7 +8,7 @@ from typing import Any
 from fxtune.checkpoint.manager import TrainState
 from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.config.root import Config
-from fxtune.data.batches.build import Prepared
+from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.errors import StorageError
 from fxtune.techniques.compile.technique import Compile
@@ -96,7 +96,7 @@ class RunLog:
             self.screen.note(line)
 
 
-def introduction(config: Config, setting: RunBuilder, data: Prepared) -> Iterator[str]:
+def introduction(config: Config, setting: RunBuilder, data: PreparedData) -> Iterator[str]:
     """Lines on what `auto` and null became here, and what the data came to."""
     facts, device, loader = setting.facts, setting.world.device, config.loader.resolved(setting.world.device)
     yield (

@@ -19,7 +19,7 @@ import torch
 
 from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.root import Config, OutOfMemory, Resume
-from fxtune.data.batches.loader import Loader, Step
+from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models import load as models
 from fxtune.objectives.causal_lm import backward, is_finite, one_pass
@@ -126,7 +126,9 @@ class Trainer:
             self._does_not_fit,
             self._drop_recordings,
         )
-        self.plan = suspects.plan = self.plan.cut(self.halving.rows("training", config.train.micro_batch_size))
+        self.plan = suspects.plan = self.plan.with_micro_batch_size(
+            self.halving.rows("training", config.train.micro_batch_size)
+        )
         self.held_out = (
             HeldOutEvaluation(
                 self.data.evaluation, config.loader, self.world.device, self.loss, self.techniques.precision
@@ -187,7 +189,7 @@ class Trainer:
             if self.due is not None:
                 self._line(self.due)
             interval.add(*outcome)
-            meter.add(step.index, step.waited)
+            meter.add(step.index, step.wait_seconds)
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
             evaluate, save = (
@@ -230,7 +232,7 @@ class Trainer:
         )
         self.journal.compiled("training")
 
-    def steps(self) -> Iterator[tuple[Step, float, Outcome]]:
+    def steps(self) -> Iterator[tuple[StepBatches, float, Outcome]]:
         """Take the optimizer steps that are left, each when it is asked for: which one, at what learning rate, what step() gave.
 
         Training and `fxtune bench` share it, so what the one measures is what the other does.
@@ -268,7 +270,7 @@ class Trainer:
             dtype=None if autocast is Autocast.none else autocast.value,
         )
 
-    def step(self, step: Step, lr: float) -> Outcome:
+    def step(self, step: StepBatches, lr: float) -> Outcome:
         """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, whether
         both were finite (if not, nothing was updated), the loss scale that was used, and the loss above which this is a spike:
         scalars on the device.
@@ -303,7 +305,7 @@ class Trainer:
         sizes = self.plan.sizes
         again = f"Step {index + 1} is taken again; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
-        self.plan = self.numbers.suspects.plan = self.plan.cut(
+        self.plan = self.numbers.suspects.plan = self.plan.with_micro_batch_size(
             self.halving.less("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
         )
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
@@ -329,7 +331,7 @@ class Trainer:
             except StorageError as error:
                 what += f"\n{error}"
         if part == "training":
-            return self.setting.out_of_memory(what, Stage.training, rows, self.plan.widest(self.state.step))
+            return self.setting.out_of_memory(what, Stage.training, rows, self.plan.max_row_length(self.state.step))
         width = self.held_out.widest if part == "evaluation" and self.held_out else None
         return self.setting.out_of_memory(what, Stage.forward, rows, width)
 

@@ -93,10 +93,10 @@ def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(mon
     from fxtune.training.builder import RunBuilder
 
     _, data = RunBuilder(load([QUICK, *TINY])).read()
-    true = plans.assemble
+    true = plans.build_batch
 
-    def assemble(tables, pieces):
-        batch = true(tables, pieces)
+    def empty_or_full(tables, spec):
+        batch = true(tables, spec)
         real = batch.position_ids > 0
         targets = (
             batch.input_ids.roll(-1, 1).where(real.roll(-1, 1), torch.tensor(-100))
@@ -105,7 +105,7 @@ def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(mon
         )
         return replace(batch, targets=targets)
 
-    monkeypatch.setattr(plans, "assemble", assemble)
+    monkeypatch.setattr(plans, "build_batch", empty_or_full)
     assert not next(iter(verify.observe_data(data))).acted
 
 

@@ -16,7 +16,7 @@ from support.runs import losses
 
 from fxtune.cli import bench
 from fxtune.cli.main import main
-from fxtune.data.batches.batch import IGNORED
+from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark, energy
 from fxtune.diagnostics.energy import Energy, integrated
 from fxtune.training import trainer
@@ -61,7 +61,7 @@ def test_real_supervised_and_padded_tokens_are_those_of_the_batches(small, packi
     plan = RunBuilder(small).read()[1].training
     batches = [plan.batch(step, micro) for step in range(2, 6) for micro in range(plan.micro_batches(step))]
     tokens, room = sum(batch.tokens for batch in batches), sum(batch.input_ids.numel() for batch in batches)
-    supervised = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+    supervised = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     assert found.supervised_tokens_per_second / found.tokens_per_second == pytest.approx(supervised / tokens)
     assert found.padding_per_second / found.tokens_per_second == pytest.approx((room - tokens) / tokens)
     assert room > tokens

@@ -12,7 +12,7 @@ import torch
 from support.architectures import ADAPTERS, FAMILIES, SIZES, built, lora, random_model, trained
 from torch.nn import functional as F
 
-from fxtune.data.batches.batch import Pieces, assemble
+from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.objectives.causal_lm import Loss
@@ -48,9 +48,9 @@ def batch(lengths=(9, 14, 6), padding=3, share=0.4):
     draw = np.random.default_rng(0)
     total = sum(lengths)
     table = SimpleNamespace(ids=draw.integers(3, 128, total).astype(np.int32), supervised=draw.random(total) < share)
-    return assemble(
+    return build_batch(
         [table],
-        Pieces(
+        BatchSpec(
             np.zeros(len(lengths), np.int64),
             np.cumsum([0, *lengths[:-1]]),
             np.array(lengths),

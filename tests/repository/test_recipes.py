@@ -13,7 +13,6 @@ from fxtune.cli.main import main
 from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
-from fxtune.data.batches.build import row_lengths
 from fxtune.errors import ConfigError
 from fxtune.system.facts import PACKAGES, Facts
 
@@ -56,7 +55,7 @@ def hardware(name: str, config: Config) -> Facts:
         model=model.to_dict(),
         packing=config.data.packing,
         sequence_length=config.data.sequence_length,
-        rows=row_lengths(config.data),
+        rows=config.data.row_lengths(),
         micro_batch_size=config.train.micro_batch_size,
         optimizer=config.optimizer.name.value,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},

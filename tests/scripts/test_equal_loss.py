@@ -102,7 +102,7 @@ def test_the_rows_are_documents_of_the_other_text_and_the_held_out_ones_are_not_
     import numpy as np
     from transformers import AutoTokenizer
 
-    from fxtune.data.batches.batch import IGNORED
+    from fxtune.data.batches.batch import IGNORE_INDEX
 
     tokenizer = AutoTokenizer.from_pretrained(smoke.out / "data" / "tokenizer")
     rows = dict(np.load(smoke.out / "rows-0.npz"))
@@ -120,8 +120,8 @@ def test_the_rows_are_documents_of_the_other_text_and_the_held_out_ones_are_not_
     for name in ("", "held_"):
         ids, targets, positions = (rows[name + part] for part in ("ids", "targets", "positions"))
         inside = positions[..., 1:] > 0
-        assert ((targets[..., :-1] == ids[..., 1:]) | (targets[..., :-1] == IGNORED)).all()
-        assert (targets[..., :-1][~inside] == IGNORED).all(), "no document's end foretells the next one"
+        assert ((targets[..., :-1] == ids[..., 1:]) | (targets[..., :-1] == IGNORE_INDEX)).all()
+        assert (targets[..., :-1][~inside] == IGNORE_INDEX).all(), "no document's end foretells the next one"
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def batch(
 
     Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has room for more documents than there are.
     """
-    from fxtune.data.batches.batch import Pieces, assemble
+    from fxtune.data.batches.batch import BatchSpec, build_batch
 
     draw = np.random.default_rng(seed)
     total = rows * sum(lengths)
@@ -141,9 +141,9 @@ def batch(
         supervised=draw.random(total) < supervised,
     )
     each = np.array(lengths * rows, np.int64)
-    return assemble(
+    return build_batch(
         [table],
-        Pieces(
+        BatchSpec(
             source=np.zeros(len(each), np.int64),
             start=np.concatenate([[0], each.cumsum()[:-1]]),
             length=each,

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from fxtune.data.tokenized.table import TokenTable
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target where there is none: `torch.nn.functional.cross_entropy`'s ignore_index, and Hugging Face's."""
 SIZES = 16
 """How many numbers of supervised tokens filled() tells apart, of a batch of one shape."""
@@ -37,7 +37,7 @@ class Batch:
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target: the only ones that need logits."""
     labels: torch.Tensor
-    """int64 [supervised]: their targets; IGNORED where filled() added one."""
+    """int64 [supervised]: their targets; IGNORE_INDEX where filled() added one."""
     tokens: int
     """Tokens that are not padding."""
 
@@ -46,9 +46,9 @@ class Batch:
         """Targets that are not -100, in a batch that was not filled()."""
         return len(self.labels)
 
-    def filled(self) -> Batch:
+    def with_rounded_targets(self) -> Batch:
         """The same with a number of `supervised_at` and `labels` that few batches do not share: a multiple of FEWEST and of a
-        SIZES-th of all positions, completed by positions without a target, each once, and the label IGNORED.
+        SIZES-th of all positions, completed by positions without a target, each once, and the label IGNORE_INDEX.
 
         The loss and its gradients are the same: an ignored row has none. What the head does for it is wasted, half a SIZES-th
         of the positions on average. In return its matmuls and buffers have few sizes: memory that is freed fits what is asked for
@@ -57,11 +57,11 @@ class Batch:
         positions = self.targets.numel()
         step = max(-(-positions // SIZES), FEWEST)
         missing = min(-(-max(len(self.labels), 1) // step) * step, positions) - len(self.labels)
-        spare = (self.targets.flatten() == IGNORED).nonzero().flatten()[:missing]
+        spare = (self.targets.flatten() == IGNORE_INDEX).nonzero().flatten()[:missing]
         return replace(
             self,
             supervised_at=torch.cat([self.supervised_at, spare]),
-            labels=torch.cat([self.labels, torch.full_like(spare, IGNORED)]),
+            labels=torch.cat([self.labels, torch.full_like(spare, IGNORE_INDEX)]),
         )
 
     def _tensors(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BatchSpec:
     """What a micro-batch is made of, small enough to send to a worker. The arrays are int64, one entry a segment."""
 
     source: np.ndarray
@@ -101,7 +101,7 @@ class Pieces:
     Rows that are not packed need one each, and are known by that (kernels/packed_attention.py)."""
 
 
-def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
+def build_batch(tables: Sequence[TokenTable], pieces: BatchSpec) -> Batch:
     """Copy the segments into rows. Work is one slice a segment; tokens are only touched by numpy."""
     rows = len(pieces.offsets) - 1
     ids = np.full((rows, pieces.width), pieces.pad_id, np.int64)
@@ -117,13 +117,13 @@ def assemble(tables: Sequence[TokenTable], pieces: Pieces) -> Batch:
             at += length
         if pieces.packed and at < pieces.width:
             begins[row, at] = at
-    targets = np.full_like(ids, IGNORED)
-    targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORED)
+    targets = np.full_like(ids, IGNORE_INDEX)
+    targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORE_INDEX)
     positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
     starts = np.flatnonzero(positions == 0)
     cu_seqlens = np.full((pieces.slots if pieces.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
-    wanted = np.flatnonzero(targets != IGNORED)
+    wanted = np.flatnonzero(targets != IGNORE_INDEX)
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),

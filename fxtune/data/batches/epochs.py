@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
-from fxtune.data.batches.length_mix import Mix, balanced
+from fxtune.data.batches.length_mix import LengthMix, balanced_order
 from fxtune.data.batches.packing import assign, pattern
 from fxtune.data.batches.segments import Cut, Segments, Side, cut, permutation
 from fxtune.data.config import OnLong
@@ -51,7 +51,7 @@ class StreamSettings:
     """One a table; None: every segment once an epoch."""
     seed: Optional[int]
     """None: no shuffling, as for evaluation; without packing the longest documents come first then."""
-    mix: Optional[Mix] = None
+    mix: Optional[LengthMix] = None
     """The share of long documents' tokens, for training without weights; None: what the segments have."""
 
 
@@ -67,7 +67,7 @@ class Epoch:
         return len(self.offsets) - 1
 
 
-class Stream:
+class EpochStream:
     """The rows. Raises DataError where a table has nothing to learn from, or has a document that is too long."""
 
     def __init__(self, tables: Sequence[TokenTable], settings: StreamSettings) -> None:
@@ -100,7 +100,7 @@ class Stream:
         self._ends: list[int] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.tables, self.settings)  # what was derived is derived again: it can be a million rows
+        return EpochStream, (self.tables, self.settings)  # what was derived is derived again: it can be a million rows
 
     @property
     def fingerprint(self) -> str:
@@ -165,7 +165,7 @@ class Stream:
                 np.argsort(-length, kind="stable") if seed is None else permutation(len(chosen), seed, _ORDER, number)
             )
             if self.settings.mix:
-                order = balanced(np.where(self.long[chosen], length, 0), length, order)
+                order = balanced_order(np.where(self.long[chosen], length, 0), length, order)
             return Epoch(chosen[order], np.arange(len(chosen) + 1))
         if self._drawn or self._slots is None:
             self._slots = pattern(length, self.settings.sequence_length)
@@ -175,7 +175,7 @@ class Stream:
         documents = chosen[assign(length, slots, permutation(len(chosen), seed, _ORDER, number))]
         rows = permutation(len(offsets) - 1, seed, _ROWS, number)
         if self.settings.mix:
-            rows = balanced(*self.tokens(Epoch(documents, offsets)), rows)
+            rows = balanced_order(*self.tokens(Epoch(documents, offsets)), rows)
         size = np.diff(offsets)[rows]
         ends = np.cumsum(size)
         within = np.arange(ends[-1]) - np.repeat(ends - size, size)
@@ -224,7 +224,7 @@ class Stream:
             drawn.append(order[(at >= begin) & (at < end)])
         return np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
 
-    def _check_kinds(self, mix: Mix) -> None:
+    def _check_kinds(self, mix: LengthMix) -> None:
         """Both kinds must be there: no share can be drawn from nothing."""
         longest = int(self.segments.length.max())
         if not self.long.any():

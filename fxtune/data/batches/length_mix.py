@@ -22,7 +22,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Mix:
+class LengthMix:
     """What is asked for, as part of what decides the rows."""
 
     long_share: float
@@ -31,7 +31,7 @@ class Mix:
     """Segments of more tokens are long."""
 
 
-def balanced(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
+def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Reorder rows so that each stretch of them has about the share of long tokens that all of them have.
 
     `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the rows; among

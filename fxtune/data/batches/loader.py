@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fxtune.data.batches.batch import Batch, Pieces, assemble
+from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
 from fxtune.system.signals import left_to_main
@@ -74,13 +74,13 @@ class LoaderConfig:
 
 
 @dataclass
-class Step:
+class StepBatches:
     """One optimizer step's batches, on the device one at a time."""
 
     index: int
     micro_batches: Iterator[Batch]
     """In order, to be taken before the next step is asked for (the rest is skipped) and while the steps are held."""
-    waited: float = 0.0
+    wait_seconds: float = 0.0
     """Seconds that the taker of `micro_batches` stood still for them so far."""
 
 
@@ -98,13 +98,13 @@ class Loader:
         self._loader: Optional[DataLoader[Batch]] = self._started(self.config.num_workers or 0)
         self._pass: Optional[Iterator[Batch]] = None
 
-    def steps(self, start_step: int = 0) -> Iterator[Step]:
+    def steps(self, start_step: int = 0) -> Iterator[StepBatches]:
         """From `start_step` to the end of the plan."""
         assert self._loader is not None, "the loader was closed"
         feed = self._on_device(self._on_host(start_step))
         try:
             for index in range(start_step, self.plan.steps):
-                step = Step(index, iter(()))
+                step = StepBatches(index, iter(()))
                 step.micro_batches = self._timed(step, feed)
                 yield step
                 for _ in step.micro_batches:
@@ -159,12 +159,12 @@ class Loader:
             **(parallel if workers else {}),
         )
 
-    def _timed(self, step: Step, feed: Iterator[Batch]) -> Iterator[Batch]:
+    def _timed(self, step: StepBatches, feed: Iterator[Batch]) -> Iterator[Batch]:
         for _ in range(self.plan.micro_batches(step.index)):
             asked = time.perf_counter()
             batch = next(feed, None)
             assert batch is not None, "another pass was begun"
-            step.waited += time.perf_counter() - asked
+            step.wait_seconds += time.perf_counter() - asked
             yield batch
 
     def _on_host(self, step: int) -> Iterator[Batch]:
@@ -247,11 +247,11 @@ class _Order:
         self.step = self.micro = 0
         """Where to begin."""
 
-    def __iter__(self) -> Iterator[Pieces]:
+    def __iter__(self) -> Iterator[BatchSpec]:
         first = self.micro
         for step in range(self.step, self.plan.steps):
             for micro in range(first, self.plan.micro_batches(step)):
-                yield self.plan.pieces(step, micro)
+                yield self.plan.batch_spec(step, micro)
             first = 0
 
 
@@ -261,9 +261,9 @@ class _Assembler(Dataset[Batch]):
     def __init__(self, tables: Sequence[TokenTable], fill: bool) -> None:
         self.tables, self.fill = tables, fill
 
-    def __getitem__(self, pieces: Pieces) -> Batch:
-        batch = assemble(self.tables, pieces)
-        return batch.filled() if self.fill else batch
+    def __getitem__(self, pieces: BatchSpec) -> Batch:
+        batch = build_batch(self.tables, pieces)
+        return batch.with_rounded_targets() if self.fill else batch
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from fxtune.data.batches.batch import Batch, Pieces, assemble
-from fxtune.data.batches.epochs import Epoch, Stream
+from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
+from fxtune.data.batches.epochs import Epoch, EpochStream
 from fxtune.data.batches.segments import Cut
 from fxtune.data.tokenized.tokenize import TokenTable
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """How the stream is cut into steps and micro-batches."""
 
     micro_batch_size: int
@@ -34,7 +34,7 @@ class Sizes:
     pad_id: int = 0
 
 
-class Piece(NamedTuple):
+class DocumentSlice(NamedTuple):
     """Where a segment is from, and which of its document's tokens it holds."""
 
     source: int
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 class Plan:
     """The batches of a run or of an evaluation."""
 
-    def __init__(self, stream: Stream, sizes: Sizes) -> None:
+    def __init__(self, stream: EpochStream, sizes: BatchSizes) -> None:
         self.stream = stream
         self.sizes = sizes
         self._stop = self._rows_in_all()
@@ -71,13 +71,13 @@ class Plan:
         """
         return hashlib.sha256(f"{self.stream.fingerprint} {self.sizes.global_batch_size}".encode()).hexdigest()[:32]
 
-    def cut(self, rows: int) -> Plan:
+    def with_micro_batch_size(self, rows: int) -> Plan:
         """The same steps, in micro-batches of `rows` rows."""
         return Plan(self.stream, replace(self.sizes, micro_batch_size=rows))
 
-    def widest(self, step: int) -> int:
+    def max_row_length(self, step: int) -> int:
         """Tokens of the longest row of a step, padding included."""
-        return int(max(self.pieces(step, micro).width for micro in range(self.micro_batches(step))))
+        return int(max(self.batch_spec(step, micro).width for micro in range(self.micro_batches(step))))
 
     def micro_batches(self, step: int) -> int:
         """How many micro-batches `step` has; only the last step of a run may have fewer than the others."""
@@ -106,22 +106,22 @@ class Plan:
         """(table, document) of each segment of a micro-batch, row by row."""
         return [(piece.source, piece.document) for row in self.contents(step, micro) for piece in row]
 
-    def contents(self, step: int, micro: int) -> list[list[Piece]]:
+    def contents(self, step: int, micro: int) -> list[list[DocumentSlice]]:
         """What is in each row of a micro-batch."""
         segments, offsets = self._micro(step, micro)
         of = self.stream.segments
         columns = [column[segments].tolist() for column in (self.stream.source, of.document, of.start, of.length)]
         pieces = [
-            Piece(source, document, start - int(self.tables[source].offsets[document]), length)
+            DocumentSlice(source, document, start - int(self.tables[source].offsets[document]), length)
             for source, document, start, length in zip(*columns, strict=True)
         ]
         return [pieces[a:b] for a, b in pairwise(offsets.tolist())]
 
-    def pieces(self, step: int, micro: int) -> Pieces:
-        """The recipe of a micro-batch: `assemble(plan.tables, pieces)` makes it, in any process."""
+    def batch_spec(self, step: int, micro: int) -> BatchSpec:
+        """The recipe of a micro-batch: `build_batch(plan.tables, pieces)` makes it, in any process."""
         segments, offsets = self._micro(step, micro)
         length = self.stream.segments.length[segments]
-        return Pieces(
+        return BatchSpec(
             self.stream.source[segments],
             self.stream.segments.start[segments],
             length,
@@ -134,7 +134,7 @@ class Plan:
 
     def batch(self, step: int, micro: int) -> Batch:
         """Micro-batch `micro` of step `step`. IndexError outside the run."""
-        return assemble(self.tables, self.pieces(step, micro))
+        return build_batch(self.tables, self.batch_spec(step, micro))
 
     def summary(self) -> dict[str, Any]:
         """Figures of the first epoch, for people and for the run's record. Shares are 0..1."""

@@ -32,7 +32,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import Exceeded, fence
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label that pre-tokenised data gives to tokens which are not targets, as everywhere in PyTorch."""
 MOST = 1 << 20
 """Bytes of a chat template. Long ones have 30,000; a longer one would only be slow."""
@@ -248,11 +248,11 @@ def _tokens(row: Mapping[str, Any], vocabulary: int) -> Document:
     if row.get("labels") is not None:
         labels = _integers(row["labels"], "labels", len(ids))
         for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
-            if label not in (IGNORED, token):
+            if label not in (IGNORE_INDEX, token):
                 raise BadRow(
-                    f"labels[{index}] is {short(label)}; it must be {IGNORED} or input_ids[{index}], which is {token}"
+                    f"labels[{index}] is {short(label)}; it must be {IGNORE_INDEX} or input_ids[{index}], which is {token}"
                 )
-        supervised = [label != IGNORED for label in labels]
+        supervised = [label != IGNORE_INDEX for label in labels]
     elif row.get("assistant_masks") is not None:
         masks = _integers(row["assistant_masks"], "assistant_masks", len(ids))
         if (odd := next((index for index, mask in enumerate(masks) if mask not in (0, 1)), None)) is not None:

@@ -173,7 +173,7 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
     return Source(config, held[0].kind, held)
 
 
-def obstacle(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
+def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
     """Why there is nothing behind `config.path`, as far as can be told while the hub does not answer; None: no reason."""
     try:
         if files.find(config.path) is not None:

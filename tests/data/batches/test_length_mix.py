@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.tables import Table, natural, table, training
 
-from fxtune.data.batches.build import check, plan_evaluation
-from fxtune.data.batches.epochs import Stream, StreamSettings
-from fxtune.data.batches.length_mix import Mix, balanced
+from fxtune.data.batches.build import plan_evaluation
+from fxtune.data.batches.epochs import EpochStream, StreamSettings
+from fxtune.data.batches.length_mix import LengthMix, balanced_order
 from fxtune.data.batches.plan import Plan
 from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig, MixConfig, OnLong, SourceConfig
@@ -62,7 +62,7 @@ rows = st.integers(1, 80).flatmap(
 def test_every_stretch_of_balanced_rows_is_within_one_row_of_the_share(drawn):
     tokens, order = np.array(drawn[0]), np.array(drawn[2])
     long = (tokens * np.array(drawn[1])).astype(np.int64)
-    result = balanced(long, tokens, order)
+    result = balanced_order(long, tokens, order)
     assert sorted(result.tolist()) == list(range(len(tokens)))
     total, share = int(tokens.sum()), int(long.sum())
     ahead = np.concatenate([[0], np.cumsum(long[result] * total - tokens[result] * share)])
@@ -72,8 +72,8 @@ def test_every_stretch_of_balanced_rows_is_within_one_row_of_the_share(drawn):
 
 def test_rows_that_serve_equally_keep_the_order_that_was_drawn():
     long, tokens = np.array([8, 0, 8, 0, 8, 0]), np.full(6, 8)
-    assert balanced(long, tokens, np.array([5, 4, 3, 2, 1, 0])).tolist() == [4, 5, 2, 3, 0, 1]
-    assert balanced(np.zeros(3, int), np.full(3, 8), np.array([2, 0, 1])).tolist() == [2, 0, 1]
+    assert balanced_order(long, tokens, np.array([5, 4, 3, 2, 1, 0])).tolist() == [4, 5, 2, 3, 0, 1]
+    assert balanced_order(np.zeros(3, int), np.full(3, 8), np.array([2, 0, 1])).tolist() == [2, 0, 1]
 
 
 @law
@@ -206,18 +206,14 @@ def test_an_evaluation_is_not_mixed():
         (1.0, 16, None, r"data.mix.long_share=1.0"),
         (0.5, 64, None, r"data.mix.threshold=64: no document can be longer than data.sequence_length=64"),
         (0.5, 0, None, r"data.mix.threshold=0"),
-        (0.5, 16, 1.0, r"data.mix.long_share and the weights of data.sources both say"),
+        (0.5, 16, 1.0, r"data.mix.long_share and the weights of data.sources both set"),
     ],
 )
 def test_a_mix_that_cannot_be_is_refused_before_a_file_is_touched(share, threshold, weight, said):
     with pytest.raises(ConfigError, match=said):
-        check(
-            DataConfig(
-                sources=[SourceConfig(path="a", weight=weight)],
-                sequence_length=LENGTH,
-                mix=MixConfig(share, threshold),
-            )
-        )
+        DataConfig(
+            sources=[SourceConfig(path="a", weight=weight)], sequence_length=LENGTH, mix=MixConfig(share, threshold)
+        ).validate()
 
 
 def test_a_kind_that_is_not_there_is_told():
@@ -240,7 +236,9 @@ def test_a_million_documents_take_seconds():
         offsets,
         np.arange(len(sizes), dtype=np.uint64),
     )
-    stream = Stream([data], StreamSettings(4096, True, OnLong.split, 0.0, Side.all, None, 0, Mix(0.6, 1024)))
+    stream = EpochStream(
+        [data], StreamSettings(4096, True, OnLong.split, 0.0, Side.all, None, 0, LengthMix(0.6, 1024))
+    )
     started = time.perf_counter()
     stream.epoch(0)
     assert time.perf_counter() - started < 5

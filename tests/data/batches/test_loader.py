@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data.batches import loader
-from fxtune.data.batches.batch import FEWEST, SIZES, Pieces, assemble
+from fxtune.data.batches.batch import FEWEST, SIZES, BatchSpec, build_batch
 from fxtune.data.batches.build import plan_training
-from fxtune.data.batches.loader import Loader, LoaderConfig, Step
+from fxtune.data.batches.loader import Loader, LoaderConfig, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import ConfigError
@@ -113,7 +113,7 @@ def check_equal(found, direct: Plan, start: int = 0) -> None:
             assert (batch == torch.stack([expected.input_ids, expected.targets, expected.position_ids])).all()
 
 
-def load(made: Plan, config: LoaderConfig, device: torch.device, start_step: int = 0) -> Iterator[Step]:
+def load(made: Plan, config: LoaderConfig, device: torch.device, start_step: int = 0) -> Iterator[StepBatches]:
     """One pass, whose workers end with it."""
     loaded = Loader(made, config, device)
     try:
@@ -207,7 +207,7 @@ def test_what_a_step_is_not_asked_for_is_skipped(folder):
 def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)
     table = SimpleNamespace(ids=draw.integers(1, 99, rows * length), supervised=draw.random(rows * length) < share)
-    pieces = Pieces(
+    pieces = BatchSpec(
         np.zeros(rows, np.int64),
         np.arange(rows) * length,
         np.full(rows, length),
@@ -217,8 +217,8 @@ def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, 
         0,
         rows,
     )
-    batch = assemble([table], pieces)
-    filled = batch.filled()
+    batch = build_batch([table], pieces)
+    filled = batch.with_rounded_targets()
     count, positions = batch.supervised, rows * length
     step = max(-(-positions // SIZES), FEWEST)
     assert len(filled.labels) in {min(step * times, positions) for times in range(1, SIZES + 1)}
@@ -231,7 +231,7 @@ def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, 
 
 def test_batches_for_a_gpu_are_filled_and_others_are_not(folder):
     made = plan(Table(folder))
-    pieces = made.pieces(0, 0)
+    pieces = made.batch_spec(0, 0)
     at_once = {
         device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[
             pieces
@@ -256,15 +256,15 @@ def test_the_wait_for_data_is_measured(folder):
     made = plan(Slow(folder), packing=False)
     steps = load(made, LoaderConfig(), CPU)
     step = next(steps)
-    assert step.waited == 0
+    assert step.wait_seconds == 0
     next(step.micro_batches)
     time.sleep(0.2)  # computing is not waiting
     next(step.micro_batches)
-    assert 0.4 <= step.waited < 0.6
+    assert 0.4 <= step.wait_seconds < 0.6
     steps = load(plan(Table(folder)), LoaderConfig(), CPU)
     quick = next(steps)
     list(quick.micro_batches)
-    assert 0 < quick.waited < 0.1
+    assert 0 < quick.wait_seconds < 0.1
 
 
 def test_a_worker_that_dies_is_started_again_where_it_stopped(folder, capsys):
@@ -321,7 +321,7 @@ def test_a_plan_and_its_tables_travel_as_paths(folder):
     made = plan(Table(folder))
     assert len(pickle.dumps(made)) < 2000
     assert len(pickle.dumps(made.tables)) < 500
-    assert len(pickle.dumps(made.pieces(0, 0))) < 2000
+    assert len(pickle.dumps(made.batch_spec(0, 0))) < 2000
     again = pickle.loads(pickle.dumps(made))
     assert isinstance(again.tables[0].ids, np.memmap)
     assert (again.batch(6, 3).input_ids == made.batch(6, 3).input_ids).all()

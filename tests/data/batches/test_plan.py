@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.tables import PAD, Table, natural, table, training
 
-from fxtune.data.batches.batch import IGNORED
-from fxtune.data.batches.build import check, plan_evaluation, plan_training, prepare, row_lengths
+from fxtune.data.batches.batch import IGNORE_INDEX
+from fxtune.data.batches.build import plan_evaluation, plan_training, prepare_data
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, OnLong, SourceConfig
 from fxtune.errors import ConfigError, DataError
@@ -45,14 +45,14 @@ def cut_apart(plan: Plan, step: int, micro: int):
         for piece, start, end in zip(pieces, starts, ends, strict=False):
             if not plan.stream.settings.packing:  # a single document's padding has no start of its own
                 assert (batch.input_ids[row, start + piece.length :] == PAD).all()
-                assert (batch.targets[row, start + piece.length - 1 :] == IGNORED).all()
+                assert (batch.targets[row, start + piece.length - 1 :] == IGNORE_INDEX).all()
                 end = start + piece.length
             assert end - start == piece.length
             assert batch.position_ids[row, start:end].tolist() == list(range(piece.length))
             yield piece, batch.input_ids[row, start:end].numpy(), batch.targets[row, start:end].numpy()
         if padded:
             assert (batch.input_ids[row, starts[-1] :] == PAD).all()
-            assert (batch.targets[row, starts[-1] :] == IGNORED).all()
+            assert (batch.targets[row, starts[-1] :] == IGNORE_INDEX).all()
 
 
 document = st.integers(1, 40).flatmap(
@@ -88,7 +88,7 @@ def test_an_epoch_holds_every_document_once_whole_and_apart(tables, shape, sizes
                 whole = slice(start, start + piece.length)
                 assert (ids == tables[piece.source].ids[whole]).all()
                 marks = tables[piece.source].supervised[whole]
-                assert targets.tolist() == [*np.where(marks[1:], ids[1:], IGNORED).tolist(), IGNORED]
+                assert targets.tolist() == [*np.where(marks[1:], ids[1:], IGNORE_INDEX).tolist(), IGNORE_INDEX]
     expected = Counter()
     for source, t in enumerate(tables):
         for index in range(len(t)):
@@ -124,7 +124,7 @@ def test_the_counts_of_a_step_are_those_of_its_batches(tables, shape, weighted, 
         assert (
             plan.supervised(step)
             == sum(b.supervised for b in found)
-            == sum(int((b.targets != IGNORED).sum()) for b in found)
+            == sum(int((b.targets != IGNORE_INDEX).sum()) for b in found)
         )
         assert plan.tokens(step) == sum(b.tokens for b in found)
         assert all(b.supervised > 0 for b in found)
@@ -301,9 +301,9 @@ def test_rows_are_padded_to_the_smallest_bucket_that_holds_them():
     for batch in batches(plan):
         longest = int((batch.input_ids != PAD).sum(1).max())
         assert batch.input_ids.shape[1] == min(w for w in (32, 64, 512) if w >= longest)
-    assert row_lengths(DataConfig(packing=False, sequence_length=300, buckets=[32, 64])) == (32, 64, 300)
-    assert row_lengths(DataConfig(packing=False)) == ()
-    assert row_lengths(DataConfig(sequence_length=300)) == (300,)
+    assert DataConfig(packing=False, sequence_length=300, buckets=[32, 64]).row_lengths() == (32, 64, 300)
+    assert DataConfig(packing=False).row_lengths() == ()
+    assert DataConfig(sequence_length=300).row_lengths() == (300,)
     for batch in batches(training(data, packing=False, sequence_length=300, step=8)):
         assert batch.input_ids.shape[1] == int((batch.input_ids != PAD).sum(1).max())
 
@@ -386,9 +386,9 @@ def test_what_contradicts_itself_is_refused_with_its_key(wrong, said):
 
 def test_two_ways_to_hold_out_are_one_too_many():
     with pytest.raises(ConfigError, match=r"data.eval_fraction and data.eval_sources are both set"):
-        check(DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")]))
+        DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")]).validate()
     with pytest.raises(ConfigError, match="eval_sources have no weights"):
-        check(DataConfig(eval_sources=[SourceConfig(path="x", weight=1.0)]))
+        DataConfig(eval_sources=[SourceConfig(path="x", weight=1.0)]).validate()
 
 
 def test_batches_are_what_they_were_when_this_was_written():
@@ -415,9 +415,9 @@ def test_prepare_goes_from_files_to_plans(tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     sizes = dict(micro_batch_size=2, global_batch_size=4, progress=False)
-    assert prepare(config, tokenizer, **sizes).evaluation is None
+    assert prepare_data(config, tokenizer, **sizes).evaluation is None
     config.eval_sources = [SourceConfig(path=str(tmp_path / "eval.jsonl"))]
-    made = prepare(config, tokenizer, **sizes)
+    made = prepare_data(config, tokenizer, **sizes)
     assert made.training.summary()["documents"] == 20
     assert made.evaluation.summary()["documents"] == 7
     batch = made.training.batch(0, 0)
@@ -429,7 +429,7 @@ def test_prepare_goes_from_files_to_plans(tmp_path):
     assert text.startswith("eval ")
     sources, config.sources = config.sources, []
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
-        prepare(config, tokenizer, **sizes)
+        prepare_data(config, tokenizer, **sizes)
     config.sources, config.eval_sources, config.eval_fraction = sources, [], 0.4
-    made = prepare(config, tokenizer, **sizes)
+    made = prepare_data(config, tokenizer, **sizes)
     assert made.training.summary()["documents"] + made.evaluation.summary()["documents"] == 20

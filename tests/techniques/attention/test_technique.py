@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, random_model, word_tokenizer
 from torch.nn import functional as F
 
-from fxtune.data.batches.batch import Pieces, assemble
+from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.load import load_config
@@ -111,7 +111,7 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(family, backend):
 def test_flash4_trains_what_eager_trains(family):
     """Rows of several documents, padding and slots of no tokens; and rows of one document each."""
     for packed in (True, False):
-        pieces = Pieces(
+        pieces = BatchSpec(
             source=np.zeros(3, np.int64),
             start=np.array([0, 9, 13]),
             length=np.array([9, 4, 11]),
@@ -122,7 +122,7 @@ def test_flash4_trains_what_eager_trains(family):
             slots=8,
         )
         ids = np.random.default_rng(1).integers(1, 128, 24)
-        batch = assemble([type("Table", (), {"ids": ids, "supervised": ids > 0})], pieces)
+        batch = build_batch([type("Table", (), {"ids": ids, "supervised": ids > 0})], pieces)
         losses, gradients = [], []
         for backend in ("eager", "flash4"):
             model = unchecked(backend, family)

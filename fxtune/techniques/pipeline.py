@@ -15,13 +15,13 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
-from fxtune.models.dims import RecomputePlan
 from fxtune.models.load import ModelConfig
 from fxtune.system.facts import Facts
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import Need, forecast

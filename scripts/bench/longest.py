@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
-    from fxtune.models.dims import RecomputePlan
     from fxtune.system.facts import Facts
+    from fxtune.techniques.checkpointing.plan import RecomputePlan
 
 GIB = 1 << 30
 TILE = 8192

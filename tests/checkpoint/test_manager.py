@@ -16,11 +16,11 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import damaged
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
-from fxtune.models.dims import RecomputePlan
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, moment_bytes
 from fxtune.system.atomic_files import DTYPES, write_tensors
 from fxtune.system.facts import Facts
+from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
 
 

@@ -56,9 +56,10 @@ from typing import Any
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BUFFER, PART
 from fxtune.kernels.quantized import bytes_per_weight
-from fxtune.models.dims import RecomputePlan, Shape
+from fxtune.models.dims import Shape
 from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.offload import pinned
+from fxtune.techniques.checkpointing.plan import RecomputePlan
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}

@@ -26,8 +26,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
-from fxtune.models.dims import LEVELS, RecomputePlan, Shape
+from fxtune.models.dims import Shape
 from fxtune.system.facts import Facts
+from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.estimate.memory import Need, forecast, is_fused, kind_of, number_of, sent_bytes, tokens_of
 
 ROWS = 4096

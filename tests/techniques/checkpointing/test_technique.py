@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.kernels import frozen_base, fused_lora
-from fxtune.models.dims import LEVELS, RecomputePlan
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.facts import Facts
-from fxtune.techniques.checkpointing import recount
+from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.offload import Offload
+from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.compile.technique import Compile
@@ -371,7 +371,7 @@ def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecas
     pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
     model = random_model("llama")
     made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
-    kept, _ = recount.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
+    kept, _ = verify.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
     facts = replace(facts_of(model), device="cuda", techniques={**pipeline.asked(), "compile": {}})
     tables = (
         24 * 4 * (2 * 16 + 2) + 24 * 8

@@ -68,9 +68,9 @@ class Stopped(KeyboardInterrupt):
     pass as they do Ctrl-C. What a scheduler runs again after it goes on: EX_TEMPFAIL of sysexits.h.
     """
 
-    def __init__(self, number: signal.Signals, told: str = "") -> None:
+    def __init__(self, number: signal.Signals, outcome: str = "") -> None:
         self.signal = number
-        self.told = told
+        self.outcome = outcome
         """What was saved, and what the same command will do; set by whoever knows."""
 
     @property
@@ -79,7 +79,7 @@ class Stopped(KeyboardInterrupt):
 
     def __str__(self) -> str:
         name = "Ctrl-C" if self.signal is signal.SIGINT else self.signal.name
-        return f"{name}: {self.told or 'ended before anything was at stake. Give the same command again.'}"
+        return f"{name}: {self.outcome or 'ended before anything was at stake. Give the same command again.'}"
 
 
 FILE, FOLDER = "a file", "a folder"

@@ -1,7 +1,7 @@
 """Copies of a run's tensors in host memory, as they are at one moment, so that a checkpoint is written while training goes on.
 
 On a GPU a stream of its own copies them into pinned buffers, which are used again by the next snapshot. The copy runs beside the
-next step's forward and backward, which only read weights; what changes them has to wait, on the device: `fence` before the
+next step's forward and backward, which only read weights; what changes them has to wait, on the device: `wait_on_device` before the
 optimizer's update. On a CPU they are cloned, at the speed of memory.
 
 What it costs is host memory: as much as is saved (a LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB).
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from fxtune.system.host import memory
-from fxtune.system.oom import Shortage, attempt
+from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
 
 BLOCK = 64 * 2**20
 """Small tensors share pinned blocks of this many bytes: pinning has a price for each piece, and torch rounds each up to a power
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 Tensors = dict[str, torch.Tensor]
 
 
-class Snapshot:
+class HostCopy:
     """At most one moment at a time: what `take` gave is overwritten by the next one."""
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class Snapshot:
             return None
         if layout != self._layout and not self._pin(there):
             return None
-        copies = attempt(
+        copies = catch_out_of_memory(
             lambda: {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in here.items()}
         )
-        if isinstance(copies, Shortage):
+        if isinstance(copies, MemoryExhausted):
             return None
         return {**copies, **self._copy(there)}
 
@@ -63,7 +63,7 @@ class Snapshot:
             self._copied.synchronize()
         self._sources = []
 
-    def fence(self) -> None:
+    def wait_on_device(self) -> None:
         """Let what is issued to the device from now on wait until the copies are made. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)

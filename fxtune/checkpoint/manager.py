@@ -33,11 +33,11 @@ from safetensors.torch import load_file
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, damaged, step_of
-from fxtune.checkpoint.host_copy import Snapshot
-from fxtune.checkpoint.run_folder import ANEW
+from fxtune.checkpoint.host_copy import HostCopy
+from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 
 SPARE = 2**20
 """Bytes that a save leaves free, for metrics and the like."""
@@ -103,7 +103,7 @@ class Checkpoints:
         self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
         self.failure: StorageError | None = None
         """Of the latest save that has ended; None: it is on the disk."""
-        self._snapshot = Snapshot()
+        self._snapshot = HostCopy()
         self._saving: _Saving | None = None
         self._figures: dict[str, float] = {}
         self._whole = ""
@@ -121,7 +121,7 @@ class Checkpoints:
     ) -> None:
         """Copy all of it and have it written; returns when it is copied. Waits for the save before this one first.
 
-        Weights and moments may change afterwards, on a GPU only by what is issued after `fence`. `since` (time.perf_counter()):
+        Weights and moments may change afterwards, on a GPU only by what is issued after `wait_for_copy`. `since` (time.perf_counter()):
         when the loop began to stand still for this. Raises nothing that a disk does: see `failure` and `wait`.
         """
         since = time.perf_counter() if since is None else since
@@ -177,11 +177,11 @@ class Checkpoints:
                 f"and the one being written would be {wanted}, so where there is no room old ones go first."
             )
 
-    def fence(self) -> None:
+    def wait_for_copy(self) -> None:
         """To be called before weights or moments change: on a GPU that waits, on the device, until they are copied."""
-        self._snapshot.fence()
+        self._snapshot.wait_on_device()
 
-    def figures(self) -> dict[str, float]:
+    def save_timings(self) -> dict[str, float]:
         """Of the save that ended since this was last asked, if one did, seconds: `checkpoint/stall_seconds`, in which the loop
         stood still; `checkpoint/seconds`, until it was on the disk. Tells of one that failed."""
         self._collect(wait=False)
@@ -220,7 +220,7 @@ class Checkpoints:
         if saving.error is None:
             self._whole = saving.text
             self._figures = {"checkpoint/stall_seconds": saving.stall, "checkpoint/seconds": saving.seconds}
-        elif isinstance(saving.error, (OSError, SafetensorError)) or shortage(saving.error):
+        elif isinstance(saving.error, (OSError, SafetensorError)) or out_of_memory_reason(saving.error):
             reason = f"The checkpoint of step {saving.step} could not be written to {self.folder}: {saving.error}."
             if not last:
                 self.note(
@@ -233,7 +233,7 @@ class Checkpoints:
         else:
             raise saving.error  # a bug of ours, or the device died
 
-    def newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
+    def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
         """The newest checkpoint that counts, or None where there is none at all; `model`: the weights that it must fit.
 
         Raises StorageError where there are some and none counts.
@@ -259,7 +259,7 @@ class Checkpoints:
             raise StorageError(
                 f"No whole checkpoint in {self.folder}:\n"
                 + "\n".join(f"  {text}" for text in passed_over)
-                + f"\nStart the run anew with {ANEW}, or bring an intact copy of a checkpoint back."
+                + f"\nStart the run anew with {HOW_TO_START_ANEW}, or bring an intact copy of a checkpoint back."
             )
         return None
 

@@ -40,7 +40,7 @@ FREE_ON_RESUME = (
 """Keys that may differ when a run goes on: none of them changes what is learned."""
 CHECKPOINTS = "checkpoints"
 """The folder of the run's checkpoints, in its own."""
-ANEW = "run.resume=never, or another run.dir where that is set"
+HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
 """What starts a run anew."""
 _FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
@@ -119,7 +119,7 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
         ) from error
 
 
-def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
+def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
     """Where the job of a sweep goes that is called `root`: the newest of ROOT, ROOT-2 and so on that holds a run of this config,
     be it finished or not; else, and with resume=never, the next that is free. So the same sweep goes on where it stopped, and one
     with another setting leaves what is there alone. Raises StorageError.
@@ -128,7 +128,7 @@ def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
         taken = {number: path for number, path in _numbers(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
             with contextlib.suppress(StorageError):  # one that cannot be read is not of this config
-                if not differences(recorded(path) or {}, config):
+                if not differences(read_config(path) or {}, config):
                     return path
     except OSError as error:
         raise StorageError(
@@ -137,7 +137,7 @@ def place(root: Path, resume: str, config: dict[str, Any]) -> Path:
     return _numbered(root, max(taken) + 1) if taken and resume != "must" else root
 
 
-def identity(config: dict[str, Any]) -> str:
+def config_digest(config: dict[str, Any]) -> str:
     """A digest of all that counts as a difference: two configs have the same if one can go on with the other's run."""
     learned = {key: value for key, value in _flat(config).items() if not _free(key)}
     return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
@@ -145,7 +145,7 @@ def identity(config: dict[str, Any]) -> str:
 
 def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFolder:
     root = found.path
-    before = recorded(root)
+    before = read_config(root)
     if before is None:
         if resume == "must":
             raise ConfigError(f"run.resume=must, but {root} holds no run. Check run.dir, or use run.resume=auto.")
@@ -172,7 +172,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
     for number in sorted(numbers, reverse=True) if resume != "never" else ():
         path = numbers[number]
         try:
-            before = recorded(path)
+            before = read_config(path)
         except StorageError as error:
             unlike = unlike or [str(error)]
             continue
@@ -217,7 +217,7 @@ def _numbered(root: Path, number: int) -> Path:
 
 def _open(path: Path) -> RunFolder | None:
     path.mkdir(parents=True, exist_ok=True)
-    require_own(path)
+    require_own_files(path)
     lock = FileLock(path / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -231,7 +231,7 @@ def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
     return found
 
 
-def recorded(path: Path) -> dict[str, Any] | None:
+def read_config(path: Path) -> dict[str, Any] | None:
     """The config of the run in `path`; None where there is none. Raises StorageError for one that cannot be read."""
     file = path / "config.yaml"
     if not file.exists():
@@ -255,7 +255,7 @@ def recorded(path: Path) -> dict[str, Any] | None:
     return config
 
 
-def require_own(path: Path) -> None:
+def require_own_files(path: Path) -> None:
     """Refuse a run folder whose links would have us write elsewhere (checkpoints may lie on another disk), or in which something
     lies that is no file: who opens a pipe waits for ever. Raises StorageError.
     """

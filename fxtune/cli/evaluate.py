@@ -21,7 +21,7 @@ from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.causal_lm import mean_loss
 from fxtune.system import console as screen
-from fxtune.system.oom import Halving, too_many
+from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, exact_match, load_questions
 from fxtune.training.builder import RunBuilder
@@ -51,7 +51,7 @@ def run(config: Config) -> dict[str, Any]:
     setting.prove(loss)
 
     def does_not_fit(part: str, rows: int, why: str) -> HardwareError:
-        return setting.out_of_memory(too_many(part, rows, why), Stage.forward, rows)
+        return setting.out_of_memory(out_of_memory_message(part, rows, why), Stage.forward, rows)
 
     def held_out_loss(rows: int) -> float:
         assert plan is not None
@@ -62,12 +62,12 @@ def run(config: Config) -> dict[str, Any]:
             loader.close()
 
     console = screen.console()
-    halving = Halving(
-        setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True), explain=does_not_fit
+    halving = BatchSizes(
+        setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True), error=does_not_fit
     )
     figures: dict[str, Any] = {}
     if plan is not None:
-        mean = halving.within("evaluation", config.train.micro_batch_size, held_out_loss)
+        mean = halving.run("evaluation", config.train.micro_batch_size, held_out_loss)
         figures.update({"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))})
     answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, halving)
     if questions:

@@ -61,13 +61,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _without_memory(error: MemoryError | RuntimeError) -> int:
     """The exit code where memory ran out and nobody had advice: in an import, a table, a merge. Raises other errors."""
-    from fxtune.system.oom import shortage
+    from fxtune.system.oom import out_of_memory_reason
 
-    found = shortage(error)
+    found = out_of_memory_reason(error)
     if found is None:
         raise error
     told = HardwareError(
-        f"This process was given no more memory ({found.why}). Free some, or raise its limit (`ulimit -v`, the "
+        f"This process was given no more memory ({found}). Free some, or raise its limit (`ulimit -v`, the "
         "container's, the batch job's)."
     )
     show(told)
@@ -86,7 +86,7 @@ def _run(argv: list[str]) -> None:
     if word.plain and plain and not {"-h", "--help"} & set(argv):
         _plainly(name, word.plain, argv)
         return
-    with SIGNALS.leaving():  # argparse that is broken off ends in an error of its own
+    with SIGNALS.interruptible():  # argparse that is broken off ends in an error of its own
         flags, overrides = _parse(argv, word)
     if flags.help or bare:
         words = "\n".join(f"  {name:<9} {word.line}" for name, word in WORDS.items())
@@ -235,7 +235,7 @@ class _Job:
     def __call__(self, cfg: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
 
-        from fxtune.checkpoint.run_folder import place
+        from fxtune.checkpoint.run_folder import sweep_folder
         from fxtune.config.compose import typed
         from fxtune.system.redact import redact
 
@@ -254,7 +254,7 @@ class _Job:
                 )
                 whole = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
                 plain = redact(json.loads(json.dumps(asdict(config))))  # as it is written to a run's folder
-                config.run.dir = str(place(whole / title, config.run.resume.value, plain))
+                config.run.dir = str(sweep_folder(whole / title, config.run.resume.value, plain))
                 print(f"\nrun {self.number}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
             _say(importlib.import_module(self.word.module).run(config, **self.flags))
         except UserError as error:

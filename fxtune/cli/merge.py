@@ -28,8 +28,8 @@ from fxtune.models.load import DType, ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.untrusted import inspect_folder
 from fxtune.system.hub import Origin, locate_adapter
-from fxtune.system.oom import shortage
-from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 
 def run(config: Config) -> Path:
@@ -232,7 +232,7 @@ def _add(layer: Any, name: str) -> None:
     try:
         layer.merge()
     except (RuntimeError, ValueError) as error:  # what peft cannot fold, such as a bias where the base has none
-        if shortage(error):
+        if out_of_memory_reason(error):
             raise
         raise ConfigError(f"adapter {name} cannot be merged: {first_line(error)}. Use it with peft.") from error
     for found, weight in base_layer.named_parameters(recurse=False):
@@ -250,11 +250,11 @@ def _try_patterns(base: Any, description: Any, name: str) -> None:
         patterns[option] = [rf"(?:.*\.)?({key})$" for key in getattr(description, option, None) or {}]
     for option, given in patterns.items():
         try:
-            with fence():
+            with limit_resources():
                 for pattern in given:
                     for module, _ in base.named_modules():
                         re.fullmatch(pattern, module)
-        except (re.error, Exceeded) as error:
+        except (re.error, LimitExceeded) as error:
             raise ConfigError(
                 f"adapter {name}: its {option} cannot be used as a pattern of names: {error}. Use another copy of "
                 "the adapter."

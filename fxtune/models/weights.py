@@ -12,7 +12,7 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.system.hub import Origin, fetch
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 
 
 def made_there(drawing: bool, hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> bool:
@@ -43,7 +43,7 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
         try:
             built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
         except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             raise ConfigError(
                 f"model.init=random: a {hf_config.model_type} of this config cannot be built: {first_line(error)}"
@@ -82,7 +82,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         ArithmeticError,
         ImportError,
     ) as error:  # ImportError: kernels that its config.json asks for
-        if shortage(error):
+        if out_of_memory_reason(error):
             raise
         raise StorageError(
             f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "

@@ -30,7 +30,7 @@ from fxtune.kernels.fp8_ends import Fp8Head
 from fxtune.kernels.linear_cross_entropy import bent, linear_cross_entropy, row_losses, rows_at_once
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.models.structure import backbone, observed
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.compile.cuda_graphs import Recorder
@@ -167,7 +167,7 @@ class Loss:
                 RuntimeError,
                 TypeError,
             ) as problem:  # a model of another make: its parts do not fit
-                if shortage(problem):
+                if out_of_memory_reason(problem):
                     raise
                 apart, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
             else:

@@ -23,7 +23,7 @@ from fxtune.distributed.world import World
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.optim.skip_nonfinite import LIMIT, Guard, unwaiting
 from fxtune.optim.stochastic_adamw import StochasticAdamW
-from fxtune.system.compiler_cache import keep_on_disk
+from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import Library
 from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
 
@@ -194,7 +194,7 @@ def _library_optimizers(
     def adamw(chosen: list[torch.Tensor]) -> torch.optim.Optimizer:
         groups = _groups(chosen, config.weight_decay)
         if config.stochastic_rounding:
-            keep_on_disk()  # its step is compiled
+            use_cache_folder()  # its step is compiled
             return StochasticAdamW(groups, betas=betas, eps=config.eps, **shared)
         return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=config.fused, **shared)
 
@@ -245,7 +245,7 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
         return unwaiting()(groups, **given)
     from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
-    keep_on_disk()
+    use_cache_folder()
     part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **given)
     for parameter in parameters:
         # torchao gives a small tensor moments in the weight's dtype. In bfloat16 the second one would stand still.

@@ -1,4 +1,4 @@
-"""A digest of fxtune's own source: in a checkout the version does not say what runs."""
+"""A digest of fxtune's source code. In a checkout the version number does not say which code runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 
-def digest(part: str = ".") -> str:
-    """Twelve hexadecimal digits that change with the source of fxtune, or of `part` of it, a folder in the package."""
-    return _digest(PACKAGE / part)
-
-
-@lru_cache
-def _digest(folder: Path) -> str:
-    # Once a process: what was imported stays, whatever becomes of the files.
-    whole = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        text = file.read_bytes()
-        whole.update(f"{file.relative_to(folder)} {len(text)}\n".encode() + text)
-    return whole.hexdigest()[:12]
+@lru_cache  # once a process: what was imported stays, whatever becomes of the files
+def digest(*parts: str) -> str:
+    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all of it."""
+    found = hashlib.sha256()
+    for file in sorted({file for part in parts or (".",) for file in (PACKAGE / part).rglob("*.py")}):
+        source = file.read_bytes()
+        found.update(f"{file.relative_to(PACKAGE)} {len(source)}\n".encode() + source)
+    return found.hexdigest()[:12]

@@ -1,17 +1,16 @@
-"""Where the compiler keeps what it made: a folder for each state of our own operators.
+"""The folder in which torch.compile keeps compiled code: one for each version of our own operators.
 
-torch finds a graph on disk by what is written in it, its inputs, torch's own source and its options. Of an operator of
-torch.library that is the name. What it does and the shapes that it returns are not looked at: a graph that was compiled when
-they were others would be loaded, and ends in an assertion about sizes, if not in wrong numbers. So the folder's name has a
-digest of fxtune/kernels, where all such operators are, and so are the rules that selective checkpointing marks a graph by.
-(torch's tag for this, `torch.compiler.config.cache_key_tag`, holds for the thread that sets it. Backward passes are compiled
-in another one.)
+torch looks a compiled graph up by the graph's operators, its inputs, torch's own source and its options. Of a torch.library
+operator it sees the name alone, not its code or the shapes it returns. A graph compiled with an older version of an operator
+would be loaded, and fail an assertion about sizes or give wrong numbers. So the folder's name holds a digest of every folder
+that has operators or rules by which a graph is marked (SOURCES). (torch's own tag for this,
+`torch.compiler.config.cache_key_tag`, applies only to the thread that sets it; backward passes are compiled in another thread.)
 
-A kill while a C++ compiler links leaves a library that is cut short under its final name, and torch, which looks at names alone,
-would fail to load it in every run after that. `mend` removes such libraries when a run begins; they are compiled again.
+A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in every later
+run. `remove_truncated_libraries` deletes such files at the start of a run; they are compiled again.
 
-Each process holds its folder by a shared lock, for as long as it lives. Of the folders that nobody holds the last used ones
-stay, so that one can go back and forth between two versions, and the others are removed.
+Each process holds a shared lock on its folder for as long as it lives. Of the unlocked folders the last used ones are kept, so
+that switching between two versions stays fast, and the others are removed.
 """
 
 from __future__ import annotations
@@ -31,118 +30,110 @@ from fxtune.system import code_digest
 from fxtune.system.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-OURS = re.compile(r"fxtune-[0-9a-f]{12}")
+SOURCES = ("kernels", "techniques/checkpointing")
+"""Folders of the package whose code decides what a compiled graph computes without being part of the graph: operators, and the
+policy of selective checkpointing."""
+FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2
-"""Folders of other sources that stay."""
+"""Unused folders of other versions that stay."""
 
-_HELD: dict[Path, int] = {}
-"""Open files of the locks that this process has, by folder. They are given back when it ends."""
+_LOCKS: dict[Path, int] = {}
+"""File descriptors of this process's locks, by folder. They are released when the process ends."""
 
 
-def keep_on_disk() -> Path | None:
-    """Let torch.compile keep what it makes from now on in the folder of this source, which is returned.
+def use_cache_folder() -> Path | None:
+    """Point torch.compile at this version's folder and return it, or None if no folder can be written.
 
-    It lies in the folder that the environment names, or in fxtune's cache. None, and nothing changes: it cannot be written.
+    It lies in the folder that TORCHINDUCTOR_CACHE_DIR names, or in fxtune's cache.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch writes its default, below /tmp, into the environment when it is asked for the first time.
-    elsewhere = Path(default_cache_dir())
-    given, own = Path(os.environ.get(VARIABLE) or elsewhere), cache_home() / "inductor"
-    root = given.parent if OURS.fullmatch(given.name) else given
-    for place in (own, elsewhere) if root == elsewhere else (root,):
-        folder = place / f"fxtune-{code_digest.digest('kernels')}"
+    # torch writes its default, below /tmp, into the variable when it first asks for the folder.
+    default = Path(default_cache_dir())
+    given, own = Path(os.environ.get(VARIABLE) or default), cache_home() / "inductor"
+    root = given.parent if FOLDER_NAME.fullmatch(given.name) else given
+    for parent in (own, default) if root == default else (root,):
+        folder = parent / f"fxtune-{code_digest.digest(*SOURCES)}"
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            hold(folder)
+            parent.mkdir(parents=True, exist_ok=True)
+            lock_shared(folder)
             folder.mkdir(exist_ok=True)
-            mend(folder)
+            remove_truncated_libraries(folder)
         except OSError:
             continue
         os.environ[VARIABLE] = str(folder)
-        if place == own:
-            tidy(own)
+        if parent == own:
+            remove_unused(own)
         return folder
     return None
 
 
-def hold(folder: Path) -> None:
-    """Keep other processes from removing `folder`, also before it is there, and note that it is used now."""
-    file = _lock_of(folder)
-    if folder not in _HELD:
+def lock_shared(folder: Path) -> None:
+    """Keep other processes from removing `folder`, which need not exist yet, and record that it is used now."""
+    file = folder.with_suffix(".lock")
+    if folder not in _LOCKS:
         while True:
-            held = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(held, fcntl.LOCK_SH)
-            except (
-                OSError
-            ):  # a file system without locks: there nobody gets the other lock either, and all folders stay
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            except OSError:  # a file system without locks: nobody can lock exclusively either, so all folders stay
                 break
-            if _is(held, file):
+            if _is_file(descriptor, file):
                 break
-            os.close(held)  # removed with its folder, while we waited
-        _HELD[folder] = held
+            os.close(descriptor)  # the file was removed with its folder while we waited
+        _LOCKS[folder] = descriptor
     os.utime(file)
 
 
-def mend(folder: Path) -> None:
-    """Remove libraries that are cut short, but for those that another process is linking just now: it holds torch's lock."""
+def remove_truncated_libraries(folder: Path) -> None:
+    """Remove truncated libraries, except those that another process is linking right now: it holds torch's lock."""
     for library in folder.rglob("*.so"):
-        if cut_short(library):
-            with (
-                contextlib.suppress(Timeout),
-                FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0),
-            ):
-                if cut_short(library):
+        if is_truncated(library):
+            lock = FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0)
+            with contextlib.suppress(Timeout), lock:
+                if is_truncated(library):
                     library.unlink(missing_ok=True)
 
 
-def cut_short(library: Path) -> bool:
-    """Whether a shared library of Linux ends before its table of sections does, which linkers write last (ELF-64, elf(5))."""
+def is_truncated(library: Path) -> bool:
+    """Whether a Linux shared library ends before the end of its section table, which linkers write last (ELF-64, elf(5))."""
     try:
         with library.open("rb") as stream:
-            head = stream.read(64)
+            header = stream.read(64)
     except OSError:
         return False
-    if len(head) < 64 or head[:4] != b"\x7fELF":
+    if len(header) < 64 or header[:4] != b"\x7fELF":
         return sys.platform == "linux"
-    at, size, count = struct.unpack_from("<Q10xHH", head, 40)
-    return bool(library.stat().st_size < at + size * count)
+    offset, entry_size, entries = struct.unpack_from("<Q10xHH", header, 40)
+    return bool(library.stat().st_size < offset + entry_size * entries)
 
 
-def tidy(root: Path) -> None:
-    """Remove the folders of other sources below `root` that no process holds, but for the KEPT ones that were used last."""
-    free = [file for file in root.glob("fxtune-*.lock") if file.with_suffix("") not in _HELD]
-    for file in sorted(free, key=_used, reverse=True)[KEPT:]:
+def remove_unused(root: Path) -> None:
+    """Remove the folders below `root` that no process has locked, except the KEPT ones that were used last."""
+    unlocked = [file for file in root.glob("fxtune-*.lock") if file.with_suffix("") not in _LOCKS]
+    for file in sorted(unlocked, key=_last_used, reverse=True)[KEPT:]:
         try:
-            lock = os.open(file, os.O_RDWR)
-        except OSError:  # another process was here first
+            descriptor = os.open(file, os.O_RDWR)
+        except OSError:  # another process removed it first
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(lock, file):
+        with contextlib.suppress(OSError):  # somebody holds the lock
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file(descriptor, file):
                 shutil.rmtree(file.with_suffix(""), ignore_errors=True)
                 file.unlink(missing_ok=True)
-        except OSError:  # somebody holds it
-            pass
-        finally:
-            os.close(lock)
+        os.close(descriptor)
 
 
-def _lock_of(folder: Path) -> Path:
-    return folder.with_suffix(".lock")
-
-
-def _used(file: Path) -> float:
+def _last_used(file: Path) -> float:
     try:
         return file.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _is(opened: int, file: Path) -> bool:
+def _is_file(descriptor: int, file: Path) -> bool:
     """Whether an open file is still the one of that name."""
     try:
-        return os.path.samestat(os.fstat(opened), file.stat())
+        return os.path.samestat(os.fstat(descriptor), file.stat())
     except OSError:
         return False

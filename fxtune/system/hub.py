@@ -122,7 +122,7 @@ def _looks_local(name: str) -> bool:
     return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
-def ask(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
+def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
     """(the commit that `revision` is now, None), or (None, why the hub cannot be asked). Takes PATIENCE at most.
 
     `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and HFValidationError.
@@ -183,7 +183,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         if here is not None and is_commit(revision) and _whole(here):
             return here  # a commit does not change: there is nothing to ask
         try:
-            commit, reason = ask(name, revision)
+            commit, reason = resolve_commit(name, revision)
         except errors.RepositoryNotFoundError as error:  # also what a token that is no longer good gets
             if here is None:
                 raise

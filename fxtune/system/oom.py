@@ -1,20 +1,21 @@
-"""Where memory runs out, half as many rows at once: what such an error is, what it leaves behind, and how the work goes on.
+"""Out of memory: recognises the error, frees what the failed work held, and tries again with half the rows.
 
-A step is the same however many rows a forward pass takes: micro-batches' losses are summed and divided by what the whole step
-supervises. So a step that did not fit is taken again, from its beginning and with the same rows, in more and smaller parts.
+The number of rows in a forward pass does not change an optimizer step: the losses of its micro-batches are summed and divided
+by the step's supervised tokens. So a step that does not fit starts again from its beginning, with the same rows in smaller
+micro-batches.
 
-What an error in the middle of a pass leaves:
+What an error in the middle of a pass leaves behind, and who cleans it up:
 
-    its traceback     holds the frames, and they activations, logits and the batch. Memory is free only when the `except` block
-                      has been left (attempt()), that of frames that hold each other when the garbage collector ran (release()).
-    gradients         hold a part of the step's sum: they are dropped (Optimizer.drop). The weights and moments have not changed
-                      before the update begins, and an error in there is not tried again: half of it may be done.
-    side streams      may still read what is about to be given to others: release() waits for the device.
-    recorded passes   own a pool of memory: it is given back (Recorder.drop, Compile.drop).
-    random numbers    depend on the step alone, and what layers, checkpoints and autocast switch is switched back by `with`.
+    traceback         Its frames hold activations, logits and the batch. They are free once the `except` block has been left
+                      (catch_out_of_memory); frames in reference cycles need the garbage collector (free_cached_memory).
+    gradients         They hold part of the step's sum and are dropped (Optimizer.drop). Weights and moments change only in the
+                      update. An update that runs out of memory is not retried, because half of it may be done.
+    side streams      They may still read memory that is about to be reused: free_cached_memory waits for the device.
+    CUDA graphs       Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
+    random numbers    They depend on the step alone. Modes of layers, checkpointing and autocast are restored by `with`.
 
-torch says so by a class of its own on a GPU, and by a plain RuntimeError on a CPU (where a limit of the address space or strict
-accounting make an allocation fail; else the kernel ends the process), from CUDA's libraries, and as the cause of other errors.
+On a GPU torch raises a class of its own. On a CPU it raises a plain RuntimeError, and only under a limit of the address space or
+strict accounting; otherwise the kernel kills the process. CUDA's libraries raise RuntimeErrors, too.
 """
 
 from __future__ import annotations
@@ -32,50 +33,49 @@ from fxtune.errors import HardwareError, MemoryShortError, UserError
 
 Result = TypeVar("Result")
 
-WORDS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "OUT_OF_MEMORY", "std::bad_alloc")
-"""What says so in a RuntimeError: CUDA and Triton, torch's allocator on a CPU, cuBLAS and cuDNN, CUDA's driver, C++."""
-_PLACE = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
-"""Where in torch's own code it was noticed."""
+MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "OUT_OF_MEMORY", "std::bad_alloc")
+"""How a RuntimeError says it: CUDA and Triton, torch's CPU allocator, cuBLAS and cuDNN, the CUDA driver, C++."""
+_TORCH_SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 
 
 @dataclass(frozen=True)
-class Shortage:
-    """Memory ran out. Holds words alone, and nothing of what failed."""
+class MemoryExhausted:
+    """The result of work that ran out of memory. It holds the reason as text, and no reference to the failed work."""
 
-    why: str
+    reason: str
 
 
-def shortage(error: BaseException) -> Shortage | None:
-    """What `error` says of memory if that ran out, or if that is what it was raised for; None for any other error.
+def out_of_memory_reason(error: BaseException) -> str | None:
+    """The first line about memory if `error`, or an error that caused it, is out of memory; None for other errors.
 
-    An error of ours that tells the user what to change is not looked behind, unless it is a MemoryShortError.
+    A UserError already tells the user what to change, so its causes are not searched, unless it is a MemoryShortError.
     """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UserError) and not isinstance(cause, MemoryShortError):
             return None
-        text = _PLACE.sub("", str(cause).partition(". See documentation")[0].strip())
+        text = _TORCH_SOURCE_LINE.sub("", str(cause).partition(". See documentation")[0].strip())
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError, MemoryShortError)) or (
-            isinstance(cause, RuntimeError) and any(word in text for word in WORDS)
+            isinstance(cause, RuntimeError) and any(message in text for message in MESSAGES)
         ):
-            return Shortage(_first_line(text) or type(cause).__name__)
+            return text.splitlines()[0] if text else type(cause).__name__
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 
-def attempt(work: Callable[[], Result]) -> Result | Shortage:
-    """work(), or the Shortage that it ended in: by then nothing holds what it had made. All other errors are raised."""
+def catch_out_of_memory(work: Callable[[], Result]) -> Result | MemoryExhausted:
+    """work(), or MemoryExhausted; by then nothing holds what the work had allocated. Other errors are raised."""
     try:
         return work()
     except (RuntimeError, MemoryError, HardwareError) as error:
-        found = shortage(error)
-        if found is None:
+        reason = out_of_memory_reason(error)
+        if reason is None:
             raise
-    return found  # outside of the block: in it, the error holds its frames
+    return MemoryExhausted(reason)  # outside of the block, in which the error still holds its frames
 
 
-def release(device: torch.device) -> None:
-    """Give back what nobody holds any more. Waits for the device."""
+def free_cached_memory(device: torch.device) -> None:
+    """Give back memory that nothing refers to any more. Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     gc.collect()
@@ -83,80 +83,71 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def fewer(rows: int, of: int | None = None) -> int | None:
-    """How many rows to try next: half of them, rounded up, or the largest number below that by which `of` rows come in equal
-    parts, so that they have one shape. None: there is no less than one.
+def halved(rows: int, total: int | None = None) -> int | None:
+    """Half of `rows`, rounded up, or the largest number up to that which divides `total`, so that all parts have one shape.
+    None for a single row.
     """
     if rows <= 1:
         return None
     half = (rows + 1) // 2
-    return half if of is None else next(part for part in range(half, 0, -1) if of % part == 0)
+    return half if total is None else next(part for part in range(half, 0, -1) if total % part == 0)
 
 
-def too_many(part: str, rows: int, why: str) -> str:
-    """What happened, in words."""
-    return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {why}"
+def out_of_memory_message(part: str, rows: int, reason: str) -> str:
+    return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
-def _unexplained(part: str, rows: int, why: str) -> HardwareError:
-    return HardwareError(too_many(part, rows, why))
+def _default_error(part: str, rows: int, reason: str) -> HardwareError:
+    return HardwareError(out_of_memory_message(part, rows, reason))
 
 
-class Halving:
-    """How many rows at once the parts of a run take (`training`, `evaluation`, `questions`), where memory made them fewer."""
+class BatchSizes:
+    """The rows per forward pass of each part of a run (`training`, `evaluation`, `questions`), halved when memory runs out."""
 
     def __init__(
         self,
         device: torch.device,
-        rows: dict[str, int] | None = None,
+        reduced: dict[str, int] | None = None,
         note: Callable[[str], None] | None = None,
-        explain: Callable[[str, int, str], HardwareError] = _unexplained,
+        error: Callable[[str, int, str], HardwareError] = _default_error,
         drop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rows`: by part, from an earlier stretch of the run; it is kept up to date in place.
+        """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
 
-        `note`: told once of each halving; None: nothing is halved. `explain`: the error to raise where nothing is left to halve,
-        of the part, its rows at once and why. `drop`: lets go of what can be made again.
+        `note` gets a message for each halving; without it nothing is halved. `error` makes the exception to raise when the rows
+        cannot be halved, from the part, its rows and the reason. `drop` frees what can be made again, such as CUDA graphs.
         """
-        self.device, self.known, self.note, self.explain, self.drop = (
-            device,
-            {} if rows is None else rows,
-            note,
-            explain,
-            drop,
-        )
+        self.device, self.note, self.error, self.drop = device, note, error, drop
+        self.reduced = {} if reduced is None else reduced
 
-    def rows(self, part: str, whole: int) -> int:
-        """How many rows at once `part` takes now; `whole`: as the recipe says."""
-        return min(self.known.get(part, whole), whole)
+    def rows(self, part: str, configured: int) -> int:
+        """The rows at once of `part`, for which the recipe says `configured`."""
+        return min(self.reduced.get(part, configured), configured)
 
-    def within(self, part: str, whole: int, work: Callable[[int], Result]) -> Result:
-        """work(rows at once), as often as it takes until it fits. Raises what `explain` makes where it does not with one."""
+    def run(self, part: str, configured: int, work: Callable[[int], Result]) -> Result:
+        """Call work(rows), halving the rows until it fits. Raises `error` if a single row does not fit."""
         while True:
-            rows = self.rows(part, whole)
-            found = attempt(partial(work, rows))
-            if not isinstance(found, Shortage):
-                return found
-            self.make_room()
-            self.less(part, rows, found)
+            rows = self.rows(part, configured)
+            result = catch_out_of_memory(partial(work, rows))
+            if not isinstance(result, MemoryExhausted):
+                return result
+            self.free_memory()
+            self.halve(part, rows, result)
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Give back what the failed work held, and what can be made again."""
         self.drop()
-        release(self.device)
+        free_cached_memory(self.device)
 
-    def less(self, part: str, rows: int, found: Shortage, of: int | None = None, meaning: str = "") -> int:
-        """Take fewer rows at once for `part` from here on than the `rows` that were too many, say so, return how many.
+    def halve(self, part: str, rows: int, found: MemoryExhausted, total: int | None = None, hint: str = "") -> int:
+        """Use fewer than `rows` for `part` from now on, note it with `hint`, and return how many. Raises `error` if it cannot.
 
-        `of` as fewer() has it. `meaning`: what else there is to say. Raises what `explain` makes where that cannot be.
+        `total`: see halved().
         """
-        less = fewer(rows, of)
-        if less is None or self.note is None:
-            raise self.explain(part, rows, found.why)
-        self.known[part] = less
-        self.note(f"{too_many(part, rows, found.why).rstrip('.')}. From here on {less} at a time. {meaning}".rstrip())
-        return less
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
+        fewer = halved(rows, total)
+        if fewer is None or self.note is None:
+            raise self.error(part, rows, found.reason)
+        self.reduced[part] = fewer
+        message = out_of_memory_message(part, rows, found.reason).rstrip(".")
+        self.note(f"{message}. From here on {fewer} at a time. {hint}".rstrip())
+        return fewer

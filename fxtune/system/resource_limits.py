@@ -31,12 +31,12 @@ _within = False  # of the main thread, the only one that is fenced
 _armed = False
 
 
-class Exceeded(BaseException):
+class LimitExceeded(BaseException):
     """The work wanted more. The message says of what. Not an Exception, so that what runs inside cannot catch it as one."""
 
 
 @contextmanager
-def fence(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
+def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
     """Run the block for at most `seconds` of processor time in at most `more` bytes of further address space.
 
     Raises Exceeded in its place. The limits and handlers that were there before are there again afterwards. One fence inside
@@ -57,9 +57,9 @@ def fence(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
         finally:
             _armed = False  # what rings from here on is not heard
     except _TimeUp:
-        raise Exceeded(f"more than {seconds:g} s of processor time") from None
+        raise LimitExceeded(f"more than {seconds:g} s of processor time") from None
     except MemoryError:
-        raise Exceeded(f"more than {more / 2**20:,.0f} MiB of memory") from None
+        raise LimitExceeded(f"more than {more / 2**20:,.0f} MiB of memory") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

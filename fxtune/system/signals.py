@@ -40,7 +40,7 @@ class Signals:
     the main one nothing is answered, and the methods do nothing."""
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         """The first signal that came."""
         self._at_once = True
         self._entered = 0
@@ -51,7 +51,7 @@ class Signals:
     def __enter__(self) -> Signals:
         self._entered += 1
         if self._entered == 1 and threading.current_thread() is threading.main_thread():
-            self.asked, self._at_once = None, True
+            self.received, self._at_once = None, True
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             threading.Thread(
@@ -77,11 +77,11 @@ class Signals:
     def check(self) -> None:
         """Raise Stopped if a signal came."""
         self._listen()
-        if self._entered and self.asked is not None:
-            raise Stopped(self.asked)
+        if self._entered and self.received is not None:
+            raise Stopped(self.received)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Inside, a signal waits for check(), or for the next leaving()."""
         before, self._at_once = self._at_once, False
         try:
@@ -91,7 +91,7 @@ class Signals:
             self._at_once = before
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Inside, a signal raises Stopped at once. An error that came with the signal, from a child process that died of it or
         from a library that does not like to be interrupted, is taken for it."""
         before, self._at_once = self._at_once, True
@@ -99,8 +99,8 @@ class Signals:
             self.check()
             yield
         except Exception as error:
-            if self._entered and self.asked is not None:
-                raise Stopped(self.asked) from error
+            if self._entered and self.received is not None:
+                raise Stopped(self.received) from error
             raise
         finally:
             self._at_once = before
@@ -113,17 +113,17 @@ class Signals:
                 signal.signal(number, self._answer)
 
     def _answer(self, number: int, _: Any) -> None:
-        if self.asked is None:
-            self.asked = signal.Signals(number)
+        if self.received is None:
+            self.received = signal.Signals(number)
             if self._at_once:
-                raise Stopped(self.asked)
+                raise Stopped(self.received)
 
 
 SIGNALS = Signals()
 """One for the process, as signals are."""
 
 
-def left_to_main() -> None:
+def leave_signals_to_main_process() -> None:
     """To be called by child processes that work for this one, before they have threads: what the main process answers must not
     end them first.
 

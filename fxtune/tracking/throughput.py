@@ -193,7 +193,7 @@ def memory_gib(device: torch.device) -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
-class StartUp:
+class StartupTimer:
     """Where the time from the command to the first line of figures goes: what is compiled in the first steps is in it."""
 
     begun: ClassVar[bool] = False
@@ -201,8 +201,8 @@ class StartUp:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        before = 0.0 if StartUp.begun else process_age()
-        StartUp.begun = True
+        before = 0.0 if StartupTimer.begun else process_age()
+        StartupTimer.begun = True
         self._last = clock()
         self.seconds: dict[str, float] = {"imports": before} if before else {}
 
@@ -212,7 +212,7 @@ class StartUp:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: all of it, and each stage that took half a second or more."""
         parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
         return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (

@@ -23,14 +23,14 @@ from typing import Any, Optional
 
 from filelock import FileLock
 
-from fxtune.checkpoint.run_folder import recorded, require_own
+from fxtune.checkpoint.run_folder import read_config, require_own_files
 from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.facts import Facts
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
 from fxtune.tracking.jsonl import History
-from fxtune.tracking.wandb_client import WandbLink, api_key_at_hand
+from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
 from fxtune.tracking.wandb_worker import GOES_ON, STEP
 
 SYNC_PATIENCE = 15.0
@@ -136,7 +136,7 @@ class Tracker:
         self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
         self._resume_step = resume_step
         self._history = History(self.run_dir, resume_step, logged, self._notes.put)
-        self._wandb: WandbLink | None = None
+        self._wandb: WandbClient | None = None
         self.wandb_id: str | None = None
         """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
         mode = wandb_mode(config.wandb)
@@ -182,7 +182,7 @@ class Tracker:
         link, self._wandb = self._wandb, None
         if link:
             try:
-                with SIGNALS.leaving() if exit_code == 0 else contextlib.nullcontext():
+                with SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext():
                     link.finish(exit_code, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
             except Stopped:  # the run is finished, whatever W&B has of it
                 if not link.finish(exit_code, SHORT_PATIENCE):
@@ -244,9 +244,9 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> None:
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
     if not api_key_at_hand():
         raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
-    require_own(run_dir)
+    require_own_files(run_dir)
     with FileLock(run_dir / ".lock", timeout=0):
-        plain = recorded(run_dir) or {}
+        plain = read_config(run_dir) or {}
         try:
             settings = plain["tracking"]["wandb"]
             config = WandbConfig(
@@ -281,7 +281,7 @@ def _link(
     modes: tuple[str, ...],
     notes: queue.SimpleQueue[str],
     upload_timeout: float | None = None,
-) -> WandbLink:
+) -> WandbClient:
     init = {
         "id": wandb_id,
         "name": run_name,
@@ -293,7 +293,7 @@ def _link(
         "allow_val_change": True,
     }
     argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
-    return WandbLink(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
+    return WandbClient(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
 
 
 def _identity(run_dir: Path, given: str | None) -> str:

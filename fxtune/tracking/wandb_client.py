@@ -43,7 +43,7 @@ PROGRAM = Path(wandb_worker.__file__)
 ADDRESS = "WANDB_BASE_URL"
 
 
-class WandbLink:
+class WandbClient:
     """Feeds the W&B process from a thread, starts another one offline when that cannot be, and ends it in time."""
 
     def __init__(

@@ -27,7 +27,7 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.sources import open_source
 from fxtune.errors import ConfigError, DataError, StorageError
 from fxtune.models.structure import observed
-from fxtune.system.oom import Halving
+from fxtune.system.oom import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ def answer(
     questions: Sequence[Question],
     batch_size: int = 32,
     max_new_tokens: int = 64,
-    halving: Halving | None = None,
+    halving: BatchSizes | None = None,
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
     Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were. `halving`: what makes
     `batch_size` smaller where memory runs out.
     """
-    halving = halving or Halving(next(model.parameters()).device)
+    halving = halving or BatchSizes(next(model.parameters()).device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
@@ -100,7 +100,7 @@ def answer(
     # Compiled layers would be compiled again for every length of the cache.
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
-            written = halving.within(
+            written = halving.run(
                 "questions",
                 batch_size,
                 partial(
@@ -149,7 +149,7 @@ class AnswerEvaluation:
             exam._read(when)
         return exam
 
-    def ask(self, model: nn.Module, when: str, halving: Halving | None = None) -> float:
+    def ask(self, model: nn.Module, when: str, halving: BatchSizes | None = None) -> float:
         """Ask, keep the answers as those of `when`, and return the share that is exactly right. `halving`: see answer()."""
         given = answer(
             model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving

@@ -28,7 +28,7 @@ from fxtune.models import load as models
 from fxtune.objectives.causal_lm import Loss
 from fxtune.optim import config as update_rule
 from fxtune.system.hub import locate
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.pipeline import make_probe, refuse
 from fxtune.tracking.tracker import Display
@@ -122,8 +122,8 @@ class RunBuilder:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if found := shortage(error):
-                raise self.out_of_memory(f"{part} ran out of memory: {found.why}", stage) from error
+            if found := out_of_memory_reason(error):
+                raise self.out_of_memory(f"{part} ran out of memory: {found}", stage) from error
             raise
 
     def out_of_memory(

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxtune.checkpoint.run_folder import ANEW
+from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
 from fxtune.config.validate import Vetting
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, StorageError
@@ -140,7 +140,7 @@ class ResumeCheck:
             raise ConfigError(
                 f"{self.folder} cannot go on with the same bits: its {section} changed since it was started{why}:\n"
                 + "\n".join(changed)
-                + f"\nBring it back as it was, or start anew with {ANEW}."
+                + f"\nBring it back as it was, or start anew with {HOW_TO_START_ANEW}."
             )
         if changed:
             self.note(

@@ -13,7 +13,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.errors import StorageError
 from fxtune.techniques.compile.technique import Compile
 from fxtune.tracking.display import Display
-from fxtune.tracking.throughput import StartUp
+from fxtune.tracking.throughput import StartupTimer
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
@@ -28,7 +28,7 @@ class RunLog:
         screen: Display,
         tracker: Tracker,
         state: TrainState,
-        startup: StartUp,
+        startup: StartupTimer,
         compile: Compile,
     ) -> None:
         self.folder, self.screen, self.tracker, self.state, self.startup, self.compile = (
@@ -52,7 +52,7 @@ class RunLog:
         if "start-up" not in self.told:
             self.told.add("start-up")
             self.startup.done("first steps")
-            self.screen.note(self.startup.told())
+            self.screen.note(self.startup.summary())
 
     def compiled(self, after: str) -> None:
         """Once after the first steps of each kind: what the compiler made of the model, and what it could not."""

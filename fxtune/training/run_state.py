@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
-from fxtune.checkpoint.run_folder import ANEW, CHECKPOINTS, RunFolder, identity
+from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, RunFolder, config_digest
 from fxtune.errors import ConfigError, StorageError
 from fxtune.optim.optimizer import Optimizer, moment_bytes
 from fxtune.techniques.precision import LossScale
@@ -40,7 +40,7 @@ class Progress:
     ) -> None:
         self.folder, self.note = folder, note
         self.model, self.optimizer, self.loss_scale, self.numbers = model, optimizer, loss_scale, numbers
-        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, identity(plain), note)
+        self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, config, config_digest(plain), note)
         self.state = TrainState()
         self.saved = 0
         """The last step that was given to be saved."""
@@ -58,7 +58,7 @@ class Progress:
         `fingerprint`: of the data plan. Raises ConfigError where the checkpoint is of other data, StorageError where there are
         checkpoints and none of them is whole.
         """
-        saved = self.checkpoints.newest(self.weights()) if self.folder.resumed else None
+        saved = self.checkpoints.load_newest(self.weights()) if self.folder.resumed else None
         if saved is None:
             if self.folder.resumed:
                 self.note(f"{self.folder.path} was broken off before its first checkpoint, so it starts again.")
@@ -68,7 +68,7 @@ class Progress:
             raise ConfigError(
                 f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
                 "template), so its run cannot go on where it stopped. Bring them back as they were, or start "
-                f"anew with {ANEW}."
+                f"anew with {HOW_TO_START_ANEW}."
             )
         with torch.no_grad():
             for name, parameter in self.weights().items():
@@ -82,7 +82,9 @@ class Progress:
                 f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove "
                 "this checkpoint, and the run goes on from the one before."
             ) from error
-        self.note(f"Going on with {self.folder.path} after step {saved.state.step} ({ANEW}, starts anew).")
+        self.note(
+            f"Going on with {self.folder.path} after step {saved.state.step} ({HOW_TO_START_ANEW}, starts anew)."
+        )
         self.state, self.saved, self._rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
 

@@ -25,14 +25,14 @@ from fxtune.models import load as models
 from fxtune.objectives.causal_lm import backward, is_finite, one_pass
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
-from fxtune.system.oom import Halving, Shortage, attempt, too_many
+from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import Autocast
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
-from fxtune.tracking.throughput import Meter, StartUp
+from fxtune.tracking.throughput import Meter, StartupTimer
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
 from fxtune.training.builder import of_run
@@ -60,7 +60,7 @@ def run(config: Config) -> dict[str, Any]:
                     f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
                 )
                 return folder.result()
-            with SIGNALS.leaving():
+            with SIGNALS.interruptible():
                 trainer = Trainer(config, folder, screen, plain)
             return trainer.run()
         except UserError:
@@ -74,7 +74,7 @@ def run(config: Config) -> dict[str, Any]:
 class Trainer:
     def __init__(self, config: Config, folder: RunFolder, screen: Display, plain: dict[str, Any]):
         self.config, self.folder, self.screen, self.plain = config, folder, screen, plain
-        self.startup = StartUp()
+        self.startup = StartupTimer()
         # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
         setting, same = of_run(config, folder, screen.note)
         self.setting = setting
@@ -119,7 +119,7 @@ class Trainer:
         with setting.oom_context("Loading the checkpoint"):
             self.state = self.progress.load(self.plan.fingerprint)
         halves = config.train.out_of_memory is OutOfMemory.halve
-        self.halving = Halving(
+        self.halving = BatchSizes(
             self.world.device,
             self.state.rows,
             screen.note if halves else None,
@@ -158,7 +158,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """From the state that is there to the last step. Returns the last value of each metric."""
-        with SIGNALS.held(), self.tracker, self.progress, self.setting.oom_context("Training", Stage.training):
+        with SIGNALS.deferred(), self.tracker, self.progress, self.setting.oom_context("Training", Stage.training):
             try:
                 self.progress.check_room(self.plan.steps, self.facts.optimizer, whole=not self.techniques.lora.enabled)
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
@@ -214,7 +214,7 @@ class Trainer:
         if self.due is not None:
             self._line(self.due)
         self.progress.secure()
-        stop.told = self.journal.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
+        stop.outcome = self.journal.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _line(self, lr: float) -> None:
         """Log the steps up to state.step. Waits for the device to have done them."""
@@ -227,7 +227,7 @@ class Trainer:
                 "train/lr": lr,
                 **figures,
                 **self.work.read(),
-                **self.progress.checkpoints.figures(),
+                **self.progress.checkpoints.save_timings(),
             }
         )
         self.journal.compiled("training")
@@ -240,23 +240,23 @@ class Trainer:
         self.model.train()
         index = self.state.step
         while index < self.plan.steps:
-            shortage = None
+            exhausted = None
             self.loader = Loader(self.plan, self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 lr, index = (
                     learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps),
                     step.index,
                 )
-                outcome = attempt(partial(self.step, step, lr))
-                if isinstance(outcome, Shortage):
-                    shortage = outcome
+                outcome = catch_out_of_memory(partial(self.step, step, lr))
+                if isinstance(outcome, MemoryExhausted):
+                    exhausted = outcome
                     break
                 yield step, lr, outcome
                 index += 1
             del step  # with what it holds on the device
             self.loader.close()
-            if shortage is not None:
-                self._halve(index, shortage)
+            if exhausted is not None:
+                self._halve(index, exhausted)
 
     def meter(self) -> Meter:
         """Of the work that the steps do, from what the run has seen so far."""
@@ -281,7 +281,7 @@ class Trainer:
         supervised = self.plan.supervised(
             step.index
         )  # of all micro-batches together: the split cannot be seen in the loss
-        with SIGNALS.leaving():  # nothing has changed yet, and compiling can take minutes
+        with SIGNALS.interruptible():  # nothing has changed yet, and compiling can take minutes
             loss = backward(
                 self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale, self.recorder
             )
@@ -289,7 +289,7 @@ class Trainer:
         norm = self.optimizer.clip(self.config.train.max_grad_norm)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         limit = self.spikes.limit(loss)
-        self.progress.checkpoints.fence()
+        self.progress.checkpoints.wait_for_copy()
         with self.setting.oom_context(
             f"The update of step {step.index + 1}"
         ):  # some of it may be done: it is not tried again
@@ -298,15 +298,15 @@ class Trainer:
         self.loss_scale.update(finite)
         return Outcome(loss, norm, finite, scale, limit)
 
-    def _halve(self, index: int, found: Shortage) -> None:
+    def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Cut the steps from `index` on, of which the first did not fit and is taken again, into smaller micro-batches."""
-        self.halving.make_room()  # which also waits for what is still added to gradients
+        self.halving.free_memory()  # which also waits for what is still added to gradients
         self.optimizer.drop()  # they hold a part of the sum
         sizes = self.plan.sizes
         again = f"Step {index + 1} is taken again; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
         self.plan = self.numbers.suspects.plan = self.plan.with_micro_batch_size(
-            self.halving.less("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
+            self.halving.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
         )
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
@@ -318,8 +318,8 @@ class Trainer:
 
     def _does_not_fit(self, part: str, rows: int, why: str) -> HardwareError:
         """The error where `part` ran out of memory with `rows` rows at once, and no fewer can be tried. The state is saved."""
-        what = too_many(part, rows, why)
-        with SIGNALS.held():
+        what = out_of_memory_message(part, rows, why)
+        with SIGNALS.deferred():
             if self.due is not None:
                 self._line(self.due)
             try:
@@ -340,8 +340,8 @@ class Trainer:
         if self.held_out is None:
             self.state.evaluation_due = False
             return False
-        with SIGNALS.leaving():
-            loss = self.halving.within("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
+        with SIGNALS.interruptible():
+            loss = self.halving.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
         self.state.evaluation_due = False
         self.journal.log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
         self.journal.compiled("evaluation")
@@ -352,7 +352,7 @@ class Trainer:
 
     def _ask(self, when: str) -> None:
         assert self.exam is not None
-        with SIGNALS.leaving():
+        with SIGNALS.interruptible():
             right = self.exam.ask(self.model, when, self.halving)
         self.journal.log({"questions/exact_match": right})
 
@@ -381,7 +381,7 @@ class Trainer:
         )
         if self.exam:
             self._ask("after")
-        with SIGNALS.leaving():  # what is there then is whole or absent
+        with SIGNALS.interruptible():  # what is there then is whole or absent
             models.save(
                 self.model,
                 self.tokenizer,
@@ -394,7 +394,7 @@ class Trainer:
                 },
             )
         self.progress.checkpoints.wait()
-        if figures := self.progress.checkpoints.figures():
+        if figures := self.progress.checkpoints.save_timings():
             self.journal.log(figures)
         self.tracker.summary(self.state.figures)
         self.folder.finish(self.state.figures)

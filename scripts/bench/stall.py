@@ -50,7 +50,7 @@ def main() -> None:
 
 def run(words: list[str], every: int, folder: Path, waits: bool) -> tuple[list[dict[str, float]], int]:
     """Train; the lines of metrics.jsonl, and the bytes of a checkpoint. `waits`: as on a host that has no memory for a copy."""
-    from fxtune.checkpoint.host_copy import Snapshot
+    from fxtune.checkpoint.host_copy import HostCopy
     from fxtune.config import compose
     from fxtune.training import trainer
 
@@ -67,7 +67,7 @@ def run(words: list[str], every: int, folder: Path, waits: bool) -> tuple[list[d
         ]
     )
     chosen.run.dir = str(folder)
-    with mock.patch.object(Snapshot, "take", return_value=None) if waits else mock.MagicMock():
+    with mock.patch.object(HostCopy, "take", return_value=None) if waits else mock.MagicMock():
         trainer.run(chosen)
     newest = max((folder / "checkpoints").glob("step-*"))
     size = sum(file.stat().st_size for file in newest.iterdir())

@@ -35,13 +35,13 @@ FAULTS: tuple[str | int, ...] = ("works", "refused", "silent", "drips", "breaks"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}" * 500, "model.safetensors": bytes(100_000)}
 ASK = """
 import time
-from fxtune import hub
+from fxtune.system import hub
 from fxtune.errors import UserError
 begun = time.monotonic()
 try:
     hub.fetch(hub.locate("nobody/tiny"), ["model.safetensors"])
     hub.locate("nobody/tiny", key="model.tokenizer")
-    hub.ask("nobody/data", None, "dataset")
+    hub.resolve_commit("nobody/data", None, "dataset")
     became = "goes on"
 except UserError as error:
     became = f"exit code {error.exit_code}"

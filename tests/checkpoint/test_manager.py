@@ -39,7 +39,7 @@ def names(folder):
 def test_what_is_saved_comes_back(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3})
-    got = checkpoints.newest()
+    got = checkpoints.load_newest()
     assert got.state == TrainState(
         step=3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3}
     )
@@ -72,7 +72,7 @@ def test_the_best_one_is_kept_until_a_better_one_is_saved_also_by_the_run_that_g
     save(checkpoints, 500, best_step=400)
     assert names(tmp_path) == ["step-00000100", "step-00000300", "step-00000500"]
     again = Checkpoints(tmp_path, CheckpointConfig(keep=2))
-    assert again.newest().state.best_step == 400  # which it cannot know to be on no disk
+    assert again.load_newest().state.best_step == 400  # which it cannot know to be on no disk
     save(again, 600, best_step=400)
     assert names(tmp_path) == ["step-00000100", "step-00000500", "step-00000600"]
     save(again, 700, best_step=700)
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, 
     else:
         victim.unlink()
     assert damaged(path)
-    assert checkpoints.newest().state.step == 1
+    assert checkpoints.load_newest().state.step == 1
 
 
 def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
@@ -104,18 +104,18 @@ def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
     shutil.copytree(tmp_path / "step-00000008", kept)
     (save(checkpoints, 10) / "weights.safetensors").unlink()
     kept.rename(tmp_path / "step-00000008")
-    assert checkpoints.newest().state.step == 8
+    assert checkpoints.load_newest().state.step == 8
     save(checkpoints, 9)
-    assert checkpoints.newest().state.step == 9
+    assert checkpoints.load_newest().state.step == 9
     assert names(tmp_path) == ["step-00000009"]
 
 
 def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    assert checkpoints.newest() is None
+    assert checkpoints.load_newest() is None
     (save(checkpoints, 1) / "state.json").unlink()
     with pytest.raises(StorageError, match=r"step-00000001.*state\.json"):
-        checkpoints.newest()
+        checkpoints.load_newest()
 
 
 def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
@@ -124,7 +124,7 @@ def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
     for name in (".staging-step-00000002", ".removed-step-00000000"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights.safetensors").write_bytes(b"half")
-    assert checkpoints.newest().state.step == 1
+    assert checkpoints.load_newest().state.step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "nobody else would clear it away"
 
 
@@ -135,7 +135,7 @@ def test_what_changes_after_a_save_is_not_in_it(tmp_path):
     state.step, state.figures["a"] = 2, 2
     weight += 1
     moment += 1
-    saved = checkpoints.newest()
+    saved = checkpoints.load_newest()
     assert (saved.state.step, saved.state.figures) == (1, {"a": 1})
     assert not saved.weights["w"].any()
     assert not saved.moments["w/exp_avg"].any()
@@ -153,21 +153,21 @@ def slow(monkeypatch):
 def test_the_loop_goes_on_while_a_checkpoint_is_written_and_one_is_in_flight_at_most(tmp_path, slow):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(TrainState(step=1), {"w": torch.zeros(4)}, {})
-    assert checkpoints.figures() == {}  # it has not ended
+    assert checkpoints.save_timings() == {}  # it has not ended
     assert not stored.paths(tmp_path)
     threading.Timer(0.3, slow.set).start()
     began = time.perf_counter()
     checkpoints.save(TrainState(step=2), {"w": torch.zeros(4)}, {})  # waits for the first
     assert time.perf_counter() - began > 0.2
     assert names(tmp_path)[-1] != "step-00000002"
-    first = checkpoints.figures()
+    first = checkpoints.save_timings()
     assert first["checkpoint/seconds"] > 0.2
     assert first["checkpoint/stall_seconds"] < 0.2
     with checkpoints:
         pass  # waits, too
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert checkpoints.figures()["checkpoint/stall_seconds"] > 0.2
-    assert checkpoints.figures() == {}  # told once
+    assert checkpoints.save_timings()["checkpoint/stall_seconds"] > 0.2
+    assert checkpoints.save_timings() == {}  # told once
 
 
 def test_a_fault_of_the_thread_that_no_disk_made_reaches_the_loop(tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once_and_said_once(tmp_path,
         assert names(tmp_path)[-1] == f"step-{step:08d}"  # by now
     assert len(notes) == 1
     assert "stands still while one is written" in notes[0]
-    assert checkpoints.newest().weights["w"].tolist() == [2.0] * 4
+    assert checkpoints.load_newest().weights["w"].tolist() == [2.0] * 4
 
 
 def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path):

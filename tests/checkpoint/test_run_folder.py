@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.checkpoint.run_folder import claim, differences, identity, place
+from fxtune.checkpoint.run_folder import claim, config_digest, differences, sweep_folder
 from fxtune.errors import ConfigError, StorageError
 
 CONFIG = {
@@ -174,15 +174,18 @@ def test_a_disk_that_takes_no_result_is_an_error_and_what_was_there_stays():
 
 def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones():
     root = Path("runs/a/optimizer.lr=0.1")
-    assert place(root, "auto", CONFIG) == root
+    assert sweep_folder(root, "auto", CONFIG) == root
     start(folder=str(root))
-    assert place(root, "auto", CONFIG) == root
-    second = place(root, "auto", OTHER)
+    assert sweep_folder(root, "auto", CONFIG) == root
+    second = sweep_folder(root, "auto", OTHER)
     assert second == Path("runs/a/optimizer.lr=0.1-2")
     start(folder=str(second), config=OTHER).finish({})
-    assert [place(root, "auto", config) for config in (CONFIG, OTHER)] == [root, second]  # also one that is finished
-    assert place(root, "never", CONFIG) == Path("runs/a/optimizer.lr=0.1-3")
-    assert place(root, "must", {**CONFIG, "optimizer": {"lr": 3.0}}) == root  # where claim() says what differs
+    assert [sweep_folder(root, "auto", config) for config in (CONFIG, OTHER)] == [
+        root,
+        second,
+    ]  # also one that is finished
+    assert sweep_folder(root, "never", CONFIG) == Path("runs/a/optimizer.lr=0.1-3")
+    assert sweep_folder(root, "must", {**CONFIG, "optimizer": {"lr": 3.0}}) == root  # where claim() says what differs
 
 
 @given(
@@ -196,4 +199,4 @@ def test_configs_have_one_identity_if_and_only_if_nothing_of_them_differs(change
     for key, value in changes.items():
         group, name = key.split(".")
         other[group][name] = value
-    assert (identity(config) == identity(other)) == (not differences(config, other))
+    assert (config_digest(config) == config_digest(other)) == (not differences(config, other))

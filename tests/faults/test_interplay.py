@@ -24,7 +24,7 @@ from fxtune.cli.main import main
 from fxtune.config.root import Config, Resume, Spikes
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
 from fxtune.objectives.causal_lm import Loss
-from fxtune.system.oom import Halving
+from fxtune.system.oom import BatchSizes
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.tracking.tracker import Tracker
 from fxtune.training import evaluation, trainer
@@ -155,8 +155,8 @@ def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(ru
     """It was saved at the very step that then did not fit."""
     run_.checkpoint.every = 2
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
-    made = Halving.make_room
-    monkeypatch.setattr(Halving, "make_room", lambda self: (tell(), made(self))[1])
+    made = BatchSizes.free_memory
+    monkeypatch.setattr(BatchSizes, "make_room", lambda self: (tell(), made(self))[1])
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {"training": 2}
@@ -283,7 +283,7 @@ def test_a_kill_while_the_only_checkpoint_is_replaced_leaves_it(tmp_path):
 import os, sys
 from pathlib import Path
 import torch
-from fxtune.checkpoint import CheckpointConfig, Checkpoints, TrainState
+from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 def save(tokens):
     made = Checkpoints(Path("checkpoints"), CheckpointConfig(keep=1), note=print)
     made.save(TrainState(step=4, tokens=tokens), {"w": torch.zeros(4)}, {})
@@ -304,7 +304,7 @@ for last in range(1, 99):
         save(last + 1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    found = Checkpoints(Path("checkpoints"), CheckpointConfig(), note=print).newest()
+    found = Checkpoints(Path("checkpoints"), CheckpointConfig(), note=print).load_newest()
     print(last, found.state.tokens, flush=True)
     if status == 0:
         break
@@ -336,7 +336,7 @@ def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monke
         patch.setattr(threading.Thread, "start", lambda self: raises(RuntimeError("can't start new thread")))
         made.save(TrainState(step=1), weights, {})
         made.wait()
-    assert made.newest().state.step == 1
+    assert made.load_newest().state.step == 1
     with monkeypatch.context() as patch:
         patch.setattr(stored, "write", lambda *_: raises(MemoryError()))
         made.save(TrainState(step=2), weights, {})
@@ -344,7 +344,7 @@ def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monke
     assert "training goes on" in notes[0]
     made.save(TrainState(step=3), weights, {})
     made.wait()
-    assert made.newest().state.step == 3
+    assert made.load_newest().state.step == 3
 
 
 def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fxtune.cli.main import main
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.system import host
-from fxtune.system.oom import Halving, Shortage, attempt, fewer, shortage
+from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, halved, out_of_memory_reason
 from fxtune.techniques.checkpointing.offload import Offload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,12 +209,12 @@ def raising(error: BaseException):
     ],
 )
 def test_memory_that_runs_out_has_many_names(fail, why):
-    found = attempt(fail)
-    assert isinstance(found, Shortage)
-    assert why in found.why
-    assert "\n" not in found.why
-    assert "enforce fail" not in found.why
-    assert "See documentation" not in found.why
+    found = catch_out_of_memory(fail)
+    assert isinstance(found, MemoryExhausted)
+    assert why in found.reason
+    assert "\n" not in found.reason
+    assert "enforce fail" not in found.reason
+    assert "See documentation" not in found.reason
 
 
 def explained() -> None:
@@ -229,8 +229,8 @@ def explained() -> None:
 )
 def test_other_errors_are_not_taken_for_it(fail):
     with pytest.raises((ConfigError, RuntimeError, KeyboardInterrupt)) as seen:
-        attempt(fail)
-    assert shortage(seen.value) is None
+        catch_out_of_memory(fail)
+    assert out_of_memory_reason(seen.value) is None
 
 
 def test_nothing_is_held_once_an_attempt_has_failed():
@@ -246,7 +246,7 @@ def test_nothing_is_held_once_an_attempt_has_failed():
 
     gc.disable()
     try:
-        assert isinstance(attempt(work), Shortage)
+        assert isinstance(catch_out_of_memory(work), MemoryExhausted)
         assert held[0]() is None
     finally:
         gc.enable()
@@ -256,7 +256,7 @@ def test_nothing_is_held_once_an_attempt_has_failed():
 def test_fewer_rows_come_in_equal_parts(rows, times):
     whole = rows * times
     sizes = [rows]
-    while (less := fewer(sizes[-1], whole)) is not None:
+    while (less := halved(sizes[-1], whole)) is not None:
         assert 1 <= less <= (sizes[-1] + 1) // 2
         assert less < sizes[-1]
         assert whole % less == 0
@@ -272,16 +272,16 @@ def test_work_is_given_fewer_rows_until_it_fits():
         tried.append(rows)
         return refused() if rows > 3 else rows
 
-    halving = Halving(torch.device("cpu"), rows, notes.append)
-    assert halving.within("questions", 20, work) == 3
-    assert halving.within("questions", 20, work) == 3
+    halving = BatchSizes(torch.device("cpu"), rows, notes.append)
+    assert halving.run("questions", 20, work) == 3
+    assert halving.run("questions", 20, work) == 3
     assert tried == [20, 10, 5, 3, 3]
     assert len(notes) == 3
     assert rows == {"questions": 3}
     with pytest.raises(HardwareError, match="Evaluation ran out of memory with 1 row at once: Default"):
-        halving.within("evaluation", 2, lambda _: refused())
+        halving.run("evaluation", 2, lambda _: refused())
     with pytest.raises(HardwareError, match="with 8 rows at once"):  # nobody to tell
-        Halving(torch.device("cpu")).within("evaluation", 8, lambda _: refused())
+        BatchSizes(torch.device("cpu")).run("evaluation", 8, lambda _: refused())
 
 
 def test_memory_to_pin_that_is_refused_goes_back_to_the_pool(monkeypatch):
@@ -316,7 +316,7 @@ def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
             (outer / "cgroup.subtree_control").write_text("+memory")
         (inner / limit).write_text(str(1 << 30))
         (outer / limit).write_text(str(1 << 29))
-        code = f"open('{inner}/cgroup.procs', 'w').write('0'); from fxtune import host; print(*host.memory())"
+        code = f"open('{inner}/cgroup.procs', 'w').write('0'); from fxtune.system import host; print(*host.memory())"
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -338,7 +338,7 @@ def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
 def test_a_limit_of_the_address_space_counts():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY)); "
-        "from fxtune import host; print(*host.memory())"
+        "from fxtune.system import host; print(*host.memory())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

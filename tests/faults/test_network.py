@@ -16,14 +16,14 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"{}" * 500, "model.safetensors
 
 CHILD = """
 import sys, time
-from fxtune import hub
+from fxtune.system import hub
 from fxtune.errors import UserError
 begun = time.monotonic()
 try:
     origin = hub.locate(sys.argv[1], sys.argv[2] or None)
     hub.fetch(origin, ["model.safetensors"])
     hub.locate(sys.argv[1], None, "model.tokenizer")
-    told = hub.ask("nobody/data", None, "dataset")[1]
+    told = hub.resolve_commit("nobody/data", None, "dataset")[1]
     print(f"dataset: {told}", f"bytes: {(origin.folder / 'model.safetensors').stat().st_size}", sep="\\n")
 except UserError as error:
     print(f"error {error.exit_code}: {error}")
@@ -96,7 +96,7 @@ def test_a_commit_that_is_here_whole_is_not_asked_for(hub, cache):
     hub.asked.clear()
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
     code = (
-        f"from fxtune import hub; origin = hub.locate('nobody/tiny', '{COMMIT}'); hub.fetch(origin, ['model.safetensors']);"
+        f"from fxtune.system import hub; origin = hub.locate('nobody/tiny', '{COMMIT}'); hub.fetch(origin, ['model.safetensors']);"
         "print(origin.revision)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from support.harness import ENVIRON, wait_for
 
-from fxtune.checkpoint.run_folder import claim, place
+from fxtune.checkpoint.run_folder import claim, sweep_folder
 from fxtune.cli import main as command
 from fxtune.cli import recipes
 from fxtune.data.config import DataConfig, SourceConfig
@@ -65,7 +65,7 @@ def test_a_tilde_is_the_home_folder(cwd, monkeypatch):
     given: list[str] = []
     assert command.main(["-m", *RUN[:1], "run.dir='~/sweep'", "train.max_steps=1,2"]) == 0
     assert given == [str(cwd / "home" / "sweep" / f"train.max_steps={steps}") for steps in (1, 2)]
-    assert place(Path("~nobody-of-that-name/x"), "auto", {}) == Path("~nobody-of-that-name/x")
+    assert sweep_folder(Path("~nobody-of-that-name/x"), "auto", {}) == Path("~nobody-of-that-name/x")
 
 
 def test_without_a_home_it_is_said_what_to_set(homeless, cwd, monkeypatch):

@@ -42,7 +42,7 @@ from fxtune.errors import ConfigError, DataError, StorageError, UserError
 from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.system.hub import locate
-from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.system.resource_limits import LimitExceeded, limit_resources
 from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode
 from fxtune.tracking.tracker import _identity as wandb_identity
 from fxtune.training.trainer import run as train
@@ -128,7 +128,9 @@ def tokenizer():
 
 @pytest.mark.parametrize("what", GREEDY)
 def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd, tokenizer, monkeypatch):
-    monkeypatch.setattr("fxtune.data.chat.template.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    monkeypatch.setattr(
+        "fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
+    )
     Path("greedy.jinja").write_text(GREEDY[what])
     began = time.process_time()
     with pytest.raises(DataError, match=r"asks for more than (0\.5 s of processor time|200 MiB of memory)"):
@@ -140,7 +142,9 @@ def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd,
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
 def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeypatch):
-    monkeypatch.setattr("fxtune.data.chat.encode.fence", lambda: fence(seconds=0.5, more=200 << 20))
+    monkeypatch.setattr(
+        "fxtune.data.chat.encode.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
+    )
     Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
     encoder = Encoder(tokenizer, RowFormat.messages, "late.jinja")
     assert not isinstance(encoder.encode([CHAT])[0], str)
@@ -176,9 +180,9 @@ def test_a_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
 
 def _fenced_in_a_process(seconds: float, more: int, work: str) -> str:
     try:
-        with fence(seconds, more):
+        with limit_resources(seconds, more):
             exec(work)  # what the tests below hand in
-    except Exceeded as limit:
+    except LimitExceeded as limit:
         return str(limit)
     return "done"
 
@@ -209,7 +213,9 @@ def test_a_fence_holds_and_is_gone_afterwards():
         assert run("x = bytearray(1 << 30)") == "more than 100 MiB of memory"
         assert run("x = bytearray(10 << 20)") == "done"
         assert run("import time; time.sleep(0.5)") == "done", "waiting costs nobody anything"
-        assert run("with fence(60, 1 << 40):\n while True: pass").startswith("more than 0.3 s"), "the outer one counts"
+        assert run("with limit_resources(60, 1 << 40):\n while True: pass").startswith("more than 0.3 s"), (
+            "the outer one counts"
+        )
         assert pool.apply(eval, ("len(bytearray(200 << 20))",)), "no limit is left behind"
         with pytest.raises(ZeroDivisionError):
             run("1 / 0")
@@ -493,7 +499,7 @@ ODD_ADAPTERS = {
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
 def test_an_adapter_s_config_has_nothing_run_or_hang(what, adapter, monkeypatch):
     values, told = ODD_ADAPTERS[what]
-    monkeypatch.setattr("fxtune.cli.merge.fence", lambda: fence(seconds=0.5))
+    monkeypatch.setattr("fxtune.cli.merge.limit_resources", lambda: limit_resources(seconds=0.5))
     (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(adapter.parent)
     change(adapter / "adapter_config.json", **values)

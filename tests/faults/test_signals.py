@@ -169,13 +169,13 @@ import os, signal, sys
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fxtune.signals import SIGNALS, Stopped
+from fxtune.system.signals import SIGNALS, Stopped
 
 @triton.jit
 def kernel(to, SIZE: tl.constexpr):
     tl.store(to + tl.arange(0, SIZE), 1.0)
 
-with SIGNALS, SIGNALS.held():
+with SIGNALS, SIGNALS.deferred():
     triton.compile(ASTSource(fn=kernel, signature={"to": "*fp32"}, constexprs={"SIZE": 128}), target=GPUTarget("cuda", 90, 32))
     SIGNALS.check()
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -66,7 +66,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again
         assert not notes, "the error says it, and the run does not go on"
         filled.unlink()
         save(checkpoints, 3, mib=6)
-        assert checkpoints.newest().state.step == 3
+        assert checkpoints.load_newest().state.step == 3
         ballast(disk, leave=4 * MIB)
         checkpoints.save(TrainState(step=4), {"w": torch.zeros(4 * MIB)}, {})  # as in a run, which does not wait
         assert checkpoints.settle()
@@ -84,7 +84,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_keeps_nothing_half(tmp_
         with pytest.raises(StorageError, match="No space left"):
             save(checkpoints, 2, mib=6)
         assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]
-        assert torch.equal(checkpoints.newest().weights["w"], torch.full((6 * MIB // 12,), 1.0))
+        assert torch.equal(checkpoints.load_newest().weights["w"], torch.full((6 * MIB // 12,), 1.0))
 
 
 def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is_whole(tmp_path):
@@ -99,7 +99,7 @@ def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is
         with pytest.raises(StorageError, match="step 4"):
             save(checkpoints, 4, mib=12)
         assert (
-            checkpoints.newest().state.step == 2
+            checkpoints.load_newest().state.step == 2
         )  # the only whole one is not given up for one that may not become whole
 
 
@@ -231,7 +231,7 @@ def test_lines_that_a_disk_never_took_are_said_at_the_end_and_by_the_run_that_go
 
 def _save_for_ever(folder: str, said: str) -> None:
     checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2))
-    first = checkpoints.newest()
+    first = checkpoints.load_newest()
     with open(said, "a") as out:
         for step in range(first.state.step + 1 if first else 1, 10**6):
             save(checkpoints, step, mib=6)
@@ -252,7 +252,7 @@ def test_saves_that_are_killed_lose_nothing_that_was_said_to_be_saved(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         leftovers += len(list(folder.glob(".*-step-*")))
-        found = Checkpoints(folder, CheckpointConfig(), note=pytest.fail).newest()
+        found = Checkpoints(folder, CheckpointConfig(), note=pytest.fail).load_newest()
         assert found.state.step >= int(said.read_text().split()[-1])
         assert found.weights["w"].unique().tolist() == [found.state.step]
     assert leftovers  # some were killed in the middle, or this shows nothing
@@ -324,7 +324,7 @@ def test_a_checkpoint_with_foreign_files_is_passed_over_saying_so(tmp_path, monk
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), note=notes.append)
     save(checkpoints, 1)
     forge(save(checkpoints, 2), file, make)
-    assert checkpoints.newest({"w": torch.zeros(873)}).state.step == 1
+    assert checkpoints.load_newest({"w": torch.zeros(873)}).state.step == 1
     assert len(notes) == 1
     assert re.search(why, notes[0]), notes
     assert notes[0].endswith("It is passed over for the newest whole one, step-00000001.")
@@ -391,11 +391,11 @@ def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
     save(checkpoints, 1)
     harm(save(checkpoints, 2))
-    assert checkpoints.newest().state.step == 1
+    assert checkpoints.load_newest().state.step == 1
     assert len(notes) == 1
     assert why in notes[0]
     save(checkpoints, 2)  # the run comes to that step again
-    assert checkpoints.newest().state.step == 2
+    assert checkpoints.load_newest().state.step == 2
     assert os.path.lexists(tmp_path / "aside-step-00000002") is kept
     assert len(notes) == 1 + kept
     assert (
@@ -414,14 +414,14 @@ def test_a_checkpoint_of_another_format_stays_as_it_is_out_of_the_run_s_way(tmp_
     newer = next(tmp_path.glob("aside-*")).rename(newer)  # those two came before it
     for _ in range(2):  # nothing has been learned without it yet: the fxtune that wrote it may come back
         notes: list[str] = []
-        assert Checkpoints(tmp_path, CheckpointConfig(), note=notes.append).newest().state.step == 400
+        assert Checkpoints(tmp_path, CheckpointConfig(), note=notes.append).load_newest().state.step == 400
         assert len(notes) == 1
         assert newer.exists()
     before = 400
     for step in then:
         notes = []
         checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=notes.append)
-        assert checkpoints.newest().state.step == before
+        assert checkpoints.load_newest().state.step == before
         save(checkpoints, step)
         assert len(notes) == (2 if before == 400 else 0)  # passed over, kept as; then nothing is in the way
         assert [step_of(path) for path in paths(tmp_path)] == [before, step]
@@ -435,7 +435,7 @@ def test_what_is_set_aside_never_takes_another_one_s_place(tmp_path):
     save(checkpoints, 1)
     for tokens in range(3):
         newer_format(save(checkpoints, 2, tokens=tokens))
-        assert checkpoints.newest().state.step == 1
+        assert checkpoints.load_newest().state.step == 1
     save(checkpoints, 2, tokens=3)
     aside = [tmp_path / f"aside-step-00000002{number}" for number in ("", "-2", "-3")]
     assert sorted(tmp_path.glob("aside-*")) == aside
@@ -458,7 +458,7 @@ def test_a_checkpoint_that_a_disk_could_not_read_is_kept(tmp_path, monkeypatch):
         return real(stream, name)
 
     monkeypatch.setattr(hashlib, "file_digest", failing)
-    assert checkpoints.newest().state.step == 1
+    assert checkpoints.load_newest().state.step == 1
     assert "cannot be read: Input/output error" in notes[0]
     save(checkpoints, 2)
     monkeypatch.undo()
@@ -471,7 +471,7 @@ def test_what_a_killed_save_was_to_replace_is_put_back_also_in_another_format(tm
     save(checkpoints, 1)
     newer_format(save(checkpoints, 2))
     (tmp_path / "step-00000002").rename(tmp_path / ".replaced-step-00000002")
-    assert checkpoints.newest().state.step == 1
+    assert checkpoints.load_newest().state.step == 1
     assert "version" in damaged(tmp_path / "step-00000002")
 
 
@@ -506,7 +506,7 @@ def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
     )
     save(ours, 1)
     save(theirs, 2).rename(tmp_path / "ours" / "step-00000002")
-    assert ours.newest().state.step == 1
+    assert ours.load_newest().state.step == 1
     assert "another recipe" in notes[0]
 
 

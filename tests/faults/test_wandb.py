@@ -138,7 +138,7 @@ def test_a_server_that_comes_back_in_time_needs_nothing_more(tmp_path, server):
 
 STRETCH = """
 import os, signal, sys, time
-from fxtune.tracking import Tracker, TrackingConfig, WandbConfig, WandbMode
+from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
 config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.online, project="unit"))
 tracker = Tracker(config, sys.argv[1], "a run", {}, note=print)
 for step in range(1, 8):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxtune.checkpoint.host_copy import Snapshot
+from fxtune.checkpoint.host_copy import HostCopy
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 
 SIZE = 2**28
@@ -24,10 +24,10 @@ def busy() -> None:
 
 def test_what_changes_after_the_fence_is_not_in_the_snapshot():
     weight = torch.zeros(SIZE, device="cuda")
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     for value in range(3):
         copies = snapshot.take({"w": weight, "step": torch.tensor(float(value))})
-        snapshot.fence()
+        snapshot.wait_on_device()
         weight += 1  # issued at once; without the fence it would overtake the copy
         snapshot.arrived()
         assert copies["w"].is_pinned()
@@ -37,7 +37,7 @@ def test_what_changes_after_the_fence_is_not_in_the_snapshot():
 @pytest.mark.timed
 def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
     weight = torch.zeros(SIZE, device="cuda")
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.take({"w": weight})
     snapshot.arrived()  # the buffers are there
     busy()
@@ -45,7 +45,7 @@ def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
     began = time.perf_counter()
     try:
         snapshot.take({"w": weight})
-        snapshot.fence()
+        snapshot.wait_on_device()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert time.perf_counter() - began < 0.02
@@ -57,7 +57,7 @@ def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
 def test_the_copy_runs_beside_what_reads_the_weights():
     """Forward and backward of the next step read weights: they need not wait."""
     weight = torch.zeros(4 * SIZE, device="cuda", dtype=torch.uint8)
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     for _ in range(2):
         snapshot.take({"w": weight})
         snapshot.arrived()
@@ -69,7 +69,7 @@ def test_the_copy_runs_beside_what_reads_the_weights():
             snapshot.take({"w": weight})
         busy()
         if copies:
-            snapshot.fence()
+            snapshot.wait_on_device()
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -79,7 +79,7 @@ def test_the_copy_runs_beside_what_reads_the_weights():
 
 
 def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     weights = {f"w{number}": torch.full((1000 + number,), float(number), device="cuda") for number in range(200)}
     first = snapshot.take(weights)
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
@@ -103,10 +103,10 @@ def test_a_checkpoint_of_tensors_on_the_card_comes_back(tmp_path: Path, monkeypa
     moments = {"w/exp_avg": torch.randn(1000, 100, device="cuda"), "w/step": torch.tensor(3.0, device="cuda")}
     before = weight.cpu()
     checkpoints.save(TrainState(step=1), {"w": weight}, moments)
-    checkpoints.fence()
+    checkpoints.wait_for_copy()
     weight.zero_()
     checkpoints.wait()
-    saved = checkpoints.newest({"w": weight})
+    saved = checkpoints.load_newest({"w": weight})
     assert torch.equal(saved.weights["w"], before)
     assert all(torch.equal(saved.moments[name], moment.cpu()) for name, moment in moments.items())
     assert len(notes) == (not background)

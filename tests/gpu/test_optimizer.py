@@ -185,7 +185,7 @@ def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(case, tmp_pa
     tensors, scalars = optimizer.state()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(TrainState(step=3, optimizer=scalars), {"none": torch.zeros(1)}, tensors)
-    saved = checkpoints.newest()
+    saved = checkpoints.load_newest()
     copy = small(dtype_of(case))
     copy.load_state_dict(model.state_dict())
     again = Optimizer(copy, config(case))

@@ -67,7 +67,7 @@ def stored(optimizer, folder):
     tensors, scalars = optimizer.state()
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(TrainState(step=3, optimizer=scalars), {"none": torch.zeros(1)}, tensors)
-    saved = checkpoints.newest()
+    saved = checkpoints.load_newest()
     return saved.moments, saved.state.optimizer
 
 

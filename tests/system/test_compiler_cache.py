@@ -1,4 +1,4 @@
-"""Where the compiler's results are kept: a folder for each state of our own operators, and no more of them than are of use."""
+"""The compiler cache: one folder for each version of our operators, and old ones removed."""
 
 from __future__ import annotations
 
@@ -37,31 +37,34 @@ def package(tmp_path, monkeypatch) -> Path:
     copy = tmp_path / "fxtune"
     shutil.copytree(code_digest.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(code_digest, "PACKAGE", copy)
-    code_digest._digest.cache_clear()
+    code_digest.digest.cache_clear()
     return copy
 
 
 def changed(file: Path) -> None:
     """As if in another process, which reads the source anew."""
     file.write_text(file.read_text() + "\nWIDTH = 64\n")
-    code_digest._digest.cache_clear()
+    code_digest.digest.cache_clear()
 
 
-def test_a_changed_operator_has_another_folder(home, package):
-    first = compiler_cache.keep_on_disk()
+def test_changed_operator_gets_another_folder(home, package):
+    first = compiler_cache.use_cache_folder()
     assert first.parent == home
     assert os.environ[compiler_cache.VARIABLE] == str(first)
-    assert compiler_cache.keep_on_disk() == first
+    assert compiler_cache.use_cache_folder() == first
     changed(package / "techniques" / "rope.py")
-    assert compiler_cache.keep_on_disk() == first, "what torch traces is in the graph, and so in its own key"
+    assert compiler_cache.use_cache_folder() == first, "torch's own key covers what it traces"
     changed(package / "kernels" / "fused_lora.py")
-    second = compiler_cache.keep_on_disk()
+    second = compiler_cache.use_cache_folder()
     assert second.parent == home
     assert second != first
     assert second.is_dir()
-    (package / "kernels" / "selective.py").rename(package / "kernels" / "selection.py")
-    code_digest._digest.cache_clear()
-    assert compiler_cache.keep_on_disk() not in (first, second)
+    (package / "kernels" / "fused_lora.py").rename(package / "kernels" / "lora_fused.py")
+    code_digest.digest.cache_clear()
+    third = compiler_cache.use_cache_folder()
+    assert third not in (first, second)
+    changed(package / "techniques" / "checkpointing" / "policy.py")
+    assert compiler_cache.use_cache_folder() not in (first, second, third)
 
 
 @pytest.mark.parametrize(
@@ -71,25 +74,25 @@ def test_a_changed_operator_has_another_folder(home, package):
         dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
     ],
 )
-def test_what_an_optimizer_compiles_lies_there_too(home, options):
+def test_compiled_optimizer_uses_the_folder(home, options):
     """torch's own default is below /tmp, where other users of a machine may put what would be loaded as code."""
     Optimizer(nn.Linear(64, 64, bias=False).bfloat16(), OptimizerConfig(**options))
     assert os.environ[compiler_cache.VARIABLE].startswith(str(home))
 
 
-def test_what_transformers_compiles_for_flex_attention_lies_there_too(home):
+def test_compiled_flex_attention_uses_the_folder(home):
     hf_config = LlamaConfig()
     Attention(enabled=True, backend="flex").configure(hf_config)
     assert hf_config._attn_implementation == "flex_attention"
     assert os.environ[compiler_cache.VARIABLE].startswith(str(home))
 
 
-def test_operators_are_all_in_kernels_and_need_nothing_else_of_ours():
+def test_operators_are_all_in_kernels_and_import_nothing_else_of_fxtune():
     for name, path in modules().items():
         if name.startswith("kernels."):
             others = {one for one in imports(path, set(modules())) if not one.startswith("kernels")}
-            # Of these nothing is in what operators compute: an error's text, where a package keeps its files.
-            assert others <= {"errors", "halving", "host"}, (
+            # These do not change what an operator computes: an error's text, where a package keeps its files.
+            assert others <= {"errors", "system.oom", "system.host"}, (
                 f"{name} imports {others}: not in the digest of the compiler's cache"
             )
         else:
@@ -98,24 +101,24 @@ def test_operators_are_all_in_kernels_and_need_nothing_else_of_ours():
             )
 
 
-def test_a_folder_that_the_environment_names_is_used_and_stays(home, package, tmp_path, monkeypatch):
+def test_folder_named_by_the_environment_is_used_and_kept(home, package, tmp_path, monkeypatch):
     monkeypatch.setenv(compiler_cache.VARIABLE, str(tmp_path / "mine"))
     folders = []
     for _ in range(5):
-        folders.append(compiler_cache.keep_on_disk())
-        changed(package / "kernels" / "gated.py")
+        folders.append(compiler_cache.use_cache_folder())
+        changed(package / "kernels" / "swiglu.py")
     assert {folder.parent for folder in folders} == {tmp_path / "mine"}
     assert len(set(folders)) == 5
     assert all(folder.is_dir() for folder in folders)
     assert not home.exists()
 
 
-def test_without_a_home_it_is_below_the_systems_own(home, tmp_path, monkeypatch):
+def test_without_a_writable_cache_the_folder_is_below_the_default(home, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "torch._inductor.runtime.cache_dir_utils.default_cache_dir", lambda: str(tmp_path / "temporary")
     )
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
-    folder = compiler_cache.keep_on_disk()
+    folder = compiler_cache.use_cache_folder()
     assert folder.parent == tmp_path / "temporary"
     assert folder.is_dir()
 
@@ -123,16 +126,16 @@ def test_without_a_home_it_is_below_the_systems_own(home, tmp_path, monkeypatch)
 HOLD = """
 import sys
 from pathlib import Path
-from fxtune import compiled
+from fxtune.system import compiler_cache
 for folder in sys.argv[1:]:
-    compiled.hold(Path(folder))
+    compiler_cache.lock_shared(Path(folder))
     Path(folder).mkdir(exist_ok=True)
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
-def test_old_folders_go_but_for_the_last_ones_and_those_in_use(home):
+def test_old_folders_are_removed_except_the_last_used_and_locked_ones(home):
     home.mkdir(parents=True)
     folders = [home / f"fxtune-{number:012x}" for number in range(6)]
     for age, folder in enumerate(folders):
@@ -146,24 +149,24 @@ def test_old_folders_go_but_for_the_last_ones_and_those_in_use(home):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout.readline() == "held\n"
         os.utime(last.with_suffix(".lock"), (1, 1))
-        mine = compiler_cache.keep_on_disk()
+        mine = compiler_cache.use_cache_folder()
         there = {file.name for file in home.iterdir() if file.is_dir()}
         assert there == {mine.name, folders[0].name, folders[1].name, last.name, "other"}
         assert (last / "graph").exists()
         one.stdin.close()
-    compiler_cache.tidy(home)
+    compiler_cache.remove_unused(home)
     assert not last.exists()
     assert not last.with_suffix(".lock").exists()
     assert mine.is_dir()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads libraries of Linux")
-def test_libraries_that_a_kill_cut_short_are_removed_but_not_what_is_being_linked(home):
-    """torch loads a library that is there, whole or not, so that a run killed while it compiled could never start again."""
+def test_truncated_libraries_are_removed_except_those_being_linked(home):
+    """torch loads a library that exists even if it is truncated, so a run killed while compiling could never start again."""
     whole = (Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so").read_bytes()
     at, size, count = struct.unpack_from("<Q10xHH", whole, 40)
     whole = whole[: at + size * count]  # as a linker writes it: in torch's CUDA builds something is put behind it
-    folder = compiler_cache.keep_on_disk()
+    folder = compiler_cache.use_cache_folder()
     (folder / "aa").mkdir()
     for name, length in (
         ("whole.so", len(whole)),
@@ -180,8 +183,8 @@ def test_libraries_that_a_kill_cut_short_are_removed_but_not_what_is_being_linke
         stdout=subprocess.PIPE,
     ) as linker:
         assert linker.stdout.readline()
-        compiler_cache.keep_on_disk()
+        compiler_cache.use_cache_folder()
         linker.stdin.close()
     assert sorted(file.name for file in (folder / "aa").iterdir()) == ["linked.main.so", "whole.so"]
-    compiler_cache.keep_on_disk()
+    compiler_cache.use_cache_folder()
     assert [file.name for file in (folder / "aa").iterdir()] == ["whole.so"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.tracking.throughput import Meter, StartUp, TrainingCost, memory_gib, peak_flops, training_cost
+from fxtune.tracking.throughput import Meter, StartupTimer, TrainingCost, memory_gib, peak_flops, training_cost
 
 SHAPE = dict(
     vocab_size=96,
@@ -217,14 +217,14 @@ def test_memory_on_a_cpu_is_this_process_own_peak():
 
 def test_the_time_to_the_first_line_is_told_by_stage():
     now = iter([10.0, 12.0, 12.1, 29.0])
-    startup = StartUp(clock=lambda: next(now))
+    startup = StartupTimer(clock=lambda: next(now))
     startup.seconds.clear()
     for stage in ("data", "checks", "first steps"):
         startup.done(stage)
-    assert startup.told() == "from the start to here: 19 s (data 2, first steps 17)"
+    assert startup.summary() == "from the start to here: 19 s (data 2, first steps 17)"
 
 
 def test_only_the_first_run_of_a_process_counts_its_imports(monkeypatch):
-    monkeypatch.setattr(StartUp, "begun", False)
-    assert 0 < StartUp().seconds["imports"] < 3600
-    assert StartUp().seconds == {}
+    monkeypatch.setattr(StartupTimer, "begun", False)
+    assert 0 < StartupTimer().seconds["imports"] < 3600
+    assert StartupTimer().seconds == {}

@@ -209,7 +209,7 @@ def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narr
         return
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
         trainer.run()
-    saved = trainer.progress.checkpoints.newest()
+    saved = trainer.progress.checkpoints.load_newest()
     assert saved.state.step == 5
     assert all(torch.equal(saved.weights[name], value) for name, value in after[5].items())
     assert saved.state.numbers["window"] == trainer.spikes.state()

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
-from fxtune.system.signals import left_to_main
+from fxtune.system.signals import leave_signals_to_main_process
 
 if TYPE_CHECKING:
     from fxtune.data.batches.plan import Plan
@@ -282,7 +282,7 @@ def _context() -> Any:
 
 def _start_worker(worker: int) -> None:
     """torch gives each worker one thread; Ctrl-C, which reaches all processes, and its like are the main process's to answer."""
-    left_to_main()
+    leave_signals_to_main_process()
     sys.excepthook = _unless_broken_off
     main = multiprocessing.parent_process()
     assert main is not None

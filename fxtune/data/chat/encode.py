@@ -30,7 +30,7 @@ from fxtune.data.chat.template import ChatTemplate, Span
 from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
-from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 IGNORE_INDEX = -100
 """The label that pre-tokenised data gives to tokens which are not targets, as everywhere in PyTorch."""
@@ -96,7 +96,9 @@ class Encoder:
         read = readers.get(self.format, self._chat)
         results: list[_Draft | Document | str] = []
         try:
-            with fence():  # around all of them, it costs nothing; draw() has one of its own for who calls it alone
+            with (
+                limit_resources()
+            ):  # around all of them, it costs nothing; draw() has one of its own for who calls it alone
                 for row in rows:
                     try:
                         if not isinstance(row, Mapping):
@@ -104,7 +106,7 @@ class Encoder:
                         results.append(read(row))
                     except BadRow as reason:
                         results.append(str(reason))
-        except Exceeded as limit:
+        except LimitExceeded as limit:
             raise DataError(
                 f"the chat template asks for {limit}, which no conversation needs, and is stopped. Mend it, or name "
                 "another in data.chat_template"

@@ -35,7 +35,7 @@ from typing import Any
 
 from fxtune.data.chat.normalize import BadRow
 from fxtune.errors import DataError
-from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
@@ -102,7 +102,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with fence():
+            with limit_resources():
                 rendered: Any = render_jinja_template(
                     conversations=[list(messages)],
                     tools=list(tools) if tools is not None else None,
@@ -111,7 +111,7 @@ class ChatTemplate:
                     return_assistant_tokens_mask=marks,
                     **self.variables,
                 )
-        except Exceeded as limit:
+        except LimitExceeded as limit:
             raise DataError(
                 f"the chat template asks for {limit} to write a conversation of {len(messages)} messages, and is "
                 "stopped. Mend it, or name another in data.chat_template"

@@ -109,7 +109,7 @@ def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
     from huggingface_hub import errors
 
     try:
-        commit, reason = hub.ask(path, revision, "dataset")
+        commit, reason = hub.resolve_commit(path, revision, "dataset")
         return commit or revision, reason
     except errors.RevisionNotFoundError as problem:
         raise DataError(

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fxtune.system.signals import left_to_main
+from fxtune.system.signals import leave_signals_to_main_process
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -92,7 +92,7 @@ def _heard(pipe: Any) -> tuple[bool, Any]:
 
 def _work(pipe: Any, prepare: Callable[[Any], Callable[[Any], Any]], given: Any) -> None:
     """A process."""
-    left_to_main()
+    leave_signals_to_main_process()
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A main process that was killed cannot stop its workers, and a task may be long.

@@ -33,7 +33,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import observed
-from fxtune.system.compiler_cache import keep_on_disk
+from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import Facts
 from fxtune.system.profiler import Seen, operators, short
 from fxtune.techniques.attention import packed
@@ -141,7 +141,7 @@ class Attention(Technique):
                     "network and HF_HUB_OFFLINE, or set it to auto."
                 ) from error
         elif self.backend == "flex":
-            keep_on_disk()  # transformers compiles it
+            use_cache_folder()  # transformers compiles it
         hf_config._attn_implementation = implementation
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fxtune.errors import ConfigError
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 
 MOST = 64
 
@@ -102,7 +102,7 @@ class Recorder:
                 out = self.function(inputs, self.number)
         except RuntimeError as error:
             torch.cuda.set_stream(current)  # torch leaves its own behind where a recording cannot even be ended
-            if shortage(error):
+            if out_of_memory_reason(error):
                 raise
             first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
             raise ConfigError(

@@ -43,7 +43,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
-from fxtune.system.compiler_cache import keep_on_disk
+from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import Facts, c_compiler
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
 from fxtune.techniques.base import Evidence, Technique
@@ -219,7 +219,7 @@ class Compile(Technique):
         return self.enabled and self.cuda_graphs is Switch.on
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        keep_on_disk()
+        use_cache_folder()
         residual_pass.install()
         # Code of a model before this one in the process (a sweep's) would be taken for this one's: it would run, uncounted, and
         # hold that model's memory where it is recorded as CUDA graphs.

@@ -28,10 +28,10 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
-from fxtune.system.compiler_cache import keep_on_disk
+from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import Facts
 from fxtune.system.host import cache_home
-from fxtune.system.oom import shortage
+from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.profiler import operators
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.liger import forwards, timing
@@ -304,11 +304,11 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     if key not in known:
         if not torch.cuda.is_available():
             return None
-        keep_on_disk()
+        use_cache_folder()
         try:
             known[key] = timing.times(case)
         except RuntimeError as error:
-            if shortage(error) is None:
+            if out_of_memory_reason(error) is None:
                 raise
             return None  # under a limit (run.memory_gib); another day there may be room, so it is not kept
         try:

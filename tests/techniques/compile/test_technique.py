@@ -321,7 +321,7 @@ def test_the_second_start_is_warm_unless_our_operators_have_changed(monkeypatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reports = []
     for code in ("a" * 12, "a" * 12, "b" * 12):
-        monkeypatch.setattr("fxtune.system.code_digest.digest", lambda part, code=code: code)
+        monkeypatch.setattr("fxtune.system.code_digest.digest", lambda *parts, code=code: code)
         torch._dynamo.reset()
         technique, model = compiled(architecture=ONE)
         with torch.no_grad():

@@ -156,7 +156,7 @@ def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(ru
     run_.checkpoint.every = 2
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
     made = BatchSizes.free_memory
-    monkeypatch.setattr(BatchSizes, "make_room", lambda self: (tell(), made(self))[1])
+    monkeypatch.setattr(BatchSizes, "free_memory", lambda self: (tell(), made(self))[1])
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {"training": 2}

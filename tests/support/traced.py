@@ -92,7 +92,7 @@ def watch(file: str, last_operation: int = 0) -> None:
         (RunBuilder, "prove", "proving"),
         (evaluation, "mean_loss", "evaluating"),
         (AnswerEvaluation, "ask", "asking"),
-        (Checkpoints, "newest", "loading"),
+        (Checkpoints, "load_newest", "loading"),
         (Checkpoints, "save", "copying"),
         (folder, "write", "saving"),
         (folder, "remove", "pruning"),

@@ -30,7 +30,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.errors import CheckError, StorageError
-from fxtune.models.structure import observed
+from fxtune.models.structure import observed, parameter_counts
 from fxtune.objectives.causal_lm import Loss, backward
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.console import say, table, tick
@@ -179,7 +179,7 @@ def _trained(setting: RunBuilder, model: nn.Module, gradients: dict[str, torch.T
         for name, parameter in model.named_parameters()
         if parameter.requires_grad != (not adapters or "lora_" in name or "modules_to_save" in name)
     ]
-    numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    numbers = parameter_counts(model)
     count, total = sum(numbers[name] for name in gradients), sum(numbers.values())
     reached = _owners({name: gradient is not None and bool(gradient.any()) for name, gradient in gradients.items()})
     without = [owner for owner, there in reached.items() if not there]

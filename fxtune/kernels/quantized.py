@@ -111,21 +111,14 @@ def packed(module: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def grouped(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """What an operator is given for several linears of one kind that read the same input (kernels/lora_base.py).
+    """What an operator is given for several linears of one kind that read the same input (kernels/frozen_base.py).
 
-    In fp8 that is one weight, of which the linears' own become views: one product takes one matrix. The others stay apart.
+    In fp8 that is one weight made of all of them, since one product takes one matrix. Otherwise it is what each stores.
     """
     if len(modules) == 1 or not isinstance(modules[0], _Fp8):
         return [tensor for module in modules for tensor in packed(module)]
-    whole = fp8.with_transpose(
-        torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
-    )
-    start = 0
-    for one in modules:
-        mine = slice(start, start + one.out_features)
-        one.hold(fp8.Weight(whole.codes[mine], whole.scales[:, mine], whole.back[:, mine], whole.back_scales))
-        start = mine.stop
-    return list(whole)
+    codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    return list(fp8.with_transpose(codes, scales))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,21 @@ def backbone(model: nn.Module) -> nn.Module:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     found: nn.Module = base.get_decoder()
     return found
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many weights each parameter stands for, by its name.
+
+    That is not its size where bitsandbytes packs two weights into a byte, or where a fused group of adapted linears keeps room
+    for the adapters beside its weights (techniques/lora/frozen_weights.py).
+    """
+    known: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            packed = getattr(parameter, "quant_state", None)
+            size = math.prod(packed.shape) if packed is not None else parameter.numel()
+            known.setdefault(id(parameter), getattr(module, "weight_count", size))
+    return {name: known[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxtune.kernels.quantized import is_quantized
 from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.policy import name_of
-from fxtune.techniques.lora.modules import ADAPTER, MLP, fuse_attention, fuse_linear, fuse_mlp, kind_of
+from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
+from fxtune.techniques.lora.modules import MLP, fuse_attention, fuse_linear, fuse_mlp
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -191,9 +192,9 @@ def _one_mlp(module: Any) -> str | None:
         return None
     linears = [getattr(module, name) for name in MLP]
     plain = all(linear.get_base_layer().bias is None for linear in linears) and (
-        kind_of(linears[0]),
+        storage_kind(linears[0]),
         _dtype(linears[0]),
-    ) == (kind_of(linears[1]), _dtype(linears[1]))
+    ) == (storage_kind(linears[1]), _dtype(linears[1]))
     return _activation(module) if plain else None
 
 
@@ -203,7 +204,8 @@ def _projections(module: Any) -> list[str]:
     names = [name for name in _adapted(module, PROJECTIONS) if _reads_hidden_states(attention, name)]
     linears = [getattr(module, name) for name in names]
     alike = (
-        len({(kind_of(one), _dtype(one), one.get_base_layer().bias is None, one.in_features) for one in linears}) == 1
+        len({(storage_kind(one), _dtype(one), one.get_base_layer().bias is None, one.in_features) for one in linears})
+        == 1
     )
     return names if alike and len(names) > 1 else []
 

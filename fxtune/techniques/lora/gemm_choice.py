@@ -15,7 +15,7 @@ from fxtune.kernels.matmul import CAPABILITY, CUTE, LEAST_ROWS, LEAST_SIZE, VERS
 from fxtune.system.facts import Facts
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import operators
-from fxtune.techniques.lora.modules import held_for_cute, products_by_cute
+from fxtune.techniques.lora.modules import cute_weights, use_cute
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
@@ -77,7 +77,7 @@ def take(model: Any, optional: bool) -> str | None:
         raise HardwareError(
             f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or cublas."
         ) from error
-    products_by_cute(model)
+    use_cute(model)
     model.products_by = CUTE
     return None
 
@@ -90,7 +90,7 @@ def ran(model: Any) -> tuple[str, bool | None]:
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    groups = sorted(held_for_cute(model), key=torch.Tensor.numel)
+    groups = sorted(cute_weights(model), key=torch.Tensor.numel)
     for made in groups:
         made = made.detach().to(dtype or made.dtype)
         for rows in ROWS:

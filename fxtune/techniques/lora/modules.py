@@ -21,77 +21,13 @@ from typing import Any
 
 import torch
 
-from fxtune.errors import ConfigError
-from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment, weight_views
+from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
-from fxtune.kernels.quantized import grouped
 from fxtune.kernels.rotary import as_they_are, qkv, seeing
 from fxtune.techniques.checkpointing.tiled_mlp import kept_early
+from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
 
-ADAPTER = "default"
-"""peft's name of the only adapter."""
 MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-def kind_of(linear: Any) -> str:
-    """How a linear's frozen weight is stored, in kernels/lora_base.py's words."""
-    return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
-
-
-def _hold(module: Any, name: str, linears: Sequence[Any]) -> None:
-    """Lay the frozen weights of a group out for its operator, in buffers `fused_{name}0` and on of `module`."""
-    kind, bases = kind_of(linears[0]), [linear.get_base_layer() for linear in linears]
-    biases = [base.bias for base in bases if base.bias is not None]
-    if kind == DENSE:
-        made = augment([base.weight.data for base in bases], [linear.r[ADAPTER] for linear in linears], bool(biases))
-        for base, view in zip(bases, _views(made, linears), strict=True):
-            base.weight.data = view
-        tensors = [made]
-    else:
-        tensors = grouped(bases)
-    for index, tensor in enumerate(tensors):
-        module.register_buffer(f"fused_{name}{index}", tensor, persistent=False)
-    setattr(module, f"fused_{name}_kind", kind)
-    setattr(module, f"fused_{name}_names", tuple(f"fused_{name}{index}" for index in range(len(tensors))))
-
-
-def _held(module: Any, name: str) -> tuple[list[torch.Tensor], str]:
-    """What _hold() laid out, and its kind."""
-    return (
-        [module._buffers[each] for each in getattr(module, f"fused_{name}_names")],
-        getattr(module, f"fused_{name}_kind"),
-    )
-
-
-def _whole(module: Any, name: str, linears: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
-    """_held(), with the weights that `linears` have now.
-
-    A weight may have been given other memory since (a safe merge of peft's, load_state_dict(assign=True)): its numbers are taken
-    into the group's buffer. Raises ConfigError where its dtype or device is another one now. Compiled code does not look.
-    """
-    tensors, kind = _held(module, name)
-    if kind not in (DENSE, DENSE_CUTE) or torch.compiler.is_compiling():
-        return tensors, kind
-    weights = [linear.base_layer.weight for linear in linears]
-    memory = tensors[0].untyped_storage()._cdata
-    if all(weight.untyped_storage()._cdata == memory for weight in weights):
-        return tensors, kind
-    if unlike := [
-        weight for weight in weights if (weight.dtype, weight.device) != (tensors[0].dtype, tensors[0].device)
-    ]:
-        raise ConfigError(
-            f"techniques.lora.fused: one linear of a group was cast or moved alone, to {unlike[0].dtype} on "
-            f"{unlike[0].device}, and the group is {tensors[0].dtype} on {tensors[0].device}. Cast or move the "
-            "whole model, or set techniques.lora.fused=off."
-        )
-    for view, weight in zip(_views(tensors[0], linears), weights, strict=True):
-        view.copy_(weight.data)
-        weight.data = view
-    return tensors, kind
-
-
-def _views(made: torch.Tensor, linears: Sequence[Any]) -> list[torch.Tensor]:
-    return weight_views(made.data, [linear.out_features for linear in linears], linears[0].in_features)
 
 
 def uncalled(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -101,47 +37,27 @@ def uncalled(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from (part for part in linear.modules() if part is not module)
 
 
-def _inside(module: Any) -> list[tuple[str, list[Any]]]:
-    """Name and linears of each group that a module runs as one; nothing where it is not fused."""
+def _inside(module: Any) -> list[tuple[FrozenWeights, list[Any]]]:
+    """Each group that a module runs as one operator: its frozen weights and its linears; nothing where it is not fused."""
     fused = getattr(module, "fused", None)
     if fused == "mlp":
-        return [("up", [module.gate_proj, module.up_proj]), ("down", [module.down_proj])]
-    names = {"attention": getattr(module, "fused_names", ()), "linear": None}.get(str(fused), ())
-    linears = [module] if names is None else [getattr(module, name) for name in names]
-    return [("base", linears)] if linears else []
+        return [(module.frozen_up, [module.gate_proj, module.up_proj]), (module.frozen_down, [module.down_proj])]
+    if fused == "attention":
+        return [(module.frozen, [getattr(module, name) for name in module.fused_names])]
+    return [(module.frozen, [module])] if fused == "linear" else []
 
 
-def _lay_again(module: Any) -> None:
-    """After its tensors were moved or cast, each by itself: the frozen weights are views of their group's buffer again."""
-    for name, linears in _inside(module):
-        (tensors, kind), bases = _held(module, name), [linear.get_base_layer() for linear in linears]
-        if kind in (DENSE, DENSE_CUTE):
-            for base, view in zip(bases, _views(tensors[0], linears), strict=True):
-                base.weight.data = view
-            continue
-        for buffer, tensor in zip(getattr(module, f"fused_{name}_names"), grouped(bases), strict=True):
-            module._buffers[buffer] = tensor
+def use_cute(model: torch.nn.Module) -> None:
+    """Let quack's kernel multiply by the 16-bit weights of all groups of a fused model (kernels/matmul.py)."""
+    for module in model.modules():
+        if isinstance(module, FrozenWeights) and module.kind == DENSE:
+            module.kind = DENSE_CUTE
 
 
-def products_by_cute(model: torch.nn.Module) -> None:
-    """Let quack multiply by the 16-bit weights of all groups of a model that is fused already (kernels/matmul.py)."""
-    for module, name, kind in _groups(model):
-        if kind == DENSE:
-            setattr(module, f"fused_{name}_kind", DENSE_CUTE)
-
-
-def held_for_cute(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The buffers, augment()'s results, of the groups by whose weights quack shall multiply."""
-    return [_held(module, name)[0][0] for module, name, kind in _groups(model) if kind == DENSE_CUTE]
-
-
-def _groups(model: torch.nn.Module) -> list[tuple[Any, str, str]]:
-    """Module, name and kind of all that _hold() laid out."""
+def cute_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The matrices by which quack's kernel multiplies."""
     return [
-        (module, name, vars(module)[f"fused_{name}_kind"])
-        for module in model.modules()
-        for name in ("base", "up", "down")
-        if f"fused_{name}_kind" in vars(module)
+        module.weight for module in model.modules() if isinstance(module, FrozenWeights) and module.kind == DENSE_CUTE
     ]
 
 
@@ -174,14 +90,13 @@ def _as_peft(linears: Sequence[Any], called: bool = False) -> bool:
 
 def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:
     a, b, scaling = _halves(linears)
-    base, kind = _whole(module, "base", linears)
     bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
-    return lora_linear(x, a, b, base, scaling, kind, bias, room)
+    return lora_linear(x, a, b, module.frozen.tensors(), scaling, module.frozen.kind, bias, room)
 
 
 def fuse_linear(linear: Any) -> None:
     """Let an adapted linear of peft run as one operator."""
-    _hold(linear, "base", [linear])
+    linear.frozen = FrozenWeights([linear])
     kind: Any = type(linear)
     linear.__class__ = _linear_kind(kind)
 
@@ -207,8 +122,8 @@ def fuse_attention(attention: Any, names: Sequence[str], turned: bool = False) -
     attention.fused_names = tuple(names)
     linears = [getattr(attention, name) for name in names]
     bias = linears[0].get_base_layer().bias is not None
-    attention.fused_room = room_of([linear.r[ADAPTER] for linear in linears], kind_of(linears[0]), bias)
-    _hold(attention, "base", linears)
+    attention.fused_room = room_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
+    attention.frozen = FrozenWeights(linears)
     kind: Any = type(attention)
     attention.__class__ = _attention_kind(kind, turned)
 
@@ -274,8 +189,7 @@ def fuse_mlp(mlp: Any, act: str) -> None:
     """
     mlp.fused_act = act
     linears = [getattr(mlp, name) for name in MLP]
-    _hold(mlp, "up", linears[:2])
-    _hold(mlp, "down", linears[2:])
+    mlp.frozen_up, mlp.frozen_down = FrozenWeights(linears[:2]), FrozenWeights(linears[2:])
     kind: Any = type(mlp)
     mlp.__class__ = _mlp_kind(kind)
 
@@ -289,7 +203,8 @@ def _mlp_kind(kind: Any) -> Any:
         if _as_peft(linears):
             plain: torch.Tensor = own(self, x)
             return plain
-        (up, up_kind), (down, down_kind) = _whole(self, "up", linears[:2]), _whole(self, "down", linears[2:])
+        up, up_kind = self.frozen_up.tensors(), self.frozen_up.kind
+        down, down_kind = self.frozen_down.tensors(), self.frozen_down.kind
         a, b, scaling = _halves(linears)
         # A checkpoint that runs operator by operator computes this operator again as a whole, so that is where gate and up come
         # from; the compiler's leaves it out, and the backward pass makes them.
@@ -321,23 +236,5 @@ def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: 
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
-    def apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What .to(), .half() and the like call with each tensor."""
-        for name, _ in _inside(self):
-            tensors, stored = _held(self, name)
-            if stored not in (DENSE, DENSE_CUTE) and any(
-                fn(one.new_empty(0)).dtype is not one.dtype for one in tensors
-            ):
-                raise ConfigError(
-                    f"techniques.quantize: a base in {stored} cannot be cast, since its scales have the dtype that "
-                    "its kernels read. Set model.dtype before it is built."
-                )
-        kind._apply(self, fn, recurse)
-        _lay_again(self)
-        return self
-
-    return type(
-        f"Fused{kind.__name__}",
-        (kind,),
-        {"forward": forward, "fused": fused, "_apply": apply, "__module__": kind.__module__, **options},
-    )
+    attributes = {"forward": forward, "fused": fused, "__module__": kind.__module__, **options}
+    return type(f"Fused{kind.__name__}", (kind,), attributes)

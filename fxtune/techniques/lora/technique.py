@@ -16,7 +16,6 @@ by their frozen weights and by the head (fxtune/techniques/lora/gemm_choice.py).
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.peft_adapter import start
-from fxtune.models.structure import observed, skeleton
+from fxtune.models.structure import observed, parameter_counts, skeleton
 from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
@@ -226,13 +225,14 @@ class Lora(Technique):
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        counts = parameter_counts(model)
+        trained = sum(counts[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
         foreign = [
             name
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name
         ]
-        total = sum(_size(parameter) for parameter in model.parameters())
+        total = sum(counts.values())
         yield Evidence(
             "lora",
             f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
@@ -339,9 +339,3 @@ def _sketch(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one.float() - other.float()).norm() / other.float().norm()).item()
-
-
-def _size(parameter: torch.Tensor) -> int:
-    """How many weights a parameter stands for; bitsandbytes packs two into a byte."""
-    packed = getattr(parameter, "quant_state", None)
-    return math.prod(packed.shape) if packed is not None else parameter.numel()

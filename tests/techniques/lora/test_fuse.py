@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.architectures import FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.errors import ConfigError
-from fxtune.models.load import DType, ModelConfig, load_tokenizer, save
-from fxtune.models.structure import decoder_layers
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.system.facts import Library
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.liger.technique import Switch
@@ -19,7 +20,7 @@ from fxtune.techniques.lora import fuse, modules
 from fxtune.techniques.lora.technique import Fused, Matmul
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import Type
+from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
 from fxtune.tracking.throughput import training_cost
 
 ALL = {"attention": 2, "mlp": 2, "linear": 2}
@@ -77,10 +78,9 @@ def test_losses_gradients_and_names_are_those_of_peft(family):
     assert dict(fused.fusion.groups) == GROUPS[family]
     assert not fused.fusion.left
     close(gradients(fused), gradients(plain), 1e-5)
-    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in fused.named_parameters()]
-    assert {name: value.shape for name, value in plain.state_dict().items()} == {
-        name: value.shape for name, value in fused.state_dict().items()
-    }
+    theirs, mine = plain.state_dict(), fused.state_dict()
+    assert list(theirs) == list(mine)
+    assert all(torch.equal(value, mine[name]) for name, value in theirs.items())
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,7 @@ def test_a_first_update_over_a_bfloat16_base_acts_as_it_does_in_float32(tmp_path
     [(Type.nf4, Library.bitsandbytes), (Type.int8, Library.bitsandbytes), (Type.int8, Library.torchao)],
 )
 def test_over_a_quantised_base(kind, library):
-    def prepare(pipeline):
-        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
-        pipeline.quantize.resolve(facts_of(random_model("llama")))
-
-    plain, fused = pair(random_model("llama"), prepare=prepare)
+    plain, fused = pair(random_model("llama"), prepare=quantized_in(kind, library))
     assert dict(fused.fusion.groups) == ALL
     close(gradients(fused), gradients(plain), 1e-5)
 
@@ -285,50 +281,125 @@ def test_a_gradient_that_is_listened_to_is_told():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def shared(model) -> bool:
-    """Whether the frozen weights of all fused groups are their buffers'."""
-    buffers = {buffer.untyped_storage().data_ptr() for name, buffer in model.named_buffers() if ".fused_" in name}
-    linears = [module for module in model.modules() if hasattr(module, "base_layer")]
-    return all(linear.base_layer.weight.untyped_storage().data_ptr() in buffers for linear in linears)
+def require_one_owner(model) -> None:
+    """Every parameter is contiguous, belongs to one module, and shares its memory with no other."""
+    owners = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
+    assert len({identity for _, identity in owners}) == len(owners)
+    addresses = [one.untyped_storage().data_ptr() for one in model.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    for name, one in model.named_parameters():
+        assert one.is_contiguous(), name
+        assert one.untyped_storage().nbytes() == one.nbytes, name
+    for linear in (module for module in model.modules() if hasattr(module, "base_layer")):
+        assert linear.base_layer.weight.untyped_storage().data_ptr() in addresses
+
+
+def quantized_in(kind: Type, library: Library):
+    def prepare(pipeline):
+        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
+        pipeline.quantize.resolve(facts_of(random_model("llama")))
+
+    return prepare
+
+
+def in_float32(family: str):
+    return pair(random_model(family))[1]
+
+
+def in_int8(family: str):
+    return pair(random_model(family), prepare=quantized_in(Type.int8, Library.bitsandbytes))[1]
+
+
+def in_fp8(family: str):
+    """Built without check(), which refuses fp8 on a CPU."""
+    pipeline, model = lora(fused=Fused.on), random_model(family)
+    pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32)
+    return pipeline.build(model, load_config(model), CPU, 0)
+
+
+@pytest.mark.parametrize("base", [in_float32, in_fp8, in_int8])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_every_frozen_matrix_is_a_contiguous_parameter_of_one_module(family, base):
+    require_one_owner(base(family))
+
+
+@pytest.fixture
+def one_process_mesh(tmp_path):
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("base", [in_float32, in_fp8])
+def test_fully_shard_takes_a_fused_layer(base, one_process_mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    alone, sharded = base("llama"), base("llama")
+    wanted = gradients(alone)
+    for layer in decoder_layers(sharded):
+        fully_shard(layer, mesh=one_process_mesh)
+    for _ in range(2):
+        loss, found = gradients(sharded)
+    close((loss, {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in found.items()}), wanted, 0)
+
+
+def test_a_base_loads_by_its_plain_names():
+    model = random_model("llama")
+    first, second = (built(lora(fused=Fused.on), model, seed=seed) for seed in (0, 1))
+    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (first, second)]
+    assert not torch.equal(logits(first), logits(second))
+    for assign in (False, True):
+        second.load_state_dict(states[1])
+        result = second.load_state_dict(states[0], assign=assign)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert torch.equal(logits(first), logits(second))
+        require_one_owner(second)
+    name = next(name for name in states[0] if "up_proj.base_layer" in name)
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{name}"):
+        second.load_state_dict({key: value for key, value in states[0].items() if key != name})
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}"):
+        second.load_state_dict({**states[0], name: torch.zeros(3, 3)})
+
+
+def test_a_copy_of_a_fused_model_is_independent():
+    _, first = pair(random_model("llama"))
+    second = copy.deepcopy(first)
+    before = logits(first)
+    with torch.no_grad():
+        decoder_layers(second)[0].self_attn.k_proj.base_layer.weight.mul_(-1)
+    assert torch.equal(logits(first), before)
+    assert not torch.equal(logits(second), before)
+    require_one_owner(second)
 
 
 def test_a_model_that_is_cast_as_a_whole_stores_its_weights_once():
     plain, fused = pair(random_model("llama"))
     for model in (plain, fused):
         model.to(torch.bfloat16).to(torch.float32)
-    assert shared(fused)
-    close(gradients(fused), gradients(plain), 1e-5)
-    with torch.no_grad():
-        for model in (plain, fused):
-            decoder_layers(model)[0].self_attn.k_proj.base_layer.weight.mul_(-1)
-            decoder_layers(model)[1].mlp.up_proj.base_layer.weight.mul_(-1)
+    require_one_owner(fused)
     close(gradients(fused), gradients(plain), 1e-5)
     fused.double()
-    assert shared(fused)
+    require_one_owner(fused)
     assert logits(fused).isfinite().all()
 
 
 @pytest.mark.parametrize("where", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
-def test_a_weight_of_its_own_is_taken_in_and_one_of_another_dtype_refused(where):
+def test_a_weight_that_is_changed_in_place_acts_and_one_that_is_assigned_is_refused(where):
     plain, fused = pair(random_model("llama"))
     for model in (plain, fused):
-        weight = decoder_layers(model)[0].get_submodule(where).base_layer.weight
-        weight.data = -weight.data
+        with torch.no_grad():
+            decoder_layers(model)[0].get_submodule(where).base_layer.weight.mul_(-1)
     close(gradients(fused), gradients(plain), 1e-5)
-    assert shared(fused)
-    decoder_layers(fused)[1].get_submodule(where).base_layer.double()
-    with pytest.raises(
-        ConfigError, match=r"techniques\.lora\.fused: one linear .* to torch\.float64 on cpu, .* the whole model"
-    ):
-        logits(fused)
+    base = decoder_layers(fused)[0].get_submodule(where).base_layer
+    with pytest.raises(KeyError, match="weight"):
+        base.weight = torch.nn.Parameter(base.weight.clone())
 
 
 def test_a_quantised_base_that_is_cast_is_refused():
-    def prepare(pipeline):
-        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, Type.int8, Library.torchao
-        pipeline.quantize.resolve(facts_of(random_model("llama")))
-
-    _, fused = pair(random_model("llama"), prepare=prepare)
+    _, fused = pair(random_model("llama"), prepare=quantized_in(Type.int8, Library.torchao))
     with pytest.raises(ConfigError, match=r"a base in int8/torchao cannot be cast"):
         fused.to(torch.bfloat16)
     fused.to("cpu")
@@ -394,6 +465,7 @@ def test_what_is_saved_is_a_plain_adapter_and_training_goes_on_from_it(tmp_path)
 def test_the_work_is_counted_as_before():
     plain, fused = pair(random_model("llama"))
     assert training_cost(plain) == training_cost(fused)
+    assert sum(parameter_counts(plain).values()) == sum(parameter_counts(fused).values())
 
 
 def test_an_attention_of_other_code_keeps_its_linears_apart(monkeypatch):

@@ -1,0 +1,171 @@
+"""The frozen weights of a fused group of linears: one module, `FrozenWeights`, owns them in the layout that the operator reads.
+
+A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
+parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving and
+merging: their `weight` becomes a property that returns a view of the group's parameter. So `state_dict()` and
+`load_state_dict()` have peft's names (`q_proj.base_layer.weight`), and the group's own parameter does not appear there.
+
+A view can be changed in place. Replacing its memory (`weight.data = other`) has no effect, and assigning a parameter
+(`linear.weight = ...`) raises an error.
+
+Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with room for the adapters; `fp8` is four tensors, the codes and
+their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their linears, one for each;
+the group only refers to them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtune.errors import ConfigError
+from fxtune.kernels.frozen_base import DENSE, augment, is_dense
+from fxtune.kernels.quantized import grouped
+
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+FP8_TENSORS = ("weight", "scales", "back", "back_scales")
+
+
+def storage_kind(linear: Any) -> str:
+    """How the frozen weight under an adapted linear is stored, by the names of kernels/frozen_base.py."""
+    return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
+
+
+class FrozenWeights(nn.Module):
+    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input; see the module's docstring."""
+
+    weight: nn.Parameter
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        super().__init__()
+        bases = [linear.get_base_layer() for linear in linears]
+        self.kind = storage_kind(linears[0])
+        self.in_size, self.out_sizes = linears[0].in_features, tuple(linear.out_features for linear in linears)
+        self.aliased: tuple[Any, ...] = ()
+        """The linears whose own parameters the tensors here are."""
+        self.names: tuple[str, ...]
+        if self.kind == DENSE:
+            bias = bases[0].bias is not None
+            tensors = [augment([base.weight for base in bases], [linear.r[ADAPTER] for linear in linears], bias)]
+            self.names = ("weight",)
+        else:
+            tensors = grouped(bases)
+            self.names = (
+                FP8_TENSORS if self.kind == "fp8" else tuple(f"packed{index}" for index in range(len(tensors)))
+            )
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if name == "weight":
+                self.weight = nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+        if "weight" not in self.names:
+            self.aliased = tuple(bases)
+            return
+        start = 0
+        for linear, base in zip(linears, bases, strict=True):
+            _turn_into_views(base, self, slice(start, start + base.out_features))
+            kind: Any = type(linear)
+            linear.__class__ = _merging_class(kind)
+            start += base.out_features
+
+    @property
+    def weight_count(self) -> int:
+        """Weights of the linears, without the room for adapters that `dense` has beside them."""
+        return self.in_size * sum(self.out_sizes)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the group's operator is given for its frozen weights."""
+        return [getattr(self, name) for name in self.names]
+
+    def view(self, name: str, rows: slice) -> torch.Tensor:
+        """The part of tensor `name` that belongs to one linear, whose outputs are `rows` of the group's."""
+        tensor: torch.Tensor = getattr(self, name)
+        if is_dense(self.kind):
+            return tensor[rows, : self.in_size]
+        return {"weight": tensor[rows], "back_scales": tensor}.get(name, tensor[:, rows])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What .to(), .half() and the like call. Raises ConfigError where it would cast a quantized weight."""
+        if not is_dense(self.kind) and any(fn(one.new_empty(0)).dtype is not one.dtype for one in self.tensors()):
+            raise ConfigError(
+                f"techniques.quantize: a base in {self.kind} cannot be cast, since its scales have the dtype that "
+                "its kernels read. Set model.dtype before it is built."
+            )
+        super()._apply(fn, recurse)
+        if self.aliased:  # their linears have moved, too
+            self._buffers.update(zip(self.names, grouped(self.aliased), strict=True))
+        return self
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """The linears save their views."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The linears load their views."""
+
+
+def _turn_into_views(base: Any, owner: FrozenWeights, rows: slice) -> None:
+    """Replace the frozen tensors of a linear by views of what `owner` holds."""
+    for name in owner.names:
+        delattr(base, name)
+    kind: Any = type(base)
+    base.__class__ = _view_class(kind, owner.names)
+    # In __dict__, so that the owner is no submodule of its parts.
+    base.__dict__.update(frozen_weights=owner, rows=rows)
+
+
+@functools.cache
+def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
+    """A subclass of a linear's class whose tensors `names` are views of its `frozen_weights`."""
+
+    def view_of(name: str) -> property:
+        def view(self: Any) -> Any:
+            lent = self._parameters.get(name)
+            return self.frozen_weights.view(name, self.rows) if lent is None else lent
+
+        return property(view)
+
+    def save(self: Any, *args: Any) -> None:
+        with own_weight(self):
+            kind._save_to_state_dict(self, *args)
+
+    def load(self: Any, *args: Any) -> None:
+        with own_weight(self):
+            kind._load_from_state_dict(self, *args)
+
+    methods = {"_save_to_state_dict": save, "_load_from_state_dict": load, "__module__": kind.__module__}
+    return type(f"Viewed{kind.__name__}", (kind,), {**{name: view_of(name) for name in names}, **methods})
+
+
+@contextmanager
+def own_weight(base: Any) -> Iterator[None]:
+    """Let a linear have its view as a parameter for a while, for code that looks for one. What is put in its place is copied
+    into the view.
+    """
+    view = base.weight
+    parameters = dict(base._parameters)
+    base._parameters.clear()
+    base._parameters.update({"weight": nn.Parameter(view, requires_grad=False), **parameters})  # before the bias
+    try:
+        yield
+    finally:
+        weight = base._parameters.pop("weight")
+        if weight.data_ptr() != view.data_ptr():
+            with torch.no_grad():
+                view.copy_(weight)
+
+
+@functools.cache
+def _merging_class(kind: Any) -> Any:
+    """A subclass of peft's linear whose merge() may give the base another weight (safe_merge=True does)."""
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> None:
+        with own_weight(self.get_base_layer()):
+            kind.merge(self, safe_merge, adapter_names)
+
+    return type(kind.__name__, (kind,), {"merge": merge, "__module__": kind.__module__})

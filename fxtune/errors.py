@@ -6,9 +6,11 @@ or whatever Python raised, with its traceback.
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import stat
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -99,3 +101,22 @@ def first_line(error: BaseException) -> str:
     """The name of an error and the first line of its message; where that only introduces the next one, both."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is most like `word`, in upper or lower case; None if none is like it.
+
+    `cutoff`: difflib's ratio, from 0 (anything) to 1 (the same).
+    """
+    by_lower = {option.lower(): option for option in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown `word`: "; did you mean `lora`?", or ". There are: lora, rope.", or a full stop."""
+    known = list(known)
+    close = nearest(word, known, cutoff)
+    if close is not None:
+        return f"; did you mean `{close}`?"
+    return f". There are: {', '.join(known)}." if 0 < len(known) <= 12 else "."

@@ -1,4 +1,4 @@
-"""The words of the command line: which file each calls, what may follow it, and the help."""
+"""The commands of the command line: the file that each calls, its options, and the help text."""
 
 from __future__ import annotations
 
@@ -6,80 +6,82 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Word:
+class Command:
     module: str
-    """Whose `run(config)` is called."""
-    line: str
+    """Its `run(config)` is called."""
+    summary: str
     reads_data: bool = False
-    plain: str | None = None
-    """The module's function for plain words after this one (`fxtune merge ADAPTER FOLDER`), which gets them one by one."""
-    plain_only: bool = False
+    """A config without data.sources is refused."""
+    positional: str | None = None
+    """The module's function for arguments that are no keys (`fxtune merge ADAPTER FOLDER`); it gets them one by one."""
+    positional_only: bool = False
+    """It takes no config."""
     flags: tuple[str, ...] = ()
-    """Options of this word alone, which `run` gets by name: true or false."""
+    """Options of this command, passed to `run` by name: true or false."""
     values: tuple[str, ...] = ()
-    """Likewise, those that take a value: its text, or None."""
-    told: bool = False
-    """`run` also gets `overrides`, the recipes, groups and keys as they were typed: it starts processes with them."""
-    alone: bool = False
-    """Without a recipe or a key there is nothing to compose: `run(None)`."""
+    """Options with a value, passed to `run` by name: its text, or None."""
+    gets_overrides: bool = False
+    """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
+    config_optional: bool = False
+    """Without a recipe or a key `run(None)` is called."""
 
 
-WORDS = {
-    "train": Word("fxtune.training.trainer", "train as the recipe says; the word can be left out", reads_data=True),
-    "preview": Word("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
-    "verify": Word(
+COMMANDS = {
+    "train": Command("fxtune.training.trainer", "train the recipe's model; this is the default", reads_data=True),
+    "preview": Command("fxtune.cli.preview", "print the first samples as the model will see them", reads_data=True),
+    "verify": Command(
         "fxtune.cli.verify",
-        "build the model, take a step, and show of each technique that it acted",
+        "build the model, take a step, and show that each technique acted",
         reads_data=True,
         flags=("loss", "each"),
         values=("json",),
     ),
-    "bench": Word(
+    "bench": Command(
         "fxtune.cli.bench",
-        "measure the recipe: speed, memory, energy, money, what each technique is worth",
+        "measure speed, memory, energy, cost and the gain of each technique",
         reads_data=True,
         flags=("ablate", "profile"),
         values=("steps", "warm_up", "price", "json"),
-        told=True,
+        gets_overrides=True,
     ),
-    "tune": Word(
+    "tune": Command(
         "fxtune.cli.tune",
-        "try settings for speed at equal loss, and write the fastest as a recipe",
+        "search for faster settings with the same loss, and write them as a recipe",
         reads_data=True,
         flags=("dry_run", "again"),
         values=("axes", "minutes", "steps", "output", "json"),
-        told=True,
+        gets_overrides=True,
     ),
-    "doctor": Word(
+    "doctor": Command(
         "fxtune.cli.doctor",
-        "what this machine has, and whether it works; a recipe is optional",
+        "show what this machine has and whether it works; a recipe is optional",
         values=("json",),
-        alone=True,
+        config_optional=True,
     ),
-    "eval": Word(
+    "eval": Command(
         "fxtune.cli.evaluate", "loss and exact match of a base model, an adapter or a trained model", reads_data=True
     ),
-    "merge": Word(
-        "fxtune.cli.merge", "fold an adapter into its base, one model; or: merge ADAPTER FOLDER", plain="merge"
+    "merge": Command(
+        "fxtune.cli.merge", "merge an adapter into its base model; or: merge ADAPTER FOLDER", positional="merge"
     ),
-    "sync": Word(
-        "fxtune.cli.sync", "send W&B what it does not have of a run: sync RUN_FOLDER", plain="run", plain_only=True
+    "sync": Command(
+        "fxtune.cli.sync", "send W&B what it lacks of a run: sync RUN_FOLDER", positional="run", positional_only=True
     ),
-    "recipes": Word(
+    "recipes": Command(
         "fxtune.cli.recipes",
-        "list the recipes; `recipes copy NAME FILE.yaml` gives one to edit",
-        plain="run",
-        plain_only=True,
+        "list the recipes; `recipes copy NAME FILE.yaml` copies one to edit",
+        positional="run",
+        positional_only=True,
     ),
 }
 
 HELP = """\
 fxtune {version}: fine-tune Hugging Face language models from short recipes
 
-usage: fxtune [WORD] +recipe=NAME [key=value ...]
+usage: fxtune [COMMAND] +recipe=NAME [key=value ...]
 
-words
-{words}
+commands
+{commands}
 
 examples
   fxtune +recipe=quickstart                            a tiny model learns a task, on a CPU, in half a minute
@@ -99,14 +101,14 @@ options
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
   --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
-  --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price AN_HOUR
-  --profile           bench: also where the time of a step goes, kernel by kernel
+  --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price PER_HOUR
+  --profile           bench: also the time of each kernel in a step
   --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (ignore the cache)
-  --json FILE         verify, doctor, bench, tune: also write what was seen to FILE
+  --json FILE         verify, doctor, bench, tune: also write the results to FILE
   -h, --help          this text
-  -V, --version       versions of fxtune and of what it stands on
+  -V, --version       versions of fxtune and of the libraries it uses
   completion of recipes, groups and keys in bash:  eval "$(fxtune -sc install=bash)"
 
-exit codes: 0 done, 1 verify or doctor found something wrong (with a traceback: a bug of fxtune),
+exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug of fxtune),
             2 config, 3 data, 4 hardware, 5 numbers, 6 storage,
-            75 told to end (SIGTERM, SIGUSR1), 130 by Ctrl-C: saved, and the same command goes on"""
+            75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C: progress is saved, and the same command continues"""

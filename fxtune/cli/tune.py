@@ -32,7 +32,7 @@ import torch
 
 from fxtune import __version__
 from fxtune.config import discovery
-from fxtune.errors import ConfigError, HardwareError, StorageError
+from fxtune.errors import ConfigError, HardwareError, StorageError, did_you_mean
 from fxtune.system.console import say, table
 from fxtune.system.host import cache_home
 from fxtune.system.redact import redact_arguments
@@ -231,7 +231,7 @@ def _axes(text: Optional[str]) -> list[str]:
     names = list(AXES) if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in AXES:
-            raise ConfigError(f"--axes {text}: there is no axis `{name}`{discovery.did_you_mean(name, AXES)}")
+            raise ConfigError(f"--axes {text}: there is no axis `{name}`{did_you_mean(name, AXES)}")
     if not names:
         raise ConfigError(f"--axes names none. There are: {', '.join(AXES)}.")
     return list(dict.fromkeys(names))

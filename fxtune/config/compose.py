@@ -1,7 +1,7 @@
-"""The root config, and the way from YAML and the command line to it.
+"""From recipes and the command line to one typed config.
 
-`Config` is the whole vocabulary of a recipe. `prepare` vets what the command line names and says, Hydra composes, `typed`
-turns the result into these dataclasses, and past this file no DictConfig is seen. What is nearer to the user wins:
+`prepare` checks what the command line names and says, Hydra composes it once, and `typed` validates the merged result once and
+returns dataclasses. No DictConfig leaves this file. What is nearer to the user wins:
 
     the dataclasses' defaults < the recipe (after what its `defaults:` build on) < groups < keys of the command line
 """
@@ -10,117 +10,102 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from hydra import compose, initialize
+from hydra import initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.config import discovery
-from fxtune.config.bounds import out_of_bounds
+from fxtune.config.introspection import Slot
 from fxtune.config.overrides import COMMAND_LINE, Choice, Kind, RecipeStore, refuse
 from fxtune.config.root import Config
-from fxtune.config.validate import Vetting
+from fxtune.config.validate import Validator
 from fxtune.errors import ConfigError
 
-ROOT = "train"
+_ROOT = "train"
 """Name of the primary config: configs/train.yaml."""
-_PREVIEWED = 20
-"""So many jobs of a multirun are checked before the first one starts; each costs 0.1 s."""
+_CHECKED_JOBS = 20
+"""How many jobs of a multirun are checked before the first one starts. Each costs 0.1 s."""
 
 
 def load(overrides: list[str]) -> Config:
-    """The config that a command line asks for: `load(["+recipe=quickstart", "optimizer.lr=1e-4"])`. Raises ConfigError."""
-    return typed(composed([choice.text for choice in prepare(overrides)]))
+    """The config of a command line: `load(["+recipe=quickstart", "optimizer.lr=1e-4"])`. Raises ConfigError."""
+    return typed(_composed([choice.text for choice in prepare(overrides)]))
 
 
-@functools.cache
-def _schema() -> DictConfig:
-    """Config as OmegaConf has it, which takes 50 ms to make. Not to be changed."""
-    schema = OmegaConf.structured(Config)
-    assert isinstance(schema, DictConfig)
-    return schema
+def prepare(overrides: list[str], multirun: bool = False, register_all: bool = False) -> list[Choice]:
+    """Check `overrides` with every recipe and group that they name, and register those with Hydra.
 
-
-def typed(cfg: DictConfig) -> Config:
-    """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
-    vetting = Vetting(Config, lambda _: "in the config", stranger=False)
-    vetting.value(Config, OmegaConf.to_container(cfg, resolve=False, enum_to_str=True), ())
-    refuse(vetting.problems)
-    try:
-        merged = OmegaConf.merge(_schema(), cfg)  # merge() copies it: no key gets by that is not a field
-        missing = sorted(re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(merged))
-        refuse(f"`{key}` is not set (???); give it: {key}=VALUE" for key in missing)
-        config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, RecursionError) as error:  # keys that point at each other never end
-        raise ConfigError(_words(error)) from error
-    assert isinstance(config, Config)
-    refuse(out_of_bounds(config))
-    return config
-
-
-def prepare(overrides: list[str], multirun: bool = False, everything: bool = False) -> list[Choice]:
-    """Vet `overrides` with every recipe and group that they name, register those with Hydra, return what Hydra is to be told.
-
-    After this `+recipe=` and `recipe=`, `+optimizer=` and `optimizer=`, `+key=` and `key=` mean the same, and recipes come
-    before groups, groups before keys. `everything` also registers what was not chosen, for listing it. Raises one ConfigError
-    that lists all that is wrong.
+    The choices that are returned have Hydra's spelling and order: `+recipe=` and `recipe=`, `+optimizer=` and `optimizer=`,
+    `+key=` and `key=` mean the same, and recipes come before groups, groups before keys. `register_all` also registers what
+    was not chosen, to be listed. Raises one ConfigError that lists all that is wrong.
     """
-    shelf = RecipeStore(Config)
-    choices: list[Choice] = []
-    problems = []
+    store, choices, problems = RecipeStore(Config), list[Choice](), []
     for text in overrides:
         try:
-            choice = shelf.override(text)
+            choice = store.override(text)
             if choice.sweeps and not multirun:
                 raise ConfigError(
                     f"{COMMAND_LINE}: `{text}` is more than one value. Add -m for one run each, "
                     "or write [a,b] for a list, or quote a text that has commas"
                 )
             for name in choice.names:
-                _ = shelf.recipe(name) if choice.kind is Kind.recipe else shelf.group(choice.key, name)
+                _ = store.recipe(name) if choice.kind is Kind.recipe else store.group(choice.key, name)
             choices.append(choice)
         except ConfigError as error:
             problems.append(str(error))
     refuse(problems)
-    if multirun:  # the grid of a recipe, where the command line does not say otherwise
+    if multirun:  # a recipe's grid, unless the command line sets the same key
         set_here = {choice.key for choice in choices}
-        choices += [choice for choice in shelf.grid if choice.key not in set_here]
-    _register(shelf, everything)
+        choices += [choice for choice in store.grid if choice.key not in set_here]
+    _register(store, register_all)
     return sorted(choices, key=lambda choice: choice.kind.value)
 
 
-def _register(shelf: RecipeStore, everything: bool) -> None:
-    """Give Hydra the schema and what was vetted, by name, so that any working directory serves.
+def typed(cfg: DictConfig) -> Config:
+    """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
+    try:
+        for resolve in (False, True):  # a pointer to the environment is refused before it could be followed
+            validator = Validator(Config, lambda _: "in the config", from_file=False)
+            validator.check(Slot(Config), OmegaConf.to_container(cfg, resolve=resolve, enum_to_str=True), ())
+            refuse(validator.problems)
+        merged = OmegaConf.merge(_schema(), cfg)
+        missing = sorted(re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(merged))
+        refuse(f"`{key}` is not set (???); give it: {key}=VALUE" for key in missing)
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, RecursionError) as error:  # RecursionError: keys that point at each other
+        raise ConfigError(_message(error)) from error
+    assert isinstance(config, Config)
+    refuse(config.conflicts())
+    return config
 
-    Hydra reads no file of its own accord: there is no search path.
-    """
-    if everything:
-        for group, options in shelf.groups.items():
-            for option in options:
-                shelf.group(group, option)
-        for name in shelf.paths:
-            with contextlib.suppress(ConfigError):  # a broken recipe that nobody chose must not stop the others
-                shelf.recipe(name)
-    store = ConfigStore.instance()
-    for group in ("recipe", *shelf.groups):
-        store.repo.pop(group, None)
-    store.store(name="schema", node=_schema())
-    store.store(name=ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{ROOT}.yaml"))
-    for (group, option), (data, everywhere) in shelf.options.items():
-        store.store(group=group, name=option, node=OmegaConf.create(data), package="_global_" if everywhere else None)
-    for name, node in shelf.recipes.items():
-        store.store(group="recipe", name=name, node=node, package="_global_")
+
+def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:
+    """Call `job(composed config, its overrides)` for each job of a multirun, by the sweeper and launcher of Hydra's config."""
+
+    def task(cfg: DictConfig) -> None:
+        job(cfg, list(HydraConfig.get().overrides.task))
+
+    check_jobs(choices)
+    with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch, _session() as hydra:
+        settings = [f"hydra.sweep.dir='{scratch}'", "hydra.mode=MULTIRUN"]  # Hydra writes a multirun.yaml to sweep.dir
+        hydra.multirun(_ROOT, task, [*(choice.text for choice in choices), *settings])
 
 
 def check_jobs(choices: list[Choice]) -> None:
-    """Compose and check each job of a multirun (the first 20), so that the last one's mistake does not show after hours."""
+    """Compose and validate each job of a multirun (the first 20): a mistake in the last one must not show after hours."""
     values: dict[str, list[str]] = {}
     for parsed in OverridesParser.create().parse_overrides([choice.text for choice in choices]):
         if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
@@ -128,54 +113,108 @@ def check_jobs(choices: list[Choice]) -> None:
         key = parsed.get_key_element()
         texts = parsed.sweep_string_iterator() if parsed.is_sweep_override() else [parsed.get_value_element_as_str()]
         values[key] = [f"{key}={text}" for text in texts]
-    for job in itertools.islice(itertools.product(*values.values()), _PREVIEWED):
-        typed(composed(list(job)))
+    for job in itertools.islice(itertools.product(*values.values()), _CHECKED_JOBS):
+        typed(_composed(list(job)))
 
 
-def composed(overrides: list[str]) -> DictConfig:
-    """What Hydra makes of overrides that `prepare` gave, without its own section. Raises ConfigError."""
-    with _beside_a_job(), initialize(version_base="1.3", config_path=None):
+def printed_config(choices: list[Choice], part: str, package: str | None, resolve: bool) -> str:
+    """What `--cfg` prints: the composed config as YAML. `part`: job, hydra or all; `package`: only this key."""
+    with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
+        hydra.show_cfg(_ROOT, [choice.text for choice in choices], part, package, resolve)
+    return printed.getvalue()
+
+
+def printed_info(choices: list[Choice], what: str) -> str:
+    """What `--info` prints: how Hydra composed the config."""
+    with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
+        hydra.show_info(what, _ROOT, [choice.text for choice in choices])
+    return printed.getvalue()
+
+
+def complete(arguments: list[str]) -> None:
+    """Hydra's shell completion: `install=bash`, or `query=bash` with the line in COMP_LINE. Prints for the shell to read."""
+    with _session() as hydra:
+        hydra.shell_completion(_ROOT, arguments)
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """Config in OmegaConf's form, which takes 50 ms to make. Not to be changed."""
+    schema = OmegaConf.structured(Config)
+    assert isinstance(schema, DictConfig)
+    return schema
+
+
+def _register(store: RecipeStore, everything: bool) -> None:
+    """Give Hydra the schema and what was checked, by name. Hydra has no search path: it reads no file itself."""
+    if everything:
+        for group, options in store.groups.items():
+            for option in options:
+                store.group(group, option)
+        for name in store.paths:
+            with contextlib.suppress(ConfigError):  # a broken recipe that nobody chose must not stop the others
+                store.recipe(name)
+    known = ConfigStore.instance()
+    for group in ("recipe", *store.groups):
+        known.repo.pop(group, None)
+    known.store(name="schema", node=_schema())
+    known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))
+    for (group, option), (data, whole_config) in store.options.items():
+        package = "_global_" if whole_config else None
+        known.store(group=group, name=option, node=OmegaConf.create(data), package=package)
+    for name, node in store.recipes.items():
+        known.store(group="recipe", name=name, node=node, package="_global_")
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+    """Hydra, with what prepare() registered. Its errors become ConfigErrors.
+
+    Hydra keeps one global instance. Inside a job of a multirun (fxtune tune composes what it writes), the job's is put aside.
+    """
+    instance = GlobalHydra.instance()
+    outer, instance.hydra = instance.hydra, None
+    try:
+        with initialize(version_base="1.3", config_path=None):
+            yield instance.hydra
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{COMMAND_LINE}: {_message(error)}") from error
+    finally:
+        instance.hydra = outer
+
+
+def _composed(overrides: list[str]) -> DictConfig:
+    """What Hydra composes from the texts of `prepare`, without Hydra's own section. Raises ConfigError."""
+    with _session() as hydra:
+        compose = functools.partial(hydra.compose_config, _ROOT, run_mode=RunMode.RUN, from_shell=False)
         try:
-            cfg = compose(ROOT, overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            for text in overrides:
-                _check_index(text, overrides)
-            raise ConfigError(f"{COMMAND_LINE}: {_words(error)}") from error
-    # Vetting lets none of these through. If it ever does, Hydra must not act on them.
+            cfg = compose(overrides)
+        except (HydraException, OmegaConfBaseException):
+            indexed = [text for text in overrides if re.match(r"[+\w.]*\.\d+[.=]", text)]
+            if indexed:
+                _check_indices(indexed, compose([text for text in overrides if text not in indexed]))
+            raise
+    # prepare() lets none of these through. If it ever does, Hydra must not act on them.
     if cfg.hydra.callbacks or cfg.hydra.searchpath or cfg.hydra.job.env_set or cfg.hydra.job.env_copy:
         raise ConfigError("the composed config sets hydra.callbacks, searchpath or env: refused")
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
-@contextlib.contextmanager
-def _beside_a_job() -> Iterator[None]:
-    """Hydra composes for one at a time. Inside one of its jobs (fxtune tune composes what it writes) that one waits."""
-    whole = GlobalHydra.instance()
-    job, whole.hydra = whole.hydra, None
-    try:
-        yield
-    finally:
-        whole.hydra = job
+def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
+    """Refuse `data.sources.3.path=x` where the recipe has two sources. OmegaConf's own message does not say why."""
+    for text in overrides:
+        key = text.lstrip("+").partition("=")[0]
+        name, index = re.match(r"(.*?)\.(\d+)(?:\.|$)", key).groups()  # type: ignore[union-attr]
+        entries = OmegaConf.select(cfg, name)
+        if int(index) >= len(entries):
+            raise ConfigError(
+                f"{COMMAND_LINE}: `{key}`: {name} has {len(entries)} here, counted from 0. "
+                f"Give the whole list: '{name}=[{{path: ...}}]'"
+            )
 
 
-def _check_index(text: str, overrides: list[str]) -> None:
-    """`data.sources.3.path=x`, where the recipe has two sources, deserves better words than OmegaConf's."""
-    key = text.lstrip("+").partition("=")[0]
-    above = re.match(r"(.*?)\.(\d+)(?:\.|$)", key)
-    if above is None:
-        return
-    entries = OmegaConf.select(
-        compose(ROOT, [other for other in overrides if not re.match(r"[\w.]*\.\d+[.=]", other)]), above[1]
-    )
-    if int(above[2]) >= len(entries):
-        raise ConfigError(
-            f"{COMMAND_LINE}: `{key}`: {above[1]} has {len(entries)} here, counted from 0. "
-            f"Give the whole list: '{above[1]}=[{{path: ...}}]'"
-        )
-
-
-def _words(error: BaseException) -> str:
-    """What Hydra or OmegaConf complained of, in one line, with the key."""
+def _message(error: BaseException) -> str:
+    """An error of Hydra or OmegaConf in one line, with the key."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     line = str(cause).strip().split("\n", 1)[0] or type(cause).__name__

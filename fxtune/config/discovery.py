@@ -1,23 +1,21 @@
-"""Where recipes and config groups lie: ./recipes of the working directory first, then those that ship.
+"""Finds recipes and config groups: in ./recipes of the working directory first, then among those that ship.
 
-In a checkout the shipped ones are at the top, beside the package; in a wheel they travel inside it. No torch and no Hydra
-here, so that `fxtune recipes` answers at once.
+The shipped ones lie beside the package in a checkout, and inside it in a wheel. This file imports neither torch nor Hydra, so
+that `fxtune recipes` answers at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, did_you_mean
 
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
-HEADER = 4096
-"""Characters of a recipe that are looked at for its first comment line."""
+_HEADER_CHARACTERS = 4096
+"""The first comment line of a recipe is looked for in so many characters."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The file's first comment line, which says in one line what the recipe does."""
+        """The file's first comment line, which says what the recipe does."""
         try:
             with self.path.open(encoding="utf-8") as file:
-                for line in file.read(HEADER).splitlines():
+                for line in file.read(_HEADER_CHARACTERS).splitlines():
                     text = line.strip().removeprefix("#").strip()
                     if not line.startswith("#"):
                         break
@@ -43,7 +41,7 @@ class Recipe:
 
 
 def shipped(kind: str) -> Path:
-    """The folder of the `recipes` or `configs` that belong to this copy of fxtune."""
+    """The folder of `recipes` or `configs` that ships with this copy of fxtune."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
@@ -70,8 +68,8 @@ def find(name: str) -> Recipe:
     known = recipes()
     if name not in known:
         raise ConfigError(
-            f"there is no recipe `{name}`{did_you_mean(name, known)} `fxtune recipes` lists them all; "
-            "your own go into ./recipes/NAME.yaml, or are given as a path: +recipe=./mine.yaml"
+            f"there is no recipe `{name}`{did_you_mean(name, known)} `fxtune recipes` lists them all. "
+            "Put your own into ./recipes/NAME.yaml, or give a path: +recipe=./mine.yaml"
         )
     return known[name]
 
@@ -88,19 +86,3 @@ def place(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that looks most like `word`, if any does."""
-    by_case = {option.lower(): option for option in known}
-    close = difflib.get_close_matches(word.lower(), by_case, 1, cutoff)
-    return by_case[close[0]] if close else None
-
-
-def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
-    """The end of a sentence about `word`: a full stop, or a suggestion."""
-    known = list(known)
-    close = nearest(word, known)
-    if close is not None:
-        return f"; did you mean `{form.format(close)}`?"
-    return f". There are: {', '.join(known)}." if 0 < len(known) <= 12 else "."

@@ -1,4 +1,8 @@
-"""What keys a config has, and of which types their values are: read from the dataclasses that it becomes."""
+"""The keys of a config, with the type and the range of each value: read from the dataclasses.
+
+A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max` are
+allowed values, `above` and `below` are not. The range of a list's field holds for each entry.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +10,94 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fxtune.config.yaml_reader import Keys
+Keys = tuple[str, ...]
+"""A key, split at its dots: ("data", "sources", "0", "path")."""
+
+_LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "min": (lambda number, limit: number >= limit, "at least"),
+    "above": (lambda number, limit: number > limit, "above"),
+    "max": (lambda number, limit: number <= limit, "at most"),
+    "below": (lambda number, limit: number < limit, "below"),
+}
 
 
-def all_keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Every key there is, as it is typed: `optimizer`, `optimizer.lr`, `data.sources.0.path`, ..."""
-    for name, hint in hints(schema).items():
-        yield prefix + name
-        inner, _ = stripped(hint)
-        if dataclasses.is_dataclass(inner):
-            yield from all_keys(inner, f"{prefix}{name}.")
-        elif typing.get_origin(inner) is list and dataclasses.is_dataclass(typing.get_args(inner)[0]):
-            yield from all_keys(typing.get_args(inner)[0], f"{prefix}{name}.0.")
+@dataclass(frozen=True)
+class Slot:
+    """What one key may hold."""
+
+    kind: Any
+    """Its type; X where the field's type is Optional[X]."""
+    nullable: bool = False
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Slot]:
+        """The keys of a section; empty for anything else."""
+        is_section = isinstance(self.kind, type) and dataclasses.is_dataclass(self.kind)
+        return _fields(self.kind) if is_section else {}
+
+    @property
+    def choices(self) -> list[str]:
+        """The members of an enum; empty for anything else."""
+        is_enum = isinstance(self.kind, type) and issubclass(self.kind, Enum)
+        return [member.name for member in self.kind] if is_enum else []
+
+    @property
+    def container(self) -> Any:
+        """`list` or `dict`, if it is one of these."""
+        return typing.get_origin(self.kind)
+
+    @property
+    def takes_any_key(self) -> bool:
+        return self.kind is Any or self.container is dict
+
+    def below(self, key: str) -> Slot | None:
+        """The slot under `key`; None if there is none."""
+        if self.kind is Any:
+            return self
+        if self.container is dict or (self.container is list and key.isdigit()):
+            return _slot(typing.get_args(self.kind)[-1], self.limits)
+        return self.fields.get(key)
+
+    def range_broken(self, number: float) -> str | None:
+        """The range that `number` is outside of, in words; None if it is inside."""
+        if all(_LIMITS[name][0](number, limit) for name, limit in self.limits.items()):
+            return None
+        return " and ".join(f"{_LIMITS[name][1]} {limit}" for name, limit in self.limits.items())
 
 
-def is_free(schema: type, keys: Keys) -> bool:
-    """Whether `keys` lead to, or below, a field that takes keys of any name (`model.architecture`)."""
-    hint: Any = schema
-    for key in keys:
-        if _takes_any_key(hint):
-            return True
-        hint = under(stripped(hint)[0], key)
-    return _takes_any_key(hint)
-
-
-def _takes_any_key(hint: Any) -> bool:
-    inner, _ = stripped(hint)
-    return inner is Any or typing.get_origin(inner) is dict
-
-
-def hints(schema: Any) -> dict[str, Any]:
-    """Each field of a dataclass with its type."""
-    return _resolved(schema)
+def _slot(hint: Any, limits: Mapping[str, float]) -> Slot:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [part for part in typing.get_args(hint) if part is not type(None)]
+        return Slot(kinds[0], len(kinds) < len(typing.get_args(hint)), limits)
+    return Slot(hint, hint is Any, limits)
 
 
 @functools.cache
-def _resolved(schema: type) -> dict[str, Any]:
-    found = typing.get_type_hints(schema)
-    return {item.name: found[item.name] for item in dataclasses.fields(schema)}
+def _fields(schema: type) -> dict[str, Slot]:
+    hints = typing.get_type_hints(schema)
+    return {item.name: _slot(hints[item.name], item.metadata) for item in dataclasses.fields(schema)}
 
 
-def stripped(hint: Any) -> tuple[Any, bool]:
-    """Optional[X] as (X, True), anything else as (itself, False)."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        inner = [part for part in typing.get_args(hint) if part is not type(None)]
-        return inner[0], len(inner) < len(typing.get_args(hint))
-    return hint, False
+def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Yield every key as it is typed: `optimizer`, `optimizer.lr`, `data.sources.0.path`, ..."""
+    for name, slot in Slot(schema).fields.items():
+        yield prefix + name
+        entry = slot.below("0") if slot.container is list else slot
+        if entry is not None and entry.fields:
+            yield from all_keys(entry.kind, f"{prefix}{name}.{'0.' if entry is not slot else ''}")
 
 
-def under(inner: Any, key: str) -> Any:
-    """The type of what stands under `key`, None where nothing can."""
-    if inner is Any:
-        return Any
-    if dataclasses.is_dataclass(inner):
-        return hints(inner).get(key)
-    if typing.get_origin(inner) is list:
-        return typing.get_args(inner)[0] if key.isdigit() else None
-    return typing.get_args(inner)[1] if typing.get_origin(inner) is dict else None
-
-
-def choices(hint: Any) -> list[str]:
-    """The words of a closed choice; none where `hint` is something else."""
-    inner, _ = stripped(hint)
-    return [member.name for member in inner] if isinstance(inner, type) and issubclass(inner, Enum) else []
+def is_free(schema: type, keys: Keys) -> bool:
+    """Whether `keys`, which exist, lead to or below a field that takes keys of any name (`model.architecture`)."""
+    slot: Slot | None = Slot(schema)
+    for key in keys:
+        if slot is None or slot.takes_any_key:
+            break
+        slot = slot.below(key)
+    return slot is not None and slot.takes_any_key

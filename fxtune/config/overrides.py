@@ -1,8 +1,8 @@
-"""What a command line chooses and sets: vetted with Hydra's own grammar, given back in the one form that Hydra takes.
+"""Reads the overrides of a command line and the recipes and groups that they choose. Everything is checked before Hydra sees it.
 
-Hydra tells `key=`, `+key=` and `++key=` apart and takes the order of config groups from a file; a user wants neither. So
-`Shelf.override` accepts each spelling, checks it against the dataclasses and the files that are there, and gives back the
-spelling that works. `Shelf.recipe` lays a recipe over what its `defaults:` name. Floor 2: it knows the schema only as a type.
+Hydra tells `key=`, `+key=` and `++key=` apart, and takes the order of config groups from a file. Here each spelling is
+accepted, and `RecipeStore.override` returns the one that Hydra needs. `RecipeStore.recipe` merges a recipe over the recipes
+and groups in its `defaults:`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from fxtune.config import discovery
-from fxtune.config.introspection import is_free
-from fxtune.config.validate import Vetting
-from fxtune.config.yaml_reader import Document, Keys, read
-from fxtune.errors import ConfigError
+from fxtune.config.introspection import Keys, Slot, is_free
+from fxtune.config.validate import Validator
+from fxtune.config.yaml_reader import Document, read
+from fxtune.errors import ConfigError, did_you_mean, nearest
 
 COMMAND_LINE = "on the command line"
 
 
 class Kind(Enum):
-    """What an override does; also the order in which Hydra must see them, so that what is nearer to the user wins."""
+    """What an override does. The values are the order in which Hydra must see them: a later one wins."""
 
     hydra = 0
     recipe = 1
@@ -38,19 +38,19 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """One vetted override."""
+    """One checked override."""
 
     kind: Kind
     text: str
-    """As Hydra takes it."""
+    """The spelling that Hydra needs."""
     key: str
     sweeps: bool
     names: tuple[str, ...] = ()
-    """The recipes or options that it chooses, in any job of a sweep."""
+    """The recipes or group options that it chooses, in any job of a sweep."""
 
 
 class RecipeStore:
-    """The recipes and groups that can be chosen here; those that were looked at stay, as plain data."""
+    """The recipes and groups that can be chosen from this working directory; those that were read are kept as plain data."""
 
     def __init__(self, schema: type):
         self.schema = schema
@@ -59,106 +59,101 @@ class RecipeStore:
         self.recipes: dict[str, DictConfig] = {}
         self.options: dict[tuple[str, str], tuple[dict[str, Any], bool]] = {}
         self.grid: list[Choice] = []
-        """What the recipes that were looked at give as hydra.sweeper.params."""
+        """The grids (hydra.sweeper.params) of the recipes that were read."""
         self._parser = OverridesParser.create()
 
-    def override(self, text: str, place: str = COMMAND_LINE, stranger: bool = False) -> Choice:
-        """Vet one override, which stands in `place`. Raises ConfigError with all that is wrong with it."""
+    def override(self, text: str, place: str = COMMAND_LINE, from_file: bool = False) -> Choice:
+        """Check the override `text`, which is written at `place`. Raises one ConfigError with all that is wrong in it."""
         try:
             parsed = self._parser.parse_override(text)
         except HydraException as error:
-            raise ConfigError(f"{place}: {self._unreadable(text, error)}") from error
-        key, (_, _, raw) = parsed.key_or_group, text.partition("=")
+            raise ConfigError(f"{place}: {self._why_unreadable(text, error)}") from error
+        key, (_, _, value), sweeps = parsed.key_or_group, text.partition("="), parsed.is_sweep_override()
         if parsed.is_delete():
             raise ConfigError(f"{place}: `{text}`: no key can be taken out of a config; give it another value")
         if parsed.package is not None:
             raise ConfigError(f"{place}: `{text}`: a group has one place, `@` cannot move it")
-        sweeps = parsed.is_sweep_override()
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            return self._hydra(text, key, place, stranger)
+            return self._hydra_setting(text, key, place, from_file)
         if key == "recipe":
-            names = self._recipes(parsed, place)
+            names = self._find_recipes(_values(parsed, self.paths), place)
             listed = f"[{','.join(names)}]" if isinstance(parsed.value(), list) else ",".join(names)
             return Choice(Kind.recipe, f"+recipe={listed}", key, sweeps, tuple(names))
         if key in self.groups:
-            options = self._options(key, _values(parsed, self.groups[key]), place)
-            return Choice(Kind.group, f"+{key}={raw}", key, sweeps, tuple(options))
-        vetting = Vetting(self.schema, lambda _: place, stranger)
-        keys = tuple(key.split("."))
-        if (
-            len(keys) == 1
-            and (group := discovery.nearest(key, [*self.groups, "recipe"], 0.75))
-            and key not in vetting.sections
-        ):
-            raise ConfigError(
-                f"{place}: unknown key `{key}`; did you mean `{'+' * (group == 'recipe')}{group}={raw}`?"
-            )
-        hint = vetting.key(keys)
-        if hint is not None:
-            for value in _values(parsed, ()):
-                vetting.value(hint, value, keys)
-        refuse(vetting.problems)
-        return Choice(Kind.key, f"++{key}={raw}" if is_free(self.schema, keys) else f"{key}={raw}", key, sweeps)
+            options = self._find_options(key, _values(parsed, self.groups[key]), place)
+            return Choice(Kind.group, f"+{key}={value}", key, sweeps, tuple(options))
+        near_group = None if "." in key else nearest(key, [*self.groups, "recipe"], 0.75)
+        if near_group and key not in Slot(self.schema).fields:
+            better = f"{'+' * (near_group == 'recipe')}{near_group}={value}"
+            raise ConfigError(f"{place}: unknown key `{key}`; did you mean `{better}`?")
+        validator, keys = Validator(self.schema, lambda _: place, from_file), tuple(key.split("."))
+        slot = validator.find(keys)
+        if slot is not None:
+            for one in _values(parsed, ()):
+                validator.check(slot, one, keys)
+        refuse(validator.problems)
+        return Choice(Kind.key, f"{'++' * is_free(self.schema, keys)}{key}={value}", key, sweeps)
 
     def recipe(self, name: str, trail: tuple[str, ...] = ()) -> DictConfig:
-        """The recipe as plain data, laid over what its `defaults:` name. Raises ConfigError with all that is wrong in it."""
+        """The recipe `name` as plain data, merged over what its `defaults:` name.
+
+        `trail`: the recipes that build on it. Raises one ConfigError with all that is wrong in it.
+        """
         if name in trail:
-            raise ConfigError(
-                f"{discovery.place(self.paths[name])}: the recipes {' -> '.join((*trail, name))} build on each other"
-            )
+            path = discovery.place(self.paths[name])
+            raise ConfigError(f"{path}: the recipes {' -> '.join((*trail, name))} build on each other")
         if name not in self.recipes:
             document = read(self.paths[name])
-            vetting = Vetting(self.schema, document.where)
+            validator = Validator(self.schema, document.where)
             if document.package not in (None, "_global_"):
-                vetting.add((), f"a recipe's header is `# @package _global_`, not `{document.package}`")
+                validator.add((), f"a recipe's header is `# @package _global_`, not `{document.package}`")
             own = {key: value for key, value in document.data.items() if key not in ("defaults", "hydra")}
-            vetting.value(self.schema, own, ())
-            layers = self._defaults(document, vetting, (*trail, name))
-            self.grid += self._grid(document, vetting)
-            refuse(vetting.problems)
-            own = {"run": {"name": name}, **own, **({"run": {"name": name, **own["run"]}} if own.get("run") else {})}
-            # a recipe is laid over what it builds on, wherever (and whether) its defaults say _self_
+            validator.check(Slot(self.schema), own, ())
+            layers = self._read_defaults(document, validator, (*trail, name))
+            self.grid += self._read_grid(document, validator)
+            refuse(validator.problems)
+            if isinstance(run := own.get("run") or {}, dict):
+                own["run"] = {"name": name, **run}
+            # A recipe wins over what it builds on, wherever (and whether) its defaults list has _self_.
             self.recipes[name] = OmegaConf.merge(*layers, own)  # type: ignore[assignment]
         return self.recipes[name]
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
-        """An option's values, and whether they are keys of the whole config (and not of the section named like the group)."""
+        """The values of a group's option, and whether they are keys of the whole config and not of the section `group`."""
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
-            everywhere = document.package == "_global_"
-            prefix: Keys = () if everywhere else (group,)
-            document.lines = {(*prefix, *keys): line for keys, line in document.lines.items()}
-            vetting = Vetting(self.schema, document.where)
-            hint = vetting.key(prefix)
-            if hint is not None:
-                vetting.value(hint, document.data, prefix)
-            refuse(vetting.problems)
-            self.options[group, option] = document.data, everywhere
+            whole_config = document.package == "_global_"
+            section: Keys = () if whole_config else (group,)
+            document.lines = {(*section, *keys): line for keys, line in document.lines.items()}
+            validator = Validator(self.schema, document.where)
+            slot = validator.find(section)
+            if slot is not None:
+                validator.check(slot, document.data, section)
+            refuse(validator.problems)
+            self.options[group, option] = document.data, whole_config
         return self.options[group, option]
 
-    def _defaults(self, document: Document, vetting: Vetting, trail: tuple[str, ...]) -> list[Any]:
-        """What a recipe builds on, in order: other recipes (`- llama_lora`), groups (`- override /optimizer: muon`)."""
+    def _read_defaults(self, document: Document, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
+        """The layers that a recipe builds on, in order: recipes (`- llama_lora`), groups (`- override /optimizer: muon`)."""
         entries = document.data.get("defaults") or []
         if not isinstance(entries, list):
-            vetting.add(("defaults",), "`defaults` is a list: [llama_lora, {override /optimizer: muon}, _self_]")
+            validator.add(("defaults",), "`defaults` is a list: [llama_lora, {override /optimizer: muon}, _self_]")
             return []
         layers: list[Any] = []
         for index, entry in enumerate(entries):
-            keys = ("defaults", str(index))
             try:
-                layers += self._default(entry, document.where(keys), trail)
+                layers += self._read_default(entry, document.where(("defaults", str(index))), trail)
             except ConfigError as error:
-                vetting.problems.append(str(error))
+                validator.problems.append(str(error))
         return layers
 
-    def _default(self, entry: Any, place: str, trail: tuple[str, ...]) -> list[Any]:
+    def _read_default(self, entry: Any, place: str, trail: tuple[str, ...]) -> list[Any]:
         if entry == "_self_":
             return []
         if isinstance(entry, str):
             if entry not in self.paths:
-                raise ConfigError(
-                    f"{place}: there is no recipe `{entry}` to build on{discovery.did_you_mean(entry, self.paths)}"
-                )
+                hint = did_you_mean(entry, self.paths)
+                raise ConfigError(f"{place}: there is no recipe `{entry}` to build on{hint}")
             return [self.recipe(entry, trail)]
         if not isinstance(entry, dict) or len(entry) != 1:
             raise ConfigError(
@@ -168,57 +163,55 @@ class RecipeStore:
         group = str(key).removeprefix("override ").strip().lstrip("/")
         if group.startswith("hydra"):
             raise ConfigError(
-                f"{place}: a recipe cannot choose `{group}`, a plugin is code; say {group}={value} on the command line"
+                f"{place}: a recipe cannot choose `{group}`, a plugin is code; put {group}={value} on the command line"
             )
         if group not in self.groups:
-            raise ConfigError(
-                f"{place}: there is no config group `{group}`{discovery.did_you_mean(group, self.groups)}"
-            )
+            raise ConfigError(f"{place}: there is no config group `{group}`{did_you_mean(group, self.groups)}")
         layers = []
-        for option in self._options(group, [value], place):
-            data, everywhere = self.group(group, option)
-            layers.append(data if everywhere else {group: data})
+        for option in self._find_options(group, [value], place):
+            data, whole_config = self.group(group, option)
+            layers.append(data if whole_config else {group: data})
         return layers
 
-    def _grid(self, document: Document, vetting: Vetting) -> list[Choice]:
-        """A recipe's grid for `-m`, the one thing that it may say to Hydra: the rest of `hydra` runs code or moves files."""
-        hydra = document.data.get("hydra")
-        if hydra is None:
+    def _read_grid(self, document: Document, validator: Validator) -> list[Choice]:
+        """A recipe's grid for `-m`. It is the only Hydra setting a recipe may have: the others run code or move files."""
+        settings = document.data.get("hydra")
+        if settings is None:
             return []
         path: Keys = ("hydra",)
         for allowed in ("sweeper", "params"):
-            for key in hydra if isinstance(hydra, dict) else [hydra]:
-                if key != allowed or not isinstance(hydra, dict) or not isinstance(hydra[key], dict):
-                    vetting.add(
-                        (*path, str(key)),
-                        f"`{'.'.join((*path, str(key)))}`: of Hydra's own settings a recipe may give "
-                        "only hydra.sweeper.params, a grid for -m: a recipe may come from a stranger, "
-                        "and the others run code or move files. Yours go on the command line",
+            for key in settings if isinstance(settings, dict) else [settings]:
+                if key != allowed or not isinstance(settings, dict) or not isinstance(settings[key], dict):
+                    wrong = (*path, str(key))
+                    validator.add(
+                        wrong,
+                        f"`{'.'.join(wrong)}`: of Hydra's own settings a recipe may have only hydra.sweeper.params, a grid "
+                        "for -m: a recipe may come from a stranger, and the others run code or move files. Put yours on "
+                        "the command line",
                     )
                     return []
-            hydra, path = hydra.get(allowed, {}), (*path, allowed)
-        found = []
-        for key, value in hydra.items():
-            line = document.where((*path, str(key)))
+            settings, path = settings.get(allowed, {}), (*path, allowed)
+        grid = []
+        for key, value in settings.items():
+            place = document.where((*path, str(key)))
             try:
-                choice = self.override(f"{key}={value}", line, stranger=True)
+                choice = self.override(f"{key}={value}", place, from_file=True)
                 if choice.kind is Kind.recipe:
-                    raise ConfigError(f"{line}: a recipe cannot sweep over recipes")
-                found.append(choice)
+                    raise ConfigError(f"{place}: a recipe cannot sweep over recipes")
+                grid.append(choice)
             except ConfigError as error:
-                vetting.problems.append(str(error))
-        return found
+                validator.problems.append(str(error))
+        return grid
 
-    def _hydra(self, text: str, key: str, place: str, stranger: bool) -> Choice:
-        """Sweepers and launchers are the user's to choose and to set; what moves or runs other things is refused."""
+    def _hydra_setting(self, text: str, key: str, place: str, from_file: bool) -> Choice:
+        """The user may choose and set sweepers and launchers. Settings that move files or run other code are refused."""
         if key.startswith(("hydra.run", "hydra.sweep.", "hydra.output_subdir", "hydra.job.chdir")):
             raise ConfigError(
                 f"{place}: `{key}`: Hydra writes nothing here; run.dir=FOLDER is where a run goes "
-                "(in a multirun, one folder a job below it)"
+                "(in a multirun, each job has a folder below it)"
             )
-        if stranger or not (
-            key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
-        ):
+        plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
+        if from_file or not plugin:
             raise ConfigError(
                 f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and not by a recipe"
             )
@@ -228,67 +221,63 @@ class RecipeStore:
             )
         return Choice(Kind.hydra, text.lstrip("+") if "/" in key else f"++{text.lstrip('+')}", key, False)
 
-    def _recipes(self, parsed: Override, place: str) -> list[str]:
-        names = []
-        for value in _values(parsed, self.paths):
-            for name in value if isinstance(value, list) else [value]:
-                try:
-                    found = discovery.find(str(name))
-                except ConfigError as error:
-                    raise ConfigError(f"{place}: {error}") from error
-                if found.name in names and self.paths[found.name].resolve() != found.path.resolve():
-                    raise ConfigError(f"{place}: two recipes are called {found.name}; rename one of them")
-                if not all(letter.isalnum() or letter in "_-." for letter in found.name):
-                    raise ConfigError(
-                        f"{place}: rename {found.path}: a recipe's name has letters, digits, `_`, `-` and `.`"
-                    )
-                self.paths[found.name] = found.path
-                names.append(found.name)
+    def _find_recipes(self, values: Iterable[Any], place: str) -> list[str]:
+        """The names of the recipes that `values` choose by name or by path."""
+        names: list[str] = []
+        for value in _flat(values):
+            try:
+                found = discovery.find(str(value))
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from error
+            if found.name in names and self.paths[found.name].resolve() != found.path.resolve():
+                raise ConfigError(f"{place}: two recipes are called {found.name}; rename one of them")
+            if not all(letter.isalnum() or letter in "_-." for letter in found.name):
+                raise ConfigError(
+                    f"{place}: rename {found.path}: a recipe's name has letters, digits, `_`, `-` and `.`"
+                )
+            self.paths[found.name] = found.path
+            names.append(found.name)
         return names
 
-    def _options(self, group: str, values: Iterable[Any], place: str) -> list[str]:
-        known, chosen = self.groups[group], []
-        for value in values:
-            for option in value if isinstance(value, list) else [value]:
-                if not isinstance(option, str):
-                    raise ConfigError(
-                        f"{place}: `{group}` is a config group: {group}=NAME with one of {', '.join(known)}; "
-                        f"its keys are set one by one"
-                    )
-                if option not in known:
-                    raise ConfigError(
-                        f"{place}: the config group `{group}` has no `{option}`{discovery.did_you_mean(option, known)}"
-                    )
-                chosen.append(option)
-        return chosen
+    def _find_options(self, group: str, values: Iterable[Any], place: str) -> list[str]:
+        """The options of `group` that `values` name."""
+        known, options = self.groups[group], list(_flat(values))
+        for option in options:
+            if not isinstance(option, str):
+                raise ConfigError(
+                    f"{place}: `{group}` is a config group: {group}=NAME with one of {', '.join(known)}; "
+                    "its keys are set one by one"
+                )
+            if option not in known:
+                raise ConfigError(
+                    f"{place}: the config group `{group}` has no `{option}`{did_you_mean(option, known)}"
+                )
+        return options
 
-    def _unreadable(self, text: str, error: HydraException) -> str:
+    def _why_unreadable(self, text: str, error: HydraException) -> str:
         if "=" not in text:
-            if text in self.paths:
-                return f"`{text}` is a recipe: write +recipe={text}"
-            if Path(text).suffix == ".yaml":
-                return f"`{text}` is a file: write +recipe={text}"
-            return f"`{text}` is neither a word of fxtune nor key=value"
+            if text in self.paths or Path(text).suffix == ".yaml":
+                return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"
+            return f"`{text}` is neither a command of fxtune nor key=value"
         key, _, value = text.partition("=")
         reason = str(error).strip().split("\n", 1)[0]
         return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: \"{key}='{value}'\""
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one ConfigError with all `problems`, each once; none: go on."""
-    listed = list(dict.fromkeys(problems))
-    if listed:
-        raise ConfigError("\n".join(listed))
+    """Raise one ConfigError that lists all `problems`, each once, if there are any."""
+    if unique := list(dict.fromkeys(problems)):
+        raise ConfigError("\n".join(unique))
 
 
-def given(text: str) -> Any:
-    """The value of one override that Shelf.override() let through, as plain data."""
+def override_value(text: str) -> Any:
+    """The value of one override that RecipeStore.override() accepted, as plain data."""
     value: Any = OverridesParser.create().parse_override(text).value()
     return Override._convert_value(value)
 
 
 def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
-    """Each value that an override can take: one, or those of a sweep. `names` is what a glob chooses from."""
+    """Each value that an override can take: one, or those of a sweep. A glob chooses from `names`."""
     value = parsed.value()
     if isinstance(value, ChoiceSweep):
         return [Override._convert_value(item) for item in value.list]
@@ -296,4 +285,9 @@ def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
         return list(value.range())
     if isinstance(value, Glob):
         return value.filter(list(names))
-    return [] if parsed.is_sweep_override() else [value]  # an interval is drawn from by a sweeper plugin
+    return [] if parsed.is_sweep_override() else [value]  # a sweeper plugin draws from an interval
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        yield from value if isinstance(value, list) else [value]

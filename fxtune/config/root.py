@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Optional
@@ -26,18 +28,18 @@ class Resume(str, Enum):
 @dataclass
 class RunConfig:
     name: str = "run"
-    """Name of the run: its folder under runs/, its name in W&B. A recipe's own name by default."""
+    """Names the run's folder below runs/ and the run in W&B. By default the recipe's name."""
     dir: Optional[str] = None
-    """The run's folder; null: runs/NAME, and runs/NAME-2 and so on when that one is taken."""
+    """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
     seed: int = field(default=0, metadata={"min": 0})
     resume: Resume = Resume.auto
-    """`auto`: go on with an unfinished run of the same config, else start; `never`: start; `must`: fail if there is none."""
+    """`auto`: continue an unfinished run of the same config, or start one. `never`: start one. `must`: fail if there is none."""
     deterministic: bool = False
-    """The same bits each time on the same machine: only kernels that give them, and nothing that is chosen by the clock or by the
-    memory that happens to be free. What cannot is refused (docs/faults.md)."""
+    """Give the same bits each time on the same machine: use deterministic kernels only, and choose nothing by timing or by free
+    memory. An option that cannot do this is refused (docs/faults.md)."""
     device: Device = Device.auto
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
-    """Let torch have at most this much of the GPU's memory, in GiB; null: all of it. As if the card were smaller."""
+    """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
 
 
 class Spikes(str, Enum):
@@ -54,31 +56,31 @@ class OutOfMemory(str, Enum):
 @dataclass
 class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
-    """Optimizer steps. With epochs too, whichever comes first; with neither, one epoch."""
+    """Optimizer steps. If epochs is set too, whichever comes first; if neither is set, one epoch."""
     epochs: Optional[float] = field(default=None, metadata={"above": 0})
     micro_batch_size: int = field(default=1, metadata={"min": 1})
     """Rows in one forward and backward."""
     global_batch_size: int = field(default=8, metadata={"min": 1})
     """Rows in one optimizer step; a multiple of micro_batch_size."""
     eval_every: int = field(default=0, metadata={"min": 0})
-    """Evaluate each time this many steps are done; 0: only at the end."""
+    """Evaluate every so many steps; 0: only at the end."""
     log_every: int = field(default=1, metadata={"min": 1})
-    """Steps between two log lines. The only place where the loop waits for the device."""
+    """Steps between two log lines. The loop waits for the device only when it logs."""
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = field(default=5, metadata={"min": 1})
-    """Stop after this many steps in a row whose loss or gradient was not finite (none of them touches the weights). While
-    float16 looks for its loss scale, steps are skipped and do not count here."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient (none of them changes the weights). Steps that
+    float16 skips while it searches for its loss scale do not count."""
     spikes: Spikes = Spikes.report
-    """Steps whose loss is far above that of the steps before: `report` them with their samples, `skip` them too, so that they do
-    not touch the weights (decided on the device), or `off`."""
+    """What happens to a step whose loss is far above that of the steps before. `report`: log it with its samples. `skip`: also
+    leave the weights unchanged (decided on the device). `off`: nothing."""
     spike_window: int = field(default=64, metadata={"min": 1})
-    """A spike is judged by the losses of this many steps before it, once there is a quarter of them."""
+    """A spike is judged by the losses of this many steps before it, as soon as a quarter of them exist."""
     spike_threshold: float = field(default=8.0, metadata={"above": 0})
-    """A loss is a spike above their median by this many times their spread (1.4826 x the median absolute deviation)."""
+    """A loss is a spike if it is above their median by more than this many times 1.4826 x their median absolute deviation."""
     out_of_memory: OutOfMemory = OutOfMemory.halve
-    """Where memory runs out in training, evaluation or answers. `halve`: half as many rows at once from there on; a step is taken
-    again, with its global batch and its loss as they are. `stop`: an error."""
+    """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from there on
+    and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
 
 
 @dataclass
@@ -93,3 +95,28 @@ class Config:
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield what is wrong although each value is in its own range, worded as what to change."""
+        run, data, train = self.run, self.data, self.train
+        if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
+            yield (
+                f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, not "
+                "empty (run.dir takes a path)"
+            )
+        if train.global_batch_size % train.micro_batch_size:
+            yield (
+                f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
+                f"`train.micro_batch_size={train.micro_batch_size}`"
+            )
+        if len(self.optimizer.betas) != 2:
+            yield f"`optimizer.betas={self.optimizer.betas}` must be two numbers, as in [0.9, 0.999]"
+        if sorted(set(data.buckets)) != data.buckets:
+            yield f"`data.buckets={data.buckets}` must ascend"
+        if data.eval_fraction and data.eval_sources:
+            yield "`data.eval_fraction` and `data.eval_sources` are two ways to hold data out: set one of them"
+        if train.eval_every and not data.eval_fraction and not data.eval_sources:
+            yield (
+                f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "
+                "data.eval_sources, or train.eval_every=0"
+            )

@@ -1,5 +1,7 @@
-"""Reads a YAML file that is only data, and knows in which line it says what. It may be a stranger's: nothing in it is executed,
-built or followed."""
+"""Reads a YAML file of plain values, with the line of each key.
+
+The file may come from a stranger: tags, anchors and merge keys are refused, and nothing in it is executed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.config.discovery import place
+from fxtune.config.introspection import Keys
 from fxtune.errors import ConfigError
 
-Keys = tuple[str, ...]
-
-MAX_BYTES = 256 * 1024
-MAX_DEPTH = 24
+_MAX_BYTES = 256 * 1024
+_MAX_DEPTH = 24
 
 POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
 """`${optimizer.lr}`: the value of another key."""
@@ -26,13 +27,13 @@ POINTER = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)\}")
 
 @dataclass
 class Document:
-    """A YAML file that is only data: what it says, and in which line it says it."""
+    """The values of a YAML file and the line of each key."""
 
     path: Path
     data: dict[str, Any]
     lines: dict[Keys, int]
     package: str | None
-    """What a `# @package` line says."""
+    """The text after `# @package`, if the file has such a line."""
 
     def where(self, keys: Keys) -> str:
         """`recipes/mine.yaml:7`, for the deepest of `keys` that the file holds."""
@@ -42,15 +43,15 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Read a YAML mapping that uses nothing but plain values. Raises ConfigError with file and line."""
+    """Read a YAML mapping of plain values. Raises ConfigError with file and line."""
     name = place(path)
     try:
-        if not path.is_file():  # a pipe would be waited for, a device never ends
-            raise ConfigError(f"{name}: this is no regular file")
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{name}: {path.stat().st_size} bytes are no recipe (the limit is {MAX_BYTES})")
+        if not path.is_file():  # reading a pipe would wait, reading a device would never end
+            raise ConfigError(f"{name}: not a regular file")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{name}: {path.stat().st_size} bytes, and a recipe may have {_MAX_BYTES}")
         text = path.read_text(encoding="utf-8")
-        _plain_yaml(text, name)
+        _refuse_beyond_values(text, name)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data: Any = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
     except UnicodeDecodeError as error:
@@ -67,16 +68,16 @@ def read(path: Path) -> Document:
         first = str(error).strip().split("\n", 1)[0]
         raise ConfigError(f"{name}:{pointers[0] if pointers else 1}: {first}") from error
     if not isinstance(data, dict) or (node is not None and not isinstance(node, yaml.MappingNode)):
-        raise ConfigError(f"{name}:1: a recipe is `key: value` lines, and this is none")
+        raise ConfigError(f"{name}:1: a recipe is `key: value` lines, and this file is not")
     lines: dict[Keys, int] = {}
     if node is not None:
-        _mark(node, data, (), lines)
+        _collect_lines(node, data, (), lines)
     header = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
     return Document(path, data, lines, header[1] if header else None)
 
 
-def _plain_yaml(text: str, name: str) -> None:
-    """Refuse what YAML can do beyond data. Reading the events builds nothing, so a bomb cannot go off here."""
+def _refuse_beyond_values(text: str, name: str) -> None:
+    """Raise ConfigError for YAML that is more than values. Parse events build nothing, so a YAML bomb does no harm here."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = f"{name}:{event.start_mark.line + 1}"
@@ -90,17 +91,17 @@ def _plain_yaml(text: str, name: str) -> None:
         if getattr(event, "tag", None):
             raise ConfigError(f"{where}: YAML tags ({event.tag}) are not read, a recipe holds plain values only")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"{where}: more than {MAX_DEPTH} levels deep")
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{where}: more than {_MAX_DEPTH} levels deep")
 
 
-def _mark(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
-    """Note the line of each key; `data` has what the mapping's keys became (`on:` is True)."""
+def _collect_lines(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
+    """Add the line of each key below `node` to `lines`. `data` has the keys as OmegaConf reads them (`on:` is True)."""
     if isinstance(node, yaml.MappingNode):
         for (key_node, value_node), key in zip(node.value, data, strict=True):
             lines[(*keys, str(key))] = key_node.start_mark.line + 1
-            _mark(value_node, data[key], (*keys, str(key)), lines)
+            _collect_lines(value_node, data[key], (*keys, str(key)), lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*keys, str(index))] = item.start_mark.line + 1
-            _mark(item, data[index], (*keys, str(index)), lines)
+            _collect_lines(item, data[index], (*keys, str(index)), lines)

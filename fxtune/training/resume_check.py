@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
-from fxtune.config.validate import Vetting
+from fxtune.config.validate import Validator
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig
@@ -94,12 +94,12 @@ class ResumeCheck:
 
     def _typed(self, name: str, asked: Any, key: str, value: Any) -> Any:
         """A recorded value as the technique's field has it, for JSON knows no enums."""
-        vetting = Vetting(type(asked), lambda _: str(self.folder / FILE))
-        if (hint := vetting.key((key,))) is not None:
-            vetting.value(hint, value, ("techniques", name, key))
-        if vetting.problems:
+        validator = Validator(type(asked), lambda _: str(self.folder / FILE))
+        if (slot := validator.find((key,))) is not None:
+            validator.check(slot, value, ("techniques", name, key))
+        if validator.problems:
             raise StorageError(
-                f"{vetting.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
+                f"{validator.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
                 "file back as it was."
             )
         kind = type(getattr(asked, key))

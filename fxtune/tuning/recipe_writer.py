@@ -18,9 +18,9 @@ import yaml
 
 from fxtune.config import discovery
 from fxtune.config.compose import load
-from fxtune.config.overrides import Choice, Kind, RecipeStore, given
+from fxtune.config.overrides import Choice, Kind, RecipeStore, override_value
 from fxtune.config.root import Config
-from fxtune.config.validate import told_only
+from fxtune.config.validate import command_line_only
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.redact import redact
 from fxtune.tuning.search_space import Deltas, applied, value_of
@@ -98,7 +98,7 @@ def _building_on(overrides: list[str], config: Config, deltas: Deltas) -> dict[s
             defaults += [name for name in choice.names if name in known]
         elif choice.kind is Kind.group:
             defaults.append({f"override /{key}": choice.names[0] if len(choice.names) == 1 else list(choice.names)})
-        elif choice.kind is Kind.key and not told_only(key):
+        elif choice.kind is Kind.key and not command_line_only(key):
             _set(body, *_key(config, key, choice.text))
     for key, value in deltas.items():
         _set(body, key, value)
@@ -112,7 +112,7 @@ def _key(config: Config, key: str, text: str) -> tuple[str, Any]:
     if number is not None:
         key = ".".join(parts[:number])
         return key, [_entry(item) for item in value_of(config, key)]
-    return key, given(text)
+    return key, override_value(text)
 
 
 def _whole(config: Config) -> dict[str, Any]:
@@ -161,7 +161,9 @@ def _shareable(value: Any, prefix: str = "") -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        key: _shareable(inner, f"{prefix}{key}.") for key, inner in value.items() if not told_only(f"{prefix}{key}")
+        key: _shareable(inner, f"{prefix}{key}.")
+        for key, inner in value.items()
+        if not command_line_only(f"{prefix}{key}")
     }
 
 

@@ -31,7 +31,7 @@ def trained(monkeypatch) -> list:
     module = types.ModuleType("stand_in_train")
     module.run = calls.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "stand_in_train", module)
-    monkeypatch.setitem(command.WORDS, "train", command.Word("stand_in_train", "", reads_data=True))
+    monkeypatch.setitem(command.COMMANDS, "train", command.Command("stand_in_train", "", reads_data=True))
     return calls
 
 
@@ -134,18 +134,18 @@ def test_a_broken_recipe_that_was_not_chosen_stops_nobody(cwd, trained):
 def test_without_arguments_it_says_what_it_is(cwd, capsys):
     assert command.main([]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {word} " in text for word in command.WORDS)
+    assert all(f"  {word} " in text for word in command.COMMANDS)
     assert command.main(["preview", "--help"]) == 0
 
 
-@pytest.mark.parametrize("word", command.WORDS)
+@pytest.mark.parametrize("word", command.COMMANDS)
 def test_every_word_that_is_listed_is_there(word):
     import importlib
 
-    entry = command.WORDS[word]
+    entry = command.COMMANDS[word]
     module = importlib.import_module(entry.module)
     assert callable(module.run)
-    assert entry.plain is None or callable(getattr(module, entry.plain))
+    assert entry.positional is None or callable(getattr(module, entry.positional))
 
 
 def test_cfg_prints_the_whole_config_and_runs_nothing(cwd, trained, capsys):
@@ -297,7 +297,7 @@ def test_interrupted_is_130(cwd, trained, capsys, monkeypatch):
         (["-m", "optimizer.lr=1e-3,-1"], "on the command line: `optimizer.lr=-1.0` must be above 0"),
         (["+recipe=quickstart,qwen_lora"], "Add -m"),
         (["quickstart"], "write +recipe=quickstart"),
-        (["docs.jsonl"], "neither a word of fxtune nor key=value"),
+        (["docs.jsonl"], "neither a command of fxtune nor key=value"),
         (["--config-dir=recipes"], "unrecognized arguments: --config-dir"),
         (["--experimental-rerun=x.pickle"], "unrecognized arguments"),
         (["--mutlirun"], "unrecognized arguments"),

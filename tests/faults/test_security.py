@@ -932,7 +932,7 @@ DANGEROUS = re.compile(
 
 
 def test_our_own_code_has_no_call_that_turns_data_into_code():
-    package, found = Path(models.__file__).parent, set()
+    package, found = Path(models.__file__).parents[1], set()
     for file in package.rglob("*.py"):
         name = str(file.relative_to(package.parent))
         for node in ast.walk(ast.parse(file.read_text())):

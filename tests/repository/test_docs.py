@@ -36,10 +36,10 @@ def test_there_are_commands_to_check():
 def test_every_command_in_the_documents_composes(line, cwd, monkeypatch):
     words = shlex.split(line)[1:]
     monkeypatch.chdir(ROOT)
-    word = words.pop(0) if words and words[0] in command.WORDS else "train"
-    assert word in command.WORDS
+    word = words.pop(0) if words and words[0] in command.COMMANDS else "train"
+    assert word in command.COMMANDS
     words = [text for text in words if text not in ("-m", "--cfg", "job")]
-    alone = command.WORDS[word].plain or command.WORDS[word].alone
+    alone = command.COMMANDS[word].positional or command.COMMANDS[word].config_optional
     if not alone or any("=" in text for text in words):
         chosen = compose.prepare([text for text in words if "=" in text], multirun="-m" in line)
         assert chosen

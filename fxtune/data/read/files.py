@@ -5,7 +5,6 @@ Whatever is missing, empty, mixed or unknown is said here, with the nearest name
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -17,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
+from fxtune import errors
 from fxtune.data.read.formats import recognise
 from fxtune.data.read.jsonl import lines
 from fxtune.errors import FILE, DataError, kind_of
@@ -152,8 +152,8 @@ def require_file(path: Path) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = errors.nearest(name, names)
+    return f"; did you mean {close!r}?" if close else ""
 
 
 def _builtin(name: str) -> Path:
@@ -248,8 +248,8 @@ def _nearest_path(path: Path) -> str:
     while not os.path.isdir(path.parent):
         path = path.parent
     names = sorted(os.listdir(path.parent))
-    close = difflib.get_close_matches(path.name, names, n=1)
-    close = close or [name for name in names if difflib.get_close_matches(path.stem, [name.split(".")[0]])]
+    close = errors.nearest(path.name, names)
+    close = close or next((name for name in names if errors.nearest(path.stem, [name.split(".")[0]])), None)
     if close:
-        return f" Did you mean {path.parent / close[0]}?"
+        return f" Did you mean {path.parent / close}?"
     return f" In {path.parent} there is {', '.join(names[:8]) or 'nothing'}{' ...' if len(names) > 8 else ''}."

@@ -13,11 +13,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from fxtune.errors import DataError
+from fxtune.errors import DataError, nearest
 
 
 class RowFormat(str, Enum):
@@ -112,8 +111,7 @@ def _closest(ours: str, columns: list[str]) -> str | None:
     for name in (ours, *OTHER_NAMES[ours]):
         if name in lower:
             return lower[name]
-    close = get_close_matches(ours, lower, n=1)
-    return lower[close[0]] if close else None
+    return nearest(ours, columns)
 
 
 def _advice(rename: dict[str, str]) -> str:

@@ -21,7 +21,6 @@ so none of it is left to transformers.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import Facts
@@ -77,11 +76,11 @@ class Attention(Technique):
         elif self.backend.startswith(HUB):
             yield from self._check_hub(facts)
         elif self.backend not in BACKENDS:
-            near = difflib.get_close_matches(self.backend, BACKENDS, 1)
+            near = nearest(self.backend, BACKENDS)
             yield (
                 f"backend: there is no {self.backend}"
                 + (
-                    f". Did you mean {near[0]}?"
+                    f". Did you mean {near}?"
                     if near
                     else f". There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
                 )

@@ -26,7 +26,6 @@ forward and backward at once, leaves out of both whatever nobody needs. Layers o
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -38,6 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
+from fxtune.errors import nearest
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
@@ -155,8 +155,8 @@ class Checkpointing(Technique):
         for option, names in (("save", self.save), ("recompute", self.recompute)):
             for name in names:
                 if name not in known and (layer or "." in name):
-                    close = difflib.get_close_matches(name, known, 1, 0.5)
-                    hint = f" Did you mean {close[0]}?" if close else ""
+                    close = nearest(name, known, 0.5)
+                    hint = f" Did you mean {close}?" if close else ""
                     yield (
                         f"{option}: {name} is no operator that torch knows, no group ({', '.join(GROUPS)}) and no linear of "
                         f"this model ({', '.join(shapes)}).{hint}"
@@ -175,10 +175,10 @@ class Checkpointing(Technique):
             yield f"mix: read by policy=mix alone, and policy is {self.policy.value}. Empty it, or set policy=mix."
         for level in self.mix:
             if level not in LEVELS:
-                close = difflib.get_close_matches(level, LEVELS, 1, 0.5)
+                close = nearest(level, LEVELS, 0.5)
                 yield (
                     f"mix: {level} is nothing that a layer may keep. Use {', '.join(LEVELS)}."
-                    + (f" Did you mean {close[0]}?" if close else "")
+                    + (f" Did you mean {close}?" if close else "")
                 )
         if any(count < 0 for count in self.mix.values()):
             yield f"mix: {min(self.mix.values())} layers are less than none. Use 0 or more."

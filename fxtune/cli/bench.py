@@ -61,7 +61,7 @@ def run(
         _ablate(list(overrides), count, before, hour, file)
         return
     found = priced(dataclasses.asdict(measure(config, count, before, profile=profile)), hour)
-    for note in [*config.techniques.idle(), *found["decided"]]:
+    for note in [*config.techniques.ignored_options(), *found["decided"]]:
         say(note)
     say(figures_table(found))
     if profile:

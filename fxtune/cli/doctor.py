@@ -278,10 +278,10 @@ def _recipe(config: Config) -> Finding:
         setting = RunBuilder(config)
     except UserError as error:
         return Finding(config.run.name, f"cannot run here: {redact(str(error))}", State.broken)
-    decided = "".join(f"\n{note}" for note in [*setting.config.techniques.idle(), *setting.decided])
+    decided = "".join(f"\n{note}" for note in [*setting.config.techniques.ignored_options(), *setting.decided])
     verdict = f"can run on {setting.facts.device_name}, weights in {setting.facts.dtype}"
     proof = "(`fxtune verify` builds it and proves that it acts)"
-    need, free = setting.techniques.need(setting.facts).device, setting.facts.free_memory
+    need, free = setting.techniques.memory_need(setting.facts).device, setting.facts.free_memory
     if need > free:
         return Finding(
             config.run.name,

@@ -64,7 +64,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[s
 
 def _run(setting: RunBuilder, loss: bool, each: bool, file: Optional[str]) -> None:
     _, data = setting.read()
-    for note in [*setting.config.techniques.idle(), *setting.decided]:
+    for note in [*setting.config.techniques.ignored_options(), *setting.decided]:
         say(note)
     made = setting.loss(setting.build())
     seen = [*setting.observe(made), *observe_data(data), *observe_step(setting, made, data.training)]
@@ -285,7 +285,7 @@ def _write(
     whole = {
         "acted": acted,
         "decided": setting.decided,
-        "techniques": setting.techniques.asked(),
+        "techniques": setting.techniques.options(),
         "evidence": [dataclasses.asdict(one) for one in seen],
         "loss": [dataclasses.asdict(one) for one in compared],
     }

@@ -219,7 +219,7 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         warm_up=warm_up,
         rows=_rows(plan, counted),
         decided=trainer.decided,
-        techniques=json.loads(json.dumps(trainer.techniques.asked())),
+        techniques=json.loads(json.dumps(trainer.techniques.options())),
         device=trainer.facts.device_name,
         packages=trainer.facts.packages,
         kernels=kernels,

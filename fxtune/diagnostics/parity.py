@@ -32,7 +32,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.objectives.causal_lm import backward
 from fxtune.techniques.attention.technique import Attention
-from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.techniques.rope import RopeType
@@ -125,7 +125,7 @@ def explained(setting: RunBuilder) -> str:
 
 def precision_of(setting: RunBuilder) -> str:
     """What matmuls round to: float32, tf32, bfloat16 or float16."""
-    computed = replace(setting.facts, techniques=setting.techniques.asked()).compute_dtype
+    computed = setting.facts.compute_dtype
     precision = setting.techniques.precision
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
@@ -194,7 +194,7 @@ class _Comparison:
     def _plain(self) -> Pipeline:
         """The techniques less those that must not change what is computed: attention is transformers' own choice."""
         off = copy.deepcopy(self.techniques)
-        off.lora.fused = Fused.off
+        off.lora.fused = Switch.off
         for name in OPTIONAL:
             getattr(off, name).enabled = False
         if self.setting.facts.text.get("attn_logit_softcapping"):

@@ -1,7 +1,4 @@
-"""This process's place in the world: its device and rank, and the facts of the machine, the packages and the model.
-
-`Facts` is plain frozen data, so that every technique's `check` can be tested for hardware that is not here.
-"""
+"""This process's place in the world: its device and rank, and the facts of the machine."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ import platform
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
-from typing import Any
 
 import torch
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.system.facts import Facts, installed_packages
+from fxtune.system.facts import MachineFacts, installed_packages
 from fxtune.system.host import cores, memory
 
 CONTEXT = 2**30
@@ -65,32 +61,30 @@ class World:
             _LIMITED.discard(world.device)
         return world
 
-    def facts(self, **known: Any) -> Facts:
-        """What is true of this machine, with `known` (model, dtype, packing, ...) added."""
-        here: dict[str, Any] = dict(
+    def facts(self, deterministic: bool = False) -> MachineFacts:
+        """The device, the memory and the packages here.
+
+        `deterministic`: count all memory as free but what a driver takes. What other processes leave free differs from run to
+        run, and `auto` decides by it.
+        """
+        name, capability, total = f"{cores()} cores, {platform.machine()}", None, memory()[0]
+        free = total
+        if self.device.type == "cuda":
+            card = torch.cuda.get_device_properties(self.device)
+            name, capability = card.name, (card.major, card.minor)
+            total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
+            free = total - CONTEXT if deterministic else min(torch.cuda.mem_get_info(self.device)[0], total)
+        return MachineFacts(
             device=self.device.type,
-            device_name=f"{cores()} cores, {platform.machine()}",
+            device_name=name,
+            capability=capability,
+            memory=total,
+            free_memory=free,
+            host_memory=memory()[0],
             cores=cores(),
             platform=platform.system(),
             packages=installed_packages(),
         )
-        if self.device.type == "cuda":
-            card = torch.cuda.get_device_properties(self.device)
-            total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
-            # What is free differs from run to run, and `auto` decides by it.
-            free = (
-                total - CONTEXT if known.get("deterministic") else min(torch.cuda.mem_get_info(self.device)[0], total)
-            )
-            here.update(
-                device_name=card.name,
-                capability=(card.major, card.minor),
-                memory=total,
-                free_memory=free,
-                host_memory=memory()[0],
-            )
-        else:
-            here.update(memory=memory()[0], free_memory=memory()[0], host_memory=memory()[0])
-        return Facts(**{**here, **known})
 
 
 def _limit(device: torch.device, gib: float) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,16 +32,15 @@ from fxtune.kernels import fp8
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 
 
-def bytes_per_weight(options: Mapping[str, Any]) -> float:
+def bytes_per_weight(kind: str, double: bool = True) -> float:
     """Bytes that a quantised linear takes for each of its weights, scales included.
 
-    `options`: of the technique, as in `facts.techniques["quantize"]`; its `type` (nf4, int8 or fp8) and `double` are read. Row
-    scales (int8's and fp8's, 4 bytes a row) are counted as if rows were 4,096 long. fp8: with the transpose.
+    `kind`: nf4, int8 or fp8; `double`: whether nf4's scales are quantised, too. Row scales (int8's and fp8's, 4 bytes a row) are
+    counted as if rows were 4,096 long. fp8 includes the transpose.
     """
-    kind = str(getattr(options["type"], "value", options["type"]))
     if kind in ("int8", "fp8"):
         return (1 + 4 / 4096) * (2 if kind == "fp8" else 1)
-    scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if options["double"] else 4 / NF4_BLOCK
+    scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if double else 4 / NF4_BLOCK
     return 0.5 + scales
 
 

@@ -32,9 +32,9 @@ from fxtune.kernels.matmul import CUBLAS
 from fxtune.models.structure import backbone, observed
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.base import Evidence
+from fxtune.techniques.base import Evidence, Switch
 from fxtune.techniques.compile.cuda_graphs import Recorder
-from fxtune.techniques.liger.technique import Liger, Switch
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.precision import LossScale, Precision
 
 LOGITS = {

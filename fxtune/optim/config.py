@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fxtune.system.facts import Facts, Library, c_compiler
+from fxtune.system.facts import MachineFacts, c_compiler
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.quantize import Library
 
 QUANT = "Install it with pip install 'fxtune[quant]'"
 
@@ -72,7 +74,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
     elif config.library is not Library.auto:
         yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
-    if config.name is OptimizerName.apex_adamw and (why := facts.without_apex()):
+    if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
         yield from _not_rounded(config, facts)
@@ -102,7 +104,7 @@ def _unread(config: OptimizerConfig) -> Iterator[str]:
             )
 
 
-def library(config: OptimizerConfig, facts: Facts) -> Library:
+def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
     """Whose adamw_8bit it is under `facts`; `auto` where there is none."""
     if config.library is not Library.auto:
         return config.library
@@ -118,7 +120,7 @@ def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
             "false."
         )
-    if "lora" in facts.techniques:
+    if facts.techniques.lora.enabled:
         yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
     elif facts.dtype != "bfloat16":
         yield (

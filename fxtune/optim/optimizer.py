@@ -24,8 +24,8 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.optim.skip_nonfinite import LIMIT, Guard, unwaiting
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.facts import Library
 from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
+from fxtune.techniques.quantize import Library
 
 Scalar = int | float | bool
 

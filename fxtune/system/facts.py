@@ -1,6 +1,6 @@
-"""What is known of the machine, the installed packages and the model, as plain frozen data.
+"""The device, the memory and the installed packages of this machine, as plain frozen data.
 
-A technique's `check` reads nothing else, so it is tested for hardware that is not here.
+`World.facts()` collects them. techniques/facts.py adds what is known of a run.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass, field
-from enum import Enum
 from importlib import metadata
-from typing import Any
 
 PACKAGES = (
     "torch",
@@ -35,73 +33,41 @@ PACKAGES = (
 
 
 APEX = "nvidia-apex"
-"""Apex with its CUDA extensions. PyPI's `apex` is another project, so the name says nothing."""
-
-
-class Library(str, Enum):
-    """Whose 8-bit and 4-bit code runs."""
-
-    auto = "auto"
-    bitsandbytes = "bitsandbytes"
-    torchao = "torchao"
+"""Apex with its CUDA extensions. PyPI's `apex` is another project, so a version of `apex` alone says nothing."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What can be relied on here. Memory in bytes; `capability` as (major, minor), None without a GPU."""
+class MachineFacts:
+    """The device and the packages of one machine. Memory is in bytes."""
 
     device: str = "cpu"
+    """The type of the torch device: `cpu` or `cuda`."""
     device_name: str = "cpu"
     capability: tuple[int, int] | None = None
+    """The compute capability as (major, minor), None without a GPU."""
     memory: int = 0
+    """Memory of the device, the GPU's or the host's."""
+    free_memory: int = 0
+    """The part of `memory` that no process uses yet."""
+    host_memory: int = 0
     cores: int = 1
     platform: str = "Linux"
     packages: dict[str, str] = field(default_factory=dict)
-    """Installed version of each package in PACKAGES; a package that is missing has no key."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
-    dtype: str = "float32"
-    """The dtype that the model's weights will have: float32, bfloat16 or float16."""
-    packing: bool = False
-    sequence_length: int = 0
-    rows: tuple[int, ...] = ()
-    """The lengths in tokens that a batch's rows can have (one with packing, the buckets without)."""
-    micro_batch_size: int = 1
-    free_memory: int = 0
-    """Bytes of `memory` that nobody uses yet."""
-    host_memory: int = 0
-    optimizer: str = "adamw"
-    stochastic_rounding: bool = False
-    """Whether the optimizer rounds weights by chance, and so keeps its moments in float32."""
-    deterministic: bool = False
-    """Whether the same run twice must give the same bits."""
-    techniques: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The options of each technique that is enabled, by its name. `Pipeline` fills it in."""
+    """The installed version of each package in PACKAGES. A missing package has no key."""
 
-    @property
-    def text(self) -> dict[str, Any]:
-        """The config of the language model inside `model`."""
-        return self.model.get("text_config") or self.model
-
-    def without_apex(self) -> str | None:
-        """Why NVIDIA's Apex cannot run here and what to change, up to what to use in its place; None: it can."""
+    def apex_problem(self) -> str | None:
+        """Why NVIDIA's Apex cannot run here and how to get it, or None if it can."""
         if self.device != "cuda":
             return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"
         if APEX in self.packages:
             return None
         found = (
-            "the package `apex` that is installed has no CUDA extensions (amp_C): it is PyPI's, which is another project, "
-            "or was built without them"
+            "the installed package `apex` has no CUDA extensions (amp_C): it is PyPI's, which is another project, or was "
+            "built without them"
             if "apex" in self.packages
             else "NVIDIA's Apex is not installed"
         )
         return f"{found}. Build it from github.com/NVIDIA/apex with its cpp_ext and cuda_ext"
-
-    @property
-    def compute_dtype(self) -> str:
-        """The dtype that matmuls and attention run in: autocast's, or the weights'."""
-        autocast = self.techniques.get("precision", {}).get("autocast", "none")
-        return self.dtype if autocast == "none" else str(getattr(autocast, "value", autocast))
 
 
 def installed_packages() -> dict[str, str]:
@@ -117,5 +83,5 @@ def installed_packages() -> dict[str, str]:
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton would use to launch what it compiled, or None."""
+    """The C compiler that Triton uses to build the launchers of its kernels, or None."""
     return shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """How far a norm's output may be from what it was, relative to its norm."""
@@ -37,7 +39,7 @@ class Apex(Technique):
         self._apart: list[float] = []
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if why := facts.without_apex():
+        if why := facts.apex_problem():
             yield f"enabled: {why}, or set it to false."
         if not self.layer_norm and not self.rms_norm:
             yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
@@ -45,12 +47,12 @@ class Apex(Technique):
             ("liger", "Liger's kernels replace the same norms"),
             ("compile", "torch.compile fuses norms itself, and cannot look into Apex's"),
         ):
-            if other in facts.techniques:
+            if getattr(facts.techniques, other).enabled:
                 yield f"enabled: {why}. Set it to false, or techniques.{other}.enabled."
-        autocast = facts.techniques.get("precision", {}).get("autocast", "none")
-        if autocast != "none":
+        precision = facts.techniques.precision
+        if precision.casts:
             yield (
-                f"enabled: Apex's norms would compute in {autocast} under autocast, where torch's stay in float32. Set "
+                f"enabled: Apex's norms would compute in {precision.autocast.value} under autocast, where torch's stay in float32. Set "
                 "techniques.precision.autocast=none, or this to false."
             )
 

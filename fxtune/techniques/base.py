@@ -1,51 +1,59 @@
-"""The contract of a technique: one optimisation or method that a recipe can ask for.
+"""The contract of a technique: one optimisation or method that a recipe can switch on.
 
-A technique is one file and one dataclass. Its fields are its options, so the recipe's YAML is its constructor. It answers
-three questions: can this act here (`check`, before a weight is loaded), how is it done (`configure` on the Hugging Face
-config, `apply` on the model), and did it act (`verify`, by observation of the built model). Asked for and not done is an
-error, never a print. An option's `auto` is decided once, by `resolve`, so that the other four read concrete values only.
+A technique is one dataclass. Its fields are its options, so the recipe's YAML is its constructor. It answers three questions:
+can it act here (`check`, before a weight is loaded), how does it act (`configure` on the Hugging Face config, `apply` on the
+model), and did it act (`verify`, by observing the built model). A technique that is enabled and does not act is an error,
+never a print. `resolve` decides every `auto` once, so the other methods read concrete values only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fxtune.distributed.world import World
+
 if TYPE_CHECKING:
-    from fxtune.distributed.world import World
-    from fxtune.system.facts import Facts
+    from fxtune.techniques.facts import Facts
+
+
+class Switch(str, Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One observation: what was asked for, what was seen on the built model, and whether the two agree."""
+    """One observation on the built model."""
 
     technique: str
     asked: str
+    """What the recipe asks for."""
     observed: str
     acted: bool
+    """Whether the observation shows what was asked for."""
 
 
 @dataclass
 class Technique:
     enabled: bool = False
-    """Whether this technique is asked for. Everything else here is read only when it is."""
+    """Whether to use this technique. Its other options have no effect without it."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        """Yield each reason why this cannot run under `facts`: the option's name, a colon, and what to change.
-
-        Nothing yielded: it can.
-        """
+        """Yield each reason why this cannot run under `facts`: the option's name, a colon, and what to change."""
         yield from ()
 
     def resolve(self, facts: Facts) -> str | None:
-        """Replace each `auto` by what it means under `facts`, in place. Returns what was chosen and why; None: nothing was.
+        """Replace each `auto` by its value under `facts`, in place. Returns the decisions and why, None if there were none.
 
-        Called on a copy of what the recipe asks for, after check() and before configure(). Where nothing can be chosen, an
-        `auto` stays, and check() says why.
+        The pipeline calls this on a copy of the recipe's options, after check() and before configure(). `facts.techniques` is
+        that copy: the techniques before this one are already resolved. An `auto` without a possible value stays, and check()
+        says why.
         """
         return None
 
@@ -57,5 +65,5 @@ class Technique:
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Yield what can be observed on the built model. `probe`: keyword arguments of `model` for one small packed row."""
+        """Yield observations on the built model. `probe`: keyword arguments of `model` for one small packed row."""
         yield from ()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
@@ -30,8 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import decoder_layers, observed
-from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100
@@ -103,9 +105,14 @@ class Precision(Technique):
         self.tf32 = facts.device == "cuda" and (facts.capability or (0, 0)) >= AMPERE
         return "tf32 on, this card has it" if self.tf32 else None
 
+    @property
+    def casts(self) -> bool:
+        """Whether matmuls run in another dtype than the weights'."""
+        return self.enabled and self.autocast is not Autocast.none
+
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context that a forward pass (not its backward) runs in."""
-        if not self.enabled or self.autocast is Autocast.none:
+        if not self.casts:
             return nullcontext()
         return torch.autocast(device.type, dtype=getattr(torch, self.autocast.value))
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,9 +41,12 @@ from fxtune.kernels.quantized import (
     stored_bytes,
 )
 from fxtune.models.structure import observed, skeleton
-from fxtune.system.facts import Facts, Library
 from fxtune.system.profiler import operators, short
 from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+    from fxtune.techniques.lora.technique import Lora
 
 GIB = 2**30
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
@@ -53,6 +56,14 @@ WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
 """|dequantised - weight| / |weight|. Of normal weights nf4 loses 0.09, int8 with a scale a row 0.01, fp8 0.027."""
 MULTIPLE = 16
 """fp8's products take matrices whose sizes are multiples of this."""
+
+
+class Library(str, Enum):
+    """The package that stores weights or the optimizer's moments in 8 or 4 bits."""
+
+    auto = "auto"
+    bitsandbytes = "bitsandbytes"
+    torchao = "torchao"
 
 
 class Type(str, Enum):
@@ -89,8 +100,8 @@ class Quantize(Technique):
 
     def check(self, facts: Facts) -> Iterator[str]:
         library, fp8 = self._library(facts), self.type is Type.fp8
-        lora = facts.techniques.get("lora")
-        if lora is None:
+        lora = facts.techniques.lora
+        if not lora.enabled:
             yield (
                 f"enabled: weights in {self.type.value} cannot be trained, only adapters over them. Set "
                 "techniques.lora.enabled=true, or this to false."
@@ -106,15 +117,15 @@ class Quantize(Technique):
         if self.type is not Type.nf4 and not self.double:
             yield f"double: nf4's scales alone can be quantised, and type is {self.type.value}. Set it to true, or type to nf4."
         yield from self._compute(facts)
-        yield from self._adapters(lora or {}, library)
+        yield from self._adapters(lora, library)
         model = skeleton(facts.model)
         if (self.head or self.embeddings) and not fp8:
             which = "head" if self.head else "embeddings"
             yield f"{which}: {self.type.value} quantises linears besides the head. Set it to false, or type to fp8."
         elif model is not None:
-            yield from self._ends(model, facts, lora or {})
+            yield from self._ends(model, facts)
         if model is not None:
-            yield from self._linears(model, facts, lora or {}, library)
+            yield from self._linears(model, facts, library)
 
     def _fp8(self, facts: Facts) -> Iterator[str]:
         """What only products in fp8 need."""
@@ -131,7 +142,7 @@ class Quantize(Technique):
             )
             yield f"compute_dtype: fp8's products come out in bfloat16, and this asks for {compute}. Set {of}."
 
-    def _ends(self, model: Any, facts: Facts, lora: dict[str, Any]) -> Iterator[str]:
+    def _ends(self, model: Any, facts: Facts) -> Iterator[str]:
         """Why this model's head and embeddings cannot be in fp8."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
@@ -144,7 +155,8 @@ class Quantize(Technique):
         tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
         if self.embeddings and tied and not self.head:
             yield "embeddings: this model's head and embeddings are one tensor. Set head=true, too, or this to false."
-        trained = {*lora.get("modules_to_save", []), *lora.get("target_modules", [])}
+        lora = facts.techniques.lora
+        trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
             if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
@@ -178,25 +190,26 @@ class Quantize(Technique):
                 "model.dtype=float16. Set one of them, or compute_dtype to auto."
             )
 
-    def _adapters(self, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
-        init = str(getattr(lora.get("init"), "value", lora.get("init")))
-        if init in ("pissa", "olora"):
+    def _adapters(self, lora: Lora, library: Library | None) -> Iterator[str]:
+        if not lora.enabled:
+            return
+        if lora.init in ("pissa", "olora"):
             yield (
-                f"enabled: techniques.lora.init={init} takes a part out of the weights, and what is left would have to be "
+                f"enabled: techniques.lora.init={lora.init.value} takes a part out of the weights, and what is left would have to be "
                 "quantised anew. Use init=default."
             )
-        if lora.get("dora") and self.type is Type.fp8:
+        if lora.dora and self.type is Type.fp8:
             yield (
                 "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use nf4 "
                 "or int8."
             )
-        elif lora.get("dora") and library is Library.torchao:
+        elif lora.dora and library is Library.torchao:
             yield (
                 "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
                 "Use bitsandbytes."
             )
 
-    def _linears(self, model: nn.Module, facts: Facts, lora: dict[str, Any], library: Library | None) -> Iterator[str]:
+    def _linears(self, model: nn.Module, facts: Facts, library: Library | None) -> Iterator[str]:
         """What there is to quantise in this model, and whether it and its 16-bit self have a place."""
         found = [(name, linear) for name, _, _, linear in self._targets(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
@@ -211,7 +224,9 @@ class Quantize(Technique):
             if not any(_named(there, name) for there in every):
                 there = ", ".join(sorted({one.rpartition(".")[2] for one in every}))
                 yield f"skip: {name} is no linear of this model. Its linears are {there}."
-        trained = [name for name in lora.get("modules_to_save", []) if any(_named(there, name) for there, _ in found)]
+        lora = facts.techniques.lora
+        saved = lora.modules_to_save if lora.enabled else []
+        trained = [name for name in saved if any(_named(there, name) for there, _ in found)]
         if trained:
             yield (
                 f"skip: techniques.lora.modules_to_save trains {', '.join(trained)} in full, and quantised weights cannot be "
@@ -237,7 +252,7 @@ class Quantize(Technique):
             return
         size = 4 if facts.dtype == "float32" else 2
         whole = total * size / GIB
-        left = whole - inside * (size - bytes_per_weight({"type": self.type, "double": self.double})) / GIB
+        left = whole - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
         if left > free:
             yield (

@@ -23,14 +23,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 FULL = "full_attention"
 CLOSE = 1e-5

@@ -30,7 +30,8 @@ from fxtune.optim import config as update_rule
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.pipeline import make_probe, refuse
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.pipeline import make_probe, require_acted
 from fxtune.tracking.tracker import Display
 from fxtune.training import oom_advice
 from fxtune.training.oom_advice import Stage
@@ -57,7 +58,8 @@ class RunBuilder:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _obstacles_together(config):
             self.hf_config = models.load_config(config.model)
-        self.facts = self.world.facts(
+        self.facts = Facts.of(
+            self.world,
             model=self.hf_config.to_dict(),
             dtype=str(models.resolve_dtype(config.model, self.world)).removeprefix("torch."),
             packing=config.data.packing,
@@ -67,12 +69,13 @@ class RunBuilder:
             optimizer=config.optimizer.name.value,
             stochastic_rounding=config.optimizer.stochastic_rounding,
             deterministic=config.run.deterministic,
+            techniques=config.techniques,
         )
-        asked = replace(self.facts, techniques=config.techniques.asked())
-        self.techniques, self.decided = config.techniques.ready(
-            self.facts, list(update_rule.check(config.optimizer, asked))
+        self.techniques, self.decided = config.techniques.resolved(
+            self.facts, list(update_rule.check(config.optimizer, self.facts))
         )
         """Every `auto` decided, and what was decided and why."""
+        self.facts = replace(self.facts, techniques=self.techniques)
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data. They come before the weights: a bad row is found in seconds, an 8B model takes a minute
@@ -106,7 +109,7 @@ class RunBuilder:
 
     def prove(self, loss: Loss) -> list[Evidence]:
         """What is observed of every technique on the model of `loss`, and of that. Raises ConfigError where one did not act."""
-        return refuse(self.observe(loss))
+        return require_acted(self.observe(loss))
 
     def observe(self, loss: Loss) -> list[Evidence]:
         """prove() without the error."""
@@ -133,7 +136,7 @@ class RunBuilder:
         not the largest that the recipe may have.
         """
         rows = rows or self.facts.micro_batch_size
-        width = width or max(self.facts.rows, default=self.facts.sequence_length)
+        width = width or self.facts.row_length
         facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
         found = oom_advice.remedies(facts, self.techniques, self.config.optimizer, stage)
         return HardwareError(f"{what}\n{oom_advice.told(*found, stage, rows, width)}")
@@ -148,7 +151,7 @@ def of_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tu
     same = ResumeCheck(folder.path, goes_on, config.run.deterministic, note)
     if was := same.decided(config.techniques, setting.techniques):
         setting = RunBuilder(replace(config, techniques=was))
-    same.open(config.model, config.optimizer, setting.techniques.asked(), setting.facts)
+    same.open(config.model, config.optimizer, setting.techniques.options(), setting.facts)
     return setting, same
 
 

@@ -13,9 +13,9 @@ from enum import Enum
 from fxtune.errors import ConfigError
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.estimate.memory import CONTEXT, Need
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize import Type
 
@@ -49,14 +49,16 @@ def remedies(facts: Facts, techniques: Pipeline, config: OptimizerConfig, stage:
 
     `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided.
     """
-    need = _bytes(techniques.need(facts), stage) - (CONTEXT if facts.device == "cpu" else 0)
+    need = _bytes(techniques.memory_need(facts), stage) - (CONTEXT if facts.device == "cpu" else 0)
     found = []
     for change, other, pipeline in _ways(facts, techniques, config, stage):
         try:
-            ready, _ = pipeline.ready(other)
+            ready, _ = pipeline.resolved(other)
         except ConfigError:
             continue
-        found.append(Remedy(change, _bytes(techniques.need(facts), stage) - _bytes(ready.need(other), stage)))
+        found.append(
+            Remedy(change, _bytes(techniques.memory_need(facts), stage) - _bytes(ready.memory_need(other), stage))
+        )
     worth = [remedy for remedy in found if remedy.saves > WORTH * need]
     return need, sorted(worth, key=lambda remedy: -remedy.saves)[:MOST]
 
@@ -89,7 +91,7 @@ def _ways(
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
     """(what to change, the facts then, the techniques then) of each change there is."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
-    width = max(facts.rows, default=facts.sequence_length)
+    width = facts.row_length
     if stage is Stage.training and facts.micro_batch_size > 1:
         less = facts.micro_batch_size // 2
         yield f"train.micro_batch_size={less}", replace(facts, micro_batch_size=less), techniques
@@ -104,8 +106,7 @@ def _ways(
     if not lora.enabled:
         yield "techniques.lora.enabled=true", facts, replace(techniques, lora=replace(lora, enabled=True))
         eight = OptimizerConfig(**{**vars(config), "name": OptimizerName.adamw_8bit})
-        asked = replace(facts, techniques=techniques.asked())
-        if config.name is OptimizerName.adamw and not list(update_rule.check(eight, asked)):
+        if config.name is OptimizerName.adamw and not list(update_rule.check(eight, facts)):
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
         change = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"

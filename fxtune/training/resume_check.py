@@ -32,7 +32,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json, replace_text
-from fxtune.system.facts import Facts
+from fxtune.techniques.facts import Facts
 
 FILE = "setting.json"
 SAMPLES = 64

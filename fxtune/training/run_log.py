@@ -103,7 +103,7 @@ def introduction(config: Config, setting: RunBuilder, data: PreparedData) -> Ite
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned memory "
         f"{'on' if loader.pin_memory else 'off'}"
     )
-    yield from config.techniques.idle()
+    yield from config.techniques.ignored_options()
     yield from setting.decided
     yield from _plan(data.training, config.train.global_batch_size)
     if data.evaluation:

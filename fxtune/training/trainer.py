@@ -96,7 +96,7 @@ class Trainer:
         self.startup.done("model")
         self.loss = setting.loss(self.model)
         evidence = setting.prove(self.loss)
-        same.built(self.model, setting.techniques.asked())
+        same.built(self.model, setting.techniques.options())
         folder.write("evidence.json", [dataclasses.asdict(seen) for seen in evidence])
         screen.evidence(evidence)
         self.startup.done("proofs")

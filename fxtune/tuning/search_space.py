@@ -21,14 +21,13 @@ import torch
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import decoder_layers, skeleton
-from fxtune.system.facts import Facts
 from fxtune.techniques.attention.backends import BACKENDS
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import fuse, gemm_choice
-from fxtune.techniques.lora.technique import Fused
-from fxtune.techniques.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -107,16 +106,17 @@ def outlook(config: Config, ground: SearchContext) -> Candidate:
     """What the point `config` would meet on `ground`."""
     facts = replace(ground.facts, micro_batch_size=config.train.micro_batch_size)
     try:
-        techniques = _decided(config.techniques, facts)
+        # The card belongs to the trials, so the search times no kernel on it. The forecast does not depend on those.
+        techniques, _ = config.techniques.resolved(facts, measure=False)
         workers = config.loader.resolved(torch.device(facts.device)).num_workers
     except ConfigError as error:
         first, *reasons = str(error).splitlines()
         told = (reasons[0] if reasons else first).strip().removeprefix("techniques.")
         return Candidate({}, refused=told + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""))
-    asked = techniques.asked()
+    asked = techniques.options()
     everything = Checkpointing(policy=Policy.none).keeping()
     keeping = techniques.checkpointing.keeping() if techniques.checkpointing.enabled else everything
-    need = forecast(replace(facts, techniques=asked), keeping).device
+    need = forecast(replace(facts, techniques=techniques), keeping).device
     if facts.device == "cuda" and techniques.compile.enabled and config.techniques.liger.enabled:
         asked["liger"] = dataclasses.asdict(
             config.techniques.liger
@@ -128,19 +128,6 @@ def outlook(config: Config, ground: SearchContext) -> Candidate:
         need,
         fits=need <= facts.free_memory * (1 + MARGIN),
     )
-
-
-def _decided(asked: Pipeline, facts: Facts) -> Pipeline:
-    """The techniques with each `auto` decided, as far as that needs no card: Liger's kernels are measured under the compiler,
-    where the forecast does not depend on them.
-    """
-    asked.check(facts)
-    made = copy.deepcopy(asked)
-    for name, technique in made.enabled():
-        measures = name == "liger" and made.compile.enabled
-        technique.resolve(replace(facts, techniques=made.asked(), device="cpu" if measures else facts.device))
-    made.check(facts)
-    return made
 
 
 def micro_batch(config: Config, ground: SearchContext) -> Iterator[Deltas]:
@@ -226,9 +213,9 @@ def fused_lora(config: Config, ground: SearchContext) -> Iterator[Deltas]:
 
 def matmul(config: Config, ground: SearchContext) -> Iterator[Deltas]:
     """Whose kernel multiplies by the weights of fused adapters, on a card that has two."""
-    if not config.techniques.lora.enabled or config.techniques.lora.fused is Fused.off:
+    if not config.techniques.lora.enabled or config.techniques.lora.fused is Switch.off:
         return
-    facts = replace(ground.facts, micro_batch_size=config.train.micro_batch_size, techniques=config.techniques.asked())
+    facts = replace(ground.facts, micro_batch_size=config.train.micro_batch_size, techniques=config.techniques)
     if not (fuse.hindrance(facts) or gemm_choice.hindrance(facts)):
         yield from ({"techniques.lora.matmul": kernel} for kernel in ("cute", "cublas"))
 

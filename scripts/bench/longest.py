@@ -19,7 +19,6 @@ length that ran out of memory is beyond it, whatever the line says.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
@@ -34,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
-    from fxtune.system.facts import Facts
     from fxtune.techniques.checkpointing.plan import RecomputePlan
+    from fxtune.techniques.facts import Facts
 
 GIB = 1 << 30
 TILE = 8192
@@ -226,7 +225,8 @@ def facts_of(
     """What the forecast needs to know of one length, each `auto` decided, and what layers then keep."""
     from fxtune.config.compose import load
     from fxtune.models import load as models
-    from fxtune.system.facts import PACKAGES, Facts
+    from fxtune.system.facts import PACKAGES
+    from fxtune.techniques.facts import Facts
 
     config = load(settings(length, args, senders))
     facts = Facts(
@@ -240,14 +240,8 @@ def facts_of(
         micro_batch_size=1,
         optimizer=config.optimizer.name.value,
     )
-    techniques = copy.deepcopy(config.techniques)
-    for (
-        name,
-        technique,
-    ) in techniques.enabled():  # Liger's kernels are timed on the card, and the forecast does not hang on them
-        asked = replace(facts, techniques=techniques.asked())
-        technique.resolve(replace(asked, device="cpu") if name == "liger" else asked)
-    return replace(facts, techniques=techniques.asked()), techniques.checkpointing.keeping()
+    techniques, _ = config.techniques.decided(facts, measure=False)
+    return replace(facts, techniques=techniques), techniques.checkpointing.keeping()
 
 
 def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tuple[Row, Facts]:
@@ -373,7 +367,7 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
 
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
     room, host = (1 - SPARE) * facts.free_memory, HOST_SHARE * facts.host_memory
-    sends = facts.techniques["checkpointing"]["offload"]
+    sends = facts.techniques.checkpointing.offload
     tokens = stay = 0
     for length in range(STEP, FARTHEST, STEP):
         staying = layers - 1 - min(int(host // pinned(length * hidden)), layers - 1) if sends else 0

@@ -19,9 +19,9 @@ from fxtune.errors import StorageError
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, moment_bytes
 from fxtune.system.atomic_files import DTYPES, write_tensors
-from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.facts import Facts
 
 
 def save(checkpoints, step, **state):

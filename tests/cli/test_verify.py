@@ -235,7 +235,7 @@ def test_each_takes_one_technique_away_at_a_time(cwd, capsys):
 
 def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypatch):
     def check(self, facts):
-        if "checkpointing" not in facts.techniques:
+        if not facts.techniques.checkpointing.enabled:
             yield "fullgraph: needs checkpointing, says this test."
 
     monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.check", check)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from support import reference
 
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-def pipeline(compiled: bool = True, backend: str = "auto", fused: Fused = Fused.auto, **options: Any) -> Pipeline:
+def pipeline(compiled: bool = True, backend: str = "auto", fused: Switch = Switch.auto, **options: Any) -> Pipeline:
     made = Pipeline(checkpointing=Checkpointing(enabled=True, **options))
     made.lora.fused = fused
     made.precision.autocast = type(made.precision.autocast)("bfloat16")
@@ -136,7 +136,8 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
     """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
     from fxtune.distributed.world import World
 
-    facts = World(torch.device("cuda", 0)).facts(
+    facts = Facts.of(
+        World(torch.device("cuda", 0)),
         model=shape,
         dtype="bfloat16",
         packing=True,
@@ -144,8 +145,8 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
         rows=(tokens,),
         micro_batch_size=1,
         optimizer="none",
+        techniques=measured.pipeline,
     )
-    facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
     need = forecast(facts, measured.pipeline.checkpointing.keeping())
     return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
 
@@ -201,11 +202,11 @@ def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
         print(f"\n{shape} {name}: {seen}, without checkpointing {none}")
 
 
-@pytest.mark.parametrize("fused", [Fused.on, Fused.off], ids=["fused", "peft"])
+@pytest.mark.parametrize("fused", [Switch.on, Switch.off], ids=["fused", "peft"])
 def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
-        if fused is Fused.off and name in (
+        if fused is Switch.off and name in (
             "attention",
             "offload",
         ):  # what they add to the forecast does not hang on adapters
@@ -292,7 +293,8 @@ def test_pinned_memory_is_at_most_what_was_forecast():
 
     measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
     measured.step()
-    facts = World(torch.device("cuda", 0)).facts(
+    facts = Facts.of(
+        World(torch.device("cuda", 0)),
         model=BIG,
         dtype="bfloat16",
         packing=True,
@@ -300,8 +302,8 @@ def test_pinned_memory_is_at_most_what_was_forecast():
         rows=(8192,),
         micro_batch_size=1,
         optimizer="none",
+        techniques=measured.pipeline,
     )
-    facts = replace(facts, techniques={name: asdict(one) for name, one in measured.pipeline.enabled()})
     said = forecast(facts, measured.pipeline.checkpointing.keeping()).host
     print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
     assert 0.7 * said < measured.model.offload.pinned <= 1.1 * said
@@ -363,7 +365,7 @@ def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
     assert whole - tiled > 1.5 * wide
 
 
-@pytest.mark.parametrize("fused", [Fused.on, Fused.off], ids=["fused", "peft"])
+@pytest.mark.parametrize("fused", [Switch.on, Switch.off], ids=["fused", "peft"])
 def test_the_compilers_budget_is_kept_to(fused):
     peaks = {}
     for share in (1.0, 0.6, 0.2):
@@ -375,7 +377,7 @@ def test_the_compilers_budget_is_kept_to(fused):
         freed()
     # Fused operators are few and wide: what 60 % of a layer's bytes can hold of them may be no more than what 20 % can.
     assert peaks[1.0] > peaks[0.6] >= peaks[0.2]
-    assert fused is Fused.on or peaks[0.6] > peaks[0.2]
+    assert fused is Switch.on or peaks[0.6] > peaks[0.2]
 
 
 def test_our_attention_operator_is_not_run_again():

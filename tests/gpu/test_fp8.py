@@ -17,6 +17,7 @@ from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import dequantized, is_quantized
 from fxtune.kernels.swiglu import gated, gated_backward
 from fxtune.models.load import DType, Init, ModelConfig, load_config
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import Quantize, Type
 
@@ -255,10 +256,10 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         world, hf_config = World.create(), load_config(model)
-        facts = world.facts(
-            model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+        facts = Facts.of(
+            world, model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
         )
-        chosen, _ = pipeline(quantised=quantised).ready(facts)
+        chosen, _ = pipeline(quantised=quantised).resolved(facts)
         built = chosen.build(model, hf_config, world, 0)
         weights = sum(parameter.numel() * parameter.element_size() for parameter in built.parameters())
         if quantised:

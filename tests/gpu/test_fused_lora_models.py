@@ -13,10 +13,11 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.lora.technique import Fused, Lora, Matmul
+from fxtune.techniques.lora.technique import Lora, Matmul
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import Autocast, Precision
 
@@ -39,7 +40,7 @@ LAYERS_OF_8B = dict(
 )
 
 
-def pipeline(fused: Fused, compiled: bool = False, policy: Policy | None = None, **options) -> Pipeline:
+def pipeline(fused: Switch, compiled: bool = False, policy: Policy | None = None, **options) -> Pipeline:
     made = Pipeline(
         lora=Lora(enabled=True, fused=fused),
         precision=Precision(autocast=Autocast.bfloat16),
@@ -58,7 +59,7 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
-    found = reference.ours(pipeline(Fused.auto, compiled), shape, given, lora=True)
+    found = reference.ours(pipeline(Switch.auto, compiled), shape, given, lora=True)
     assert any("fused on" in note for note in found.notes), found.notes
     assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), (
         found.evidence
@@ -74,7 +75,7 @@ def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)) or found[-1])
     for matmul in (Matmul.auto, Matmul.cublas):
         found.clear()
-        made = pipeline(Fused.on, True)
+        made = pipeline(Switch.on, True)
         made.lora.matmul = matmul
         *_, notes = reference.build(made, LAYERS_OF_8B, reference.batch(LAYERS_OF_8B, (1500, 1500)), lora=True)
         assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
@@ -93,7 +94,7 @@ def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_no_more_than_rounding(options, compiled):
     """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
-    treated = reference.ours(pipeline(Fused.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
+    treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
     if compiled:
         exact = reference.plain("llama", reference.batch("llama"), lora=True)
         off, usual = (reference.apart(one, exact)["grads"] for one in (treated, whole(compiled)))
@@ -105,13 +106,13 @@ def test_checkpointing_changes_no_more_than_rounding(options, compiled):
 @functools.cache
 def whole(compiled: bool) -> reference.Result:
     """The same without checkpointing."""
-    return reference.ours(pipeline(Fused.on, compiled), "llama", reference.batch("llama"), lora=True)
+    return reference.ours(pipeline(Switch.on, compiled), "llama", reference.batch("llama"), lora=True)
 
 
 def test_the_frozen_weights_are_stored_once():
     given = reference.batch(LAYERS_OF_8B, (64, 64))
     sizes = {}
-    for fused in (Fused.off, Fused.on):
+    for fused in (Switch.off, Switch.on):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -120,10 +121,10 @@ def test_the_frozen_weights_are_stored_once():
         torch.cuda.empty_cache()
         sizes[fused] = torch.cuda.memory_allocated() - before
         del model
-    assert sizes[Fused.on] < 1.02 * sizes[Fused.off], sizes
+    assert sizes[Switch.on] < 1.02 * sizes[Switch.off], sizes
 
 
-def measured(fused: Fused, policy: Policy | None, given) -> tuple[float, float]:
+def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]:
     """Seconds and peak GiB of a compiled forward and backward."""
     from fxtune.objectives.causal_lm import Loss
 
@@ -150,12 +151,12 @@ def measured(fused: Fused, policy: Policy | None, given) -> tuple[float, float]:
 def test_a_compiled_step_is_faster_and_holds_no_more(policy):
     given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)
     found = {}
-    for fused in (Fused.off, Fused.on):
+    for fused in (Switch.off, Switch.on):
         found[fused] = measured(fused, policy, given)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    (plain, plain_peak), (ours, our_peak) = found[Fused.off], found[Fused.on]
+    (plain, plain_peak), (ours, our_peak) = found[Switch.off], found[Switch.on]
     print(
         f"policy {policy and policy.value}: peft {plain * 1e3:.1f} ms, {plain_peak:.2f} GiB; fused {ours * 1e3:.1f} ms, "
         f"{our_peak:.2f} GiB"
@@ -168,7 +169,7 @@ def test_generation_is_that_of_peft():
     given = reference.batch("llama", (64, 64))
     ids = torch.arange(3, 19, device="cuda").view(2, 8)
     answers = []
-    for fused in (Fused.off, Fused.on):
+    for fused in (Switch.off, Switch.on):
         model, *_ = reference.build(pipeline(fused), "llama", given, dtype="float32")
         with torch.autocast("cuda", enabled=False):
             answers.append(

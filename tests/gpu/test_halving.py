@@ -25,8 +25,9 @@ from fxtune.config.root import Config, OutOfMemory, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
 from fxtune.models.load import DType, Init, ModelConfig
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.compile.technique import CompileMode, Scope, Switch
+from fxtune.techniques.compile.technique import CompileMode, Scope
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import Display, TrackingConfig
 from fxtune.training import trainer as train

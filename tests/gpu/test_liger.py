@@ -8,14 +8,17 @@ import time
 import pytest
 import torch
 from support import reference
+from support.architectures import enable
 from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import timing
-from fxtune.techniques.liger.technique import WHAT, Liger, Switch, _operations
+from fxtune.techniques.liger.technique import WHAT, Liger, _operations
 from fxtune.techniques.pipeline import Pipeline
 
 DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
@@ -253,13 +256,14 @@ def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
 @pytest.mark.timed
 def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    facts = World(torch.device("cuda", 0)).facts(
+    facts = Facts.of(
+        World(torch.device("cuda", 0)),
         model={**reference._config("llama").to_dict(), "hidden_size": 4096, "intermediate_size": 14336},
         dtype="bfloat16",
         rows=(16384,),
         packing=True,
         sequence_length=16384,
-        techniques={"compile": {}, "lora": {}},
+        techniques=enable(compile={}, lora={"fused": "off"}),
     )
     took, notes = [], []
     for _ in range(2):

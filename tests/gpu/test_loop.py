@@ -20,9 +20,8 @@ from fxtune.config.root import Config, Spikes, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.models.load import ModelConfig
 from fxtune.optim.config import OptimizerName
-from fxtune.system.facts import Library
-from fxtune.techniques.compile.technique import Switch
-from fxtune.techniques.liger.technique import Switch as Fused
+from fxtune.techniques.base import Switch
+from fxtune.techniques.quantize import Library
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import Display, TrackingConfig
 from fxtune.training import trainer as train
@@ -66,7 +65,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
     config.techniques.compile.enabled = True
     config.techniques.compile.cuda_graphs = Switch.off
     config.techniques.liger.enabled = True
-    config.techniques.liger.fused_linear_cross_entropy = Fused.on
+    config.techniques.liger.fused_linear_cross_entropy = Switch.on
     return config
 
 

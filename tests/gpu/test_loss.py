@@ -10,7 +10,8 @@ import torch
 from support import reference
 
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
-from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.base import Switch
+from fxtune.techniques.liger.technique import WHAT, Liger
 from fxtune.techniques.pipeline import Pipeline
 
 WORDS = 128256

@@ -18,8 +18,10 @@ from fxtune.kernels.matmul import CUTE, mm, served
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import operators
+from fxtune.techniques.base import Switch
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import gemm_choice
-from fxtune.techniques.lora.technique import Fused, Matmul
+from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 GPU = torch.device("cuda", 0)
@@ -186,9 +188,10 @@ def test_a_model_is_built_with_it_and_says_so():
     told = {}
     for choice in (Matmul.auto, Matmul.cublas, Matmul.cute):
         pipeline = Pipeline()
-        pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Fused.on, choice
+        pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Switch.on, choice
         config = load_config(model)
-        facts = world.facts(
+        facts = Facts.of(
+            world,
             model=config.to_dict(),
             dtype="bfloat16",
             packing=True,
@@ -196,7 +199,7 @@ def test_a_model_is_built_with_it_and_says_so():
             rows=(8192,),
             micro_batch_size=2,
         )
-        chosen, notes = pipeline.ready(facts)
+        chosen, notes = pipeline.resolved(facts)
         built = chosen.build(model, config, world, 0)
         told[choice] = [one.observed for one in chosen.prove(built, make_probe(built)) if "matmul" in one.asked], notes
     print(told)

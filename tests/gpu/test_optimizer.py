@@ -15,7 +15,8 @@ from fxtune.distributed.world import World
 from fxtune.optim.config import OptimizerConfig, OptimizerName, check
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
-from fxtune.system.facts import Library
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.quantize import Library
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},
@@ -43,7 +44,7 @@ def needs(case: str) -> None:
     """Skip where this machine cannot run it."""
     if case in PACKAGES:
         pytest.importorskip(PACKAGES[case])
-    facts = World(torch.device("cuda", 0)).facts(dtype="bfloat16" if "stochastic" in case else "float32")
+    facts = Facts.of(World(torch.device("cuda", 0)), dtype="bfloat16" if "stochastic" in case else "float32")
     if reasons := list(check(config(case), facts)):
         pytest.skip(reasons[0])
 

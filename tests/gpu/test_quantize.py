@@ -11,10 +11,10 @@ from support import reference
 from fxtune.distributed.world import World
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized
 from fxtune.models.load import DType, Init, ModelConfig, load_config
-from fxtune.system.facts import Library
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import Quantize, Type
+from fxtune.techniques.quantize import Library, Quantize, Type
 
 KINDS = {
     "nf4": ("nf4", "bitsandbytes"),
@@ -153,16 +153,16 @@ def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not
     try:
         world = World.create(memory_gib=limit + before[1] / 2**30)
         hf_config = load_config(model)
-        facts = world.facts(
-            model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
+        facts = Facts.of(
+            world, model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
         )
         whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
         assert (whole > facts.free_memory) == (home == "host")
-        chosen, _ = asked.ready(facts)
+        chosen, _ = asked.resolved(facts)
         built = chosen.build(model, hf_config, world, 0)
         linears = [module for module in built.modules() if is_quantized(module)]
         weights = sum(module.in_features * module.out_features for module in linears)
-        small = whole - weights * (2 - bytes_per_weight({"type": "nf4", "double": True}))
+        small = whole - weights * (2 - bytes_per_weight("nf4"))
         adapters = sum(4 * parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
         # cuBLAS has a workspace of 32 MiB or more
         assert torch.cuda.memory_allocated() - before[0] < 1.02 * (small + adapters) + 80 * 2**20

@@ -12,6 +12,7 @@ from support.architectures import word_tokenizer
 
 from fxtune.distributed.world import World
 from fxtune.models.load import DType, ModelConfig, load_config, save
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 
@@ -29,10 +30,10 @@ def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_tran
         pipeline.rope, pipeline.attention.backend = Rope(enabled=True, factor=4.0), "sdpa"
         pipeline.precision.tf32 = False
         world, config = World.create(), load_config(model)
-        facts = world.facts(
-            model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,)
+        facts = Facts.of(
+            world, model=config.to_dict(), dtype="float32", packing=True, sequence_length=LENGTH, rows=(LENGTH,)
         )
-        ready, _ = pipeline.ready(facts)
+        ready, _ = pipeline.resolved(facts)
         built = ready.build(model, config, world, 0)
         [seen] = [one for one in ready.prove(built, make_probe(built)) if one.technique == "rope"]
         names = [re.search(r"inv_freq ([0-9a-f]{12})", text)[1] for text in (seen.asked, seen.observed)]

@@ -8,8 +8,9 @@ from support import reference
 
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.kernels.rotary import reference as exact
+from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.liger.technique import WHAT, Liger
 from fxtune.techniques.pipeline import Pipeline
 
 SHAPES = {

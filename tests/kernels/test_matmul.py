@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.architectures import FAMILIES, built, facts_of, lora, random_model
+from support.architectures import FAMILIES, built, enable, facts_of, lora, random_model
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,9 +20,11 @@ from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.matmul import CUBLAS, CUTE, filled, mm, served
 from fxtune.objectives.causal_lm import Loss
-from fxtune.system.facts import Facts
+from fxtune.system.facts import PACKAGES
+from fxtune.techniques.base import Switch
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import gemm_choice
-from fxtune.techniques.lora.technique import Fused, Matmul
+from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import make_probe
 
 H200 = Facts(
@@ -320,7 +322,7 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
         (replace(H200, packages={}), "none is installed: pip install 'quack-kernels[cu13]==0.6.5'"),
         (replace(H200, packages={"quack-kernels": "0.7.0"}), "0.7.0 is installed: pip install"),
         (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
-        (replace(H200, techniques={"quantize": {}}), "techniques.quantize.enabled=true"),
+        (replace(H200, techniques=enable(quantize={})), "techniques.quantize.enabled=true"),
         (replace(H200, micro_batch_size=1, rows=(1024,)), "a micro-batch has 1,024"),
         (replace(H200, model={"hidden_size": 576}), "some of 576"),
     ],
@@ -331,9 +333,9 @@ def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason)
     facts = replace(
         facts,
         model=random_shape() | facts.model,
-        techniques={"lora": {"dropout": 0.0, "dora": False}, **facts.techniques},
+        techniques=replace(facts.techniques, lora=lora().lora),
     )
-    named, auto = lora(matmul=Matmul.cute, fused=Fused.on).lora, lora(fused=Fused.on).lora
+    named, auto = lora(matmul=Matmul.cute, fused=Switch.on).lora, lora(fused=Switch.on).lora
     assert any(one.startswith("matmul: cute, but ") and reason in one for one in named.check(facts))
     assert not any("matmul" in one for one in auto.check(facts))
     note = auto.resolve(facts)
@@ -347,22 +349,22 @@ def random_shape() -> dict:
 
 
 def test_auto_takes_it_on_a_card_that_it_is_for():
-    facts = replace(H200, model=random_shape(), techniques={"lora": {"dropout": 0.0, "dora": False}})
-    technique = lora(fused=Fused.on).lora
+    facts = replace(H200, model=random_shape(), techniques=lora())
+    technique = lora(fused=Switch.on).lora
     assert technique.resolve(facts) == "matmul cute (the faster kernel for large products on this card)"
     assert technique.matmul is Matmul.cute
     assert not any("matmul" in one for one in lora(matmul=Matmul.cute).lora.check(facts))
-    off = lora(fused=Fused.off).lora
+    off = lora(fused=Switch.off).lora
     assert (off.resolve(facts), off.matmul) == (None, Matmul.cublas)
-    assert any("fused=off" in one for one in lora(fused=Fused.off, matmul=Matmul.cute).lora.check(facts))
-    dropout = replace(facts, techniques={"lora": {"dropout": 0.1, "dora": False}})
+    assert any("fused=off" in one for one in lora(fused=Switch.off, matmul=Matmul.cute).lora.check(facts))
+    dropout = replace(facts, techniques=lora(dropout=0.1))
     assert any("dropout=0.1" in one for one in lora(matmul=Matmul.cute).lora.check(dropout))
 
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     """A model of two small layers in bfloat16, built as if the card were one that the kernel is for."""
     monkeypatch.setattr(gemm_choice, "hindrance", lambda facts: None)
-    pipeline = lora(fused=Fused.on, matmul=matmul_, **options)
+    pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
     pipeline.lora._may_be_cublas = optional
     return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
 
@@ -402,7 +404,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
         model_with(monkeypatch, Matmul.cute)
     pipeline, model = model_with(monkeypatch, Matmul.cute, optional=True)
     assert Loss(model).by == CUBLAS
-    assert pipeline.asked()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
+    assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
         found = [one for one in pipeline.lora.verify(model, make_probe(model)) if "matmul" in one.asked]
     assert [one.acted for one in found] == [True]
@@ -410,7 +412,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
 
 
 def test_facts_know_the_package():
-    assert "quack-kernels" in __import__("fxtune.distributed.world", fromlist=["PACKAGES"]).PACKAGES
+    assert "quack-kernels" in PACKAGES
     assert facts_of(random_model("llama")).packages.get("quack-kernels") is None
 
 

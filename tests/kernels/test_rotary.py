@@ -17,9 +17,9 @@ from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv, seeing
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.liger.technique import WHAT, Liger, Switch
-from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.liger.technique import WHAT, Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
@@ -215,7 +215,7 @@ def test_compiled_gradients():
 
 def adapted(pipeline, family, rope=True, **more):
     """A model whose adapters run fused, with our RoPE or transformers' own."""
-    pipeline.lora.fused = Fused.on
+    pipeline.lora.fused = Switch.on
     model = (with_rope if rope else lambda model, pipeline: built(pipeline, model))(
         random_model(family, **more), pipeline
     )

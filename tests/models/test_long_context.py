@@ -142,7 +142,7 @@ def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
     silent, again, other = lora(), lora(), lora()
     again.rope, other.rope = yarned(), yarned(factor=8.0)
     for pipeline in (silent, again):
-        ready, notes = pipeline.ready(facts_of(model, sequence_length=LONG))
+        ready, notes = pipeline.resolved(facts_of(model, sequence_length=LONG))
         one = ready.build(model, load_config(model), CPU, 0)
         ready.prove(one, make_probe(one))
         torch.testing.assert_close(at_length(one), at_length(mine), rtol=0, atol=1e-5)
@@ -151,11 +151,11 @@ def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
     with pytest.raises(
         ConfigError, match=r"already scales its RoPE \(yarn, factor=4.0, original_max_position_embeddings=64\)"
     ):
-        other.ready(facts_of(model, sequence_length=LONG))
+        other.resolved(facts_of(model, sequence_length=LONG))
     with pytest.raises(ConfigError, match="beyond the 256 positions"):
-        silent.ready(facts_of(model, sequence_length=257))
+        silent.resolved(facts_of(model, sequence_length=257))
     other.rope.original_max_position_embeddings = 64  # named, it is replaced knowingly: an extension by steps
-    further, _ = other.ready(facts_of(model, sequence_length=512))
+    further, _ = other.resolved(facts_of(model, sequence_length=512))
     assert further.build(model, load_config(model), CPU, 0).config.max_position_embeddings == 512
 
 

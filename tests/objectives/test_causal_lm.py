@@ -17,7 +17,8 @@ from fxtune.errors import ConfigError
 from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.objectives.causal_lm import Loss
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.liger.technique import Liger, Switch
+from fxtune.techniques.base import Switch
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, refuse
 from fxtune.techniques.precision import Autocast
 from fxtune.training import trainer

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import apex_standin
+from support.architectures import enable
 from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
@@ -13,7 +14,8 @@ from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.skip_nonfinite import Guard
 from fxtune.optim.stochastic_adamw import COMPILING, round_by_chance, update
-from fxtune.system.facts import Facts, Library
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.quantize import Library
 from fxtune.training.builder import RunBuilder
 
 
@@ -488,7 +490,7 @@ REFUSED = [
     (Facts(), dict(name=APEX), ["runs on a GPU, and the device is cpu"]),
     (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),
     (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
-    (facts(techniques={"lora": {}}), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
+    (facts(techniques=enable(lora={})), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
     (
         GPU,
         dict(momentum=0.5),

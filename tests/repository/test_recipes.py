@@ -14,7 +14,8 @@ from fxtune.config import discovery
 from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.system.facts import PACKAGES, Facts
+from fxtune.system.facts import PACKAGES
+from fxtune.techniques.facts import Facts
 
 SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
 GROUPS = [(group, option) for group, options in discovery.groups().items() for option in options]
@@ -83,7 +84,7 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
     config = load([f"+recipe={name}"])
     assert config.run.name == name
     assert config.data.sources
-    techniques, _ = config.techniques.ready(hardware(name, config))
+    techniques, _ = config.techniques.resolved(hardware(name, config))
     assert "auto" not in {
         str(getattr(value, "value", value))
         for _, technique in techniques.enabled()
@@ -97,7 +98,7 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
 def test_the_checks_above_can_fail(cwd):
     config = load(["+recipe=llama_yarn_64k", "techniques.rope.enabled=false"])
     with pytest.raises(ConfigError, match="beyond"):
-        config.techniques.ready(hardware("llama_yarn_64k", config))
+        config.techniques.resolved(hardware("llama_yarn_64k", config))
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -38,7 +38,7 @@ def forecast(length: int, **options):
 def test_half_a_million_tokens_fit_an_h200_by_the_forecast_and_the_host_decides_who_sends():
     row, facts = forecast(65536)
     assert (row.senders, row.staying) == (31, 0)
-    assert facts.techniques["lora"]["fused"].value == "on"
+    assert facts.techniques.lora.fused == "on"
     row, _ = forecast(409600)
     assert row.forecast_gib < 100
     assert row.host_gib < 0.8 * 128
@@ -54,7 +54,7 @@ def test_half_a_million_tokens_fit_an_h200_by_the_forecast_and_the_host_decides_
 def test_fast_uses_up_the_card_and_other_keys_are_heard():
     row, facts = forecast(409600, fast=True)
     assert 120 < row.forecast_gib < 139
-    assert facts.techniques["checkpointing"]["policy"].value == "mix"
+    assert facts.techniques.checkpointing.policy == "mix"
     base, _ = forecast(65536)
     small, _ = forecast(65536, words=["techniques.quantize.enabled=true"])
     assert base.forecast_gib - small.forecast_gib > 9

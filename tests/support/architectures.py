@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.models.load import Init, ModelConfig, load_config
-from fxtune.system.facts import Facts
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -61,7 +62,7 @@ def random_model(family: str, **changes: Any) -> ModelConfig:
 
 
 def facts_of(model: ModelConfig, **known: Any) -> Facts:
-    return CPU.facts(**{"model": load_config(model).to_dict(), "packing": True, "sequence_length": 64, **known})
+    return Facts.of(CPU, **{"model": load_config(model).to_dict(), "packing": True, "sequence_length": 64, **known})
 
 
 def built(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> Any:
@@ -74,6 +75,18 @@ def lora(r: int = 4, **options: Any) -> Pipeline:
     pipeline.lora.enabled, pipeline.lora.r = True, r
     for name, value in options.items():
         setattr(pipeline.lora, name, value)
+    return pipeline
+
+
+def enable(**options: dict[str, Any]) -> Pipeline:
+    """A pipeline with these techniques enabled, options as plain values: enable(lora={"fused": "on"}, compile={})."""
+    pipeline = Pipeline()
+    for name, given in options.items():
+        technique = getattr(pipeline, name)
+        technique.enabled = True
+        for key, value in given.items():
+            kind = type(getattr(technique, key))
+            setattr(technique, key, kind(value) if issubclass(kind, Enum) else value)
     return pipeline
 
 

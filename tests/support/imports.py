@@ -17,10 +17,12 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, names: set[str], package: str = "fxtune") -> set[str]:
-    """The modules in `names` that the file imports anywhere, imports for type checking included."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, names: set[str], package: str = "fxtune", typing: bool = True) -> set[str]:
+    """The modules in `names` that the file imports anywhere. `typing`: also those under `if TYPE_CHECKING:`."""
+    found, tree = set(), ast.parse(path.read_text())
+    if not typing:
+        tree.body = [node for node in tree.body if not _for_type_checking(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -35,3 +37,7 @@ def imports(path: Path, names: set[str], package: str = "fxtune") -> set[str]:
                     name = name.rpartition(".")[0]
                 found.add(name)
     return found
+
+
+def _for_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"

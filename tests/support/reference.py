@@ -233,6 +233,7 @@ def build(
     """The model that training would build, proven and in training mode, with the pipeline as resolved, evidence and notes."""
     from fxtune.distributed.world import World
     from fxtune.models.load import DType, ModelConfig, load_config
+    from fxtune.techniques.facts import Facts
     from fxtune.techniques.pipeline import make_probe
 
     pipeline = copy.deepcopy(pipeline)
@@ -243,7 +244,8 @@ def build(
     world = World(given.input_ids.device)
     rows, length = given.input_ids.shape
     packing = bool((given.position_ids == 0).sum() > rows)
-    facts = world.facts(
+    facts = Facts.of(
+        world,
         model=hf_config.to_dict(),
         dtype=dtype,
         packing=packing,
@@ -252,7 +254,7 @@ def build(
         micro_batch_size=rows,
         optimizer="adamw",
     )
-    pipeline, notes = pipeline.ready(facts)
+    pipeline, notes = pipeline.resolved(facts)
     model = pipeline.build(config, hf_config, world, 0)
     evidence = pipeline.prove(model, make_probe(model, packing))
     if pipeline.lora.enabled and pipeline.lora.init.value == "default":

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system import code_digest, compiler_cache
-from fxtune.system.facts import Library
 from fxtune.techniques.attention.technique import Attention
+from fxtune.techniques.quantize import Library
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support import apex_standin
-from support.architectures import built, logits, lora, random_model
+from support.architectures import built, enable, logits, lora, random_model
 from torch import nn
 
 from fxtune.errors import ConfigError
-from fxtune.system.facts import APEX, Facts
+from fxtune.system.facts import APEX
 from fxtune.techniques.apex import Apex
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 
 HERE = Facts(device="cuda", packages={APEX: "0.1"})
@@ -64,13 +65,17 @@ REFUSED = [
     (Facts(device="cuda", packages={"apex": "0.9"}), {}, "it is PyPI's, which is another project"),
     (HERE, dict(layer_norm=False, rms_norm=False), "both false"),
     (
-        Facts(device="cuda", packages={APEX: "0.1"}, techniques={"liger": {}}),
+        Facts(device="cuda", packages={APEX: "0.1"}, techniques=enable(liger={})),
         {},
         "Liger's kernels replace the same norms",
     ),
-    (Facts(device="cuda", packages={APEX: "0.1"}, techniques={"compile": {}}), {}, "torch.compile fuses norms itself"),
     (
-        Facts(device="cuda", packages={APEX: "0.1"}, techniques={"precision": {"autocast": "bfloat16"}}),
+        Facts(device="cuda", packages={APEX: "0.1"}, techniques=enable(compile={})),
+        {},
+        "torch.compile fuses norms itself",
+    ),
+    (
+        Facts(device="cuda", packages={APEX: "0.1"}, techniques=enable(precision={"autocast": "bfloat16"})),
         {},
         "under autocast",
     ),

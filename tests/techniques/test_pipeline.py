@@ -115,9 +115,9 @@ def test_a_probe_of_one_document_proves_nothing_about_packing():
 
 
 def test_what_is_set_of_a_technique_that_is_off_is_told():
-    assert Pipeline().idle() == []
+    assert Pipeline().ignored_options() == []
     checkpointing = Checkpointing(policy=Policy.selective)
-    assert Pipeline(checkpointing=checkpointing).idle() == [
-        "checkpointing: off, so policy=selective does nothing. To have it: techniques.checkpointing.enabled=true"
+    assert Pipeline(checkpointing=checkpointing).ignored_options() == [
+        "checkpointing: off, so policy=selective has no effect. To use it: techniques.checkpointing.enabled=true"
     ]
-    assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).idle() == []
+    assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).ignored_options() == []

@@ -19,7 +19,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.models.load import DType
 from fxtune.objectives.causal_lm import Loss
-from fxtune.system.facts import Facts
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
 from fxtune.training import trainer
@@ -130,7 +130,7 @@ def test_check_names_what_the_card_lacks(facts, options, expected):
 
 @pytest.mark.parametrize(("facts", "chosen"), [(AMPERE, True), (TURING, False), (Facts(), False)])
 def test_tf32_left_open_is_on_where_the_card_has_it(facts, chosen):
-    pipeline, notes = lora().ready(dataclasses.replace(facts, model=facts_of(random_model("llama")).model))
+    pipeline, notes = lora().resolved(dataclasses.replace(facts, model=facts_of(random_model("llama")).model))
     assert pipeline.precision.tf32 is chosen
     assert [note for note in notes if "tf32" in note] == (["precision: tf32 on, this card has it"] if chosen else [])
 

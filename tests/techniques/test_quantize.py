@@ -17,11 +17,11 @@ from fxtune.errors import ConfigError
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
-from fxtune.system.facts import Facts, Library
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
 from fxtune.training import trainer
 
 KINDS = {
@@ -94,7 +94,7 @@ def test_it_takes_the_bytes_that_are_planned_for_it_and_keeps_no_whole_weight(ki
     source = torch.nn.Linear(4096, 256, bias=False)
     made = stored(kind, source)
     name, _, double = KINDS[kind]
-    planned = bytes_per_weight({"type": Type(name), "double": double}) * source.weight.numel()
+    planned = bytes_per_weight(name, double) * source.weight.numel()
     assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # tables of 16 and 256 values come on top
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -103,9 +103,9 @@ def test_it_takes_the_bytes_that_are_planned_for_it_and_keeps_no_whole_weight(ki
 
 
 def test_bytes_per_weight_are_the_paper_s():
-    assert bytes_per_weight({"type": "nf4", "double": True}) * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
-    assert bytes_per_weight({"type": "nf4", "double": False}) * 8 == 4.5
-    assert bytes_per_weight(dataclasses.asdict(Quantize(type=Type.int8))) == pytest.approx(1.001, abs=1e-4)
+    assert bytes_per_weight("nf4") * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
+    assert bytes_per_weight("nf4", double=False) * 8 == 4.5
+    assert bytes_per_weight("int8") == pytest.approx(1.001, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao", "int8_torchao"])
@@ -123,7 +123,7 @@ def test_compiled_code_sees_no_graph_break(kind):
 @kinds
 def test_a_quantised_model_is_near_its_base_and_trains_adapters_only(kind):
     model = random_model("llama", **WIDE)
-    pipeline, notes = qlora(kind).ready(facts_of(model))
+    pipeline, notes = qlora(kind).resolved(facts_of(model))
     assert not [note for note in notes if note.startswith("quantize")], "nothing was left to choose"
     mine = built(pipeline, model)
     evidence = pipeline.prove(mine, make_probe(mine))
@@ -231,11 +231,11 @@ def test_what_it_left_open_is_chosen_by_what_is_here():
     model = random_model("llama", **WIDE)
     asked = qlora(compute=ComputeDtype.auto)
     asked.quantize.library, asked.precision.autocast = Library.auto, Autocast.bfloat16
-    chosen, notes = asked.ready(facts_of(model))
+    chosen, notes = asked.resolved(facts_of(model))
     assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.bitsandbytes, ComputeDtype.bfloat16)
     assert "quantize: bitsandbytes stores the nf4 weights; matmuls run in bfloat16 like the rest of the model" in notes
     without = {name: version for name, version in facts_of(model).packages.items() if name != "bitsandbytes"}
-    chosen, _ = asked.ready(facts_of(model, packages=without))
+    chosen, _ = asked.resolved(facts_of(model, packages=without))
     assert chosen.quantize.library is Library.torchao
 
 
@@ -267,7 +267,7 @@ def refused(
         setattr(pipeline.quantize, name, value)
     pipeline.lora.enabled = not full
     known = facts_of(random_model(family, **(sizes or {})), **(facts or {}))
-    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
+    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline)))
 
 
 @pytest.mark.parametrize(

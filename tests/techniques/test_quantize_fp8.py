@@ -19,13 +19,13 @@ from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
 from fxtune.objectives.causal_lm import Loss
-from fxtune.system.facts import Library
+from fxtune.techniques.base import Switch
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
-from fxtune.techniques.liger.technique import Liger, Switch
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
@@ -114,7 +114,7 @@ def test_bytes_are_those_that_are_planned_and_groups_share_one_storage(fused):
     }
     bases = {name: linear.get_base_layer() for name, linear in linears.items()}
     for base in bases.values():
-        planned = bytes_per_weight(dataclasses.asdict(Quantize(type=Type.fp8)))
+        planned = bytes_per_weight("fp8")
         assert stored_bytes(base) == pytest.approx(planned * base.in_features * base.out_features, rel=0.05)
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -252,7 +252,7 @@ def test_the_memory_of_its_weights_is_foreseen(tied, head, embeddings):
         for module in mine.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
-    facts = dataclasses.replace(facts_of(model), techniques=pipeline.asked())
+    facts = dataclasses.replace(facts_of(model), techniques=pipeline)
     assert forecast(facts, RecomputePlan()).weights == pytest.approx(
         sum(held.values()), rel=0.04
     )  # scales, at 128 a row
@@ -271,7 +271,7 @@ def refused(
         setattr(pipeline.quantize, name, value)
     pipeline.lora.enabled = not full
     known = facts_of(random_model(family, **(sizes or {})), **{**H200, **(facts or {})})
-    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline.asked())))
+    return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline)))
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,6 @@ def test_what_it_left_open_is_chosen_by_what_is_here():
     asked = fp8(compute=ComputeDtype.auto)
     asked.precision.autocast = Autocast.bfloat16
     facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
-    chosen, notes = asked.ready(facts)
+    chosen, notes = asked.resolved(facts)
     assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.auto, ComputeDtype.bfloat16)
     assert "quantize: torch multiplies the fp8 weights; matmuls run in bfloat16 like the rest of the model" in notes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.servers import Wandb, serving
 
 from fxtune.errors import ConfigError
-from fxtune.system.facts import Facts
+from fxtune.techniques.facts import Facts
 from fxtune.tracking import wandb_client
 from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
 

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from support.architectures import enable
 from support.runs import history
 
-from fxtune.system.facts import Facts
 from fxtune.techniques.attention.backends import BACKENDS, hub
 from fxtune.techniques.compile.technique import Compile, CompileMode
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import timing
 from fxtune.techniques.liger.technique import Liger
 from fxtune.training import trainer
@@ -34,7 +35,7 @@ FREE = Facts(
     packing=True,
     sequence_length=4096,
     rows=(4096,),
-    techniques={"compile": {}},
+    techniques=enable(compile={}),
 )
 FIXED = dataclasses.replace(FREE, deterministic=True)
 

@@ -20,7 +20,8 @@ from fxtune.config.compose import load
 from fxtune.distributed import world
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, UserError
-from fxtune.system.facts import PACKAGES, Facts
+from fxtune.system.facts import PACKAGES
+from fxtune.techniques.facts import Facts
 from fxtune.training import builder
 
 GB = 10**9

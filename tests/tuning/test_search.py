@@ -22,8 +22,8 @@ from fxtune.cli import tune
 from fxtune.cli.main import main
 from fxtune.config import compose as config
 from fxtune.errors import ConfigError, StorageError
-from fxtune.system.facts import Facts
-from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.base import Switch
+from fxtune.techniques.facts import Facts
 from fxtune.tuning import recipe_writer, search, search_space, trial_process
 from fxtune.tuning.point import Row
 from fxtune.tuning.search_space import SearchContext
@@ -604,9 +604,9 @@ def test_whose_matmul_is_an_axis_where_there_are_two(matmul):
     here = replace(ground, facts=replace(ground.facts, packages={**ground.facts.packages, "quack-kernels": "0.6.5"}))
     assert tried(made, here) == [f"lora.matmul={'cublas' if matmul == 'auto' else 'cute'}"], "the other one, once"
     older = replace(here, facts=replace(here.facts, capability=(8, 0)))
-    made.techniques.lora.fused = Fused.off
+    made.techniques.lora.fused = Switch.off
     assert not tried(made, here)
-    made.techniques.lora.fused = Fused.on
+    made.techniques.lora.fused = Switch.on
     assert not tried(made, older)
 
 

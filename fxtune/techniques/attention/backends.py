@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxtune.kernels.flash4 import VERSION as FLASH4_VERSION
-from fxtune.system.facts import Facts
 from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 SINKS = {"gpt_oss"}
 """Models whose softmax has one more, learned score."""
@@ -141,8 +143,8 @@ class Flash4(Backend):
 
 class Cudnn(Backend):
     def _more(self, facts: Facts) -> Iterator[Reason]:
-        compiled = facts.techniques.get("compile", {})
-        if facts.packing and compiled and compiled.get("fullgraph"):
+        compiler = facts.techniques.compile
+        if facts.packing and compiler.enabled and compiler.fullgraph:
             yield (
                 "takes packed rows one document at a time, which a whole compiled graph cannot hold",
                 "Set techniques.compile.fullgraph=false, or use flash4 or sdpa",

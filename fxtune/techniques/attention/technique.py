@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,12 +33,14 @@ from torch import nn
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.facts import Facts
 from fxtune.system.profiler import Seen, operators, short
 from fxtune.techniques.attention import packed
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
 from fxtune.techniques.base import Evidence, Technique
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 MOST_DOCUMENTS = 4

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.models.structure import backbone, decoder_layers, skeleton
-from fxtune.system.facts import Facts
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing import verify as witness
@@ -50,6 +49,9 @@ from fxtune.techniques.checkpointing.tiled_mlp import tile
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.lora import fuse
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 GIB = 1 << 30
 HOST_SHARE = 0.8
@@ -130,7 +132,7 @@ class Checkpointing(Technique):
         if self.policy is Policy.budget:
             if not 0 <= self.budget <= 1:
                 yield f"budget: {self.budget} must be from 0 to 1."
-            if "compile" not in facts.techniques:
+            if not facts.techniques.compile.enabled:
                 yield "policy: budget is the compiler's, and techniques.compile.enabled=false. Set it to true, or use policy."
         elif self.budget != Checkpointing.budget:
             yield (
@@ -205,7 +207,7 @@ class Checkpointing(Technique):
             )
         if self.offload_what is What.kept and self.policy is Policy.full:
             yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
-        if self.offload_what is What.kept and "compile" not in facts.techniques:
+        if self.offload_what is What.kept and not facts.techniques.compile.enabled:
             yield (
                 "offload_what: kept is what compiled layers hand to autograd, and techniques.compile.enabled=false. Set it to "
                 "inputs, or techniques.compile.enabled=true."
@@ -317,7 +319,7 @@ class Checkpointing(Technique):
         whole = replace(self, policy=Policy.full)
         several = (facts.text.get("num_hidden_layers") or 2) > 1
         able = facts.device == "cuda" and scope_of(facts) != "model" and several
-        kept = ["kept"] if "compile" in facts.techniques else []
+        kept = ["kept"] if facts.techniques.compile.enabled else []
         sent = [self.offload_what.value] if self.offload_what is What.kept else ["inputs", *kept]
         sent = sent if self.offload else ["", *sent] if able else [""]
         tiles = [self.mlp_tiles]
@@ -527,8 +529,8 @@ def layer_of(config: dict[str, Any]) -> nn.Module | None:
 
 def scope_of(facts: Facts) -> str:
     """What techniques.compile makes a graph of: layers, model, or nothing."""
-    scope = facts.techniques.get("compile", {}).get("scope", "")
-    return str(getattr(scope, "value", scope))
+    compiler = facts.techniques.compile
+    return compiler.scope.value if compiler.enabled else ""
 
 
 def linears_of_mlp(layer: nn.Module) -> dict[str, tuple[int, int]]:

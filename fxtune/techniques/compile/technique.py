@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,11 +44,14 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.facts import Facts, c_compiler
+from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileReport, Watch
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 MOST_LENGTHS = 8
 LAUNCHING = 2e-3
@@ -59,12 +62,6 @@ RECORDABLE = ("flash4", "flash3", "flash2")
 """Attention that never asks the device where documents begin. `cudnn` does for packed rows, masks are made by asking."""
 ASKING = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers asks the device for it, and makes the tensor anew."""
-
-
-class Switch(str, Enum):
-    auto = "auto"
-    on = "on"
-    off = "off"
 
 
 class Scope(str, Enum):
@@ -167,10 +164,10 @@ class Compile(Technique):
             yield "a recording needs fullgraph=true and dynamic=never. Set them, or this to off"
         if "float16" in (facts.dtype, facts.compute_dtype):
             yield "float16's loss scale changes between passes. Use bfloat16, or set this to off"
-        kept = _plainly(facts.techniques.get("checkpointing", {}))
-        if kept.get("policy", "none") not in ("none", "auto"):
+        checkpointing = facts.techniques.checkpointing
+        if checkpointing.enabled and checkpointing.policy not in ("none", "auto"):
             yield (
-                f"recomputation (techniques.checkpointing.policy={kept['policy']}) saves the state of random numbers, which "
+                f"recomputation (techniques.checkpointing.policy={checkpointing.policy.value}) saves the state of random numbers, which "
                 "cannot be recorded. Set policy=none, or this to off"
             )
         if _draws_in_the_head(facts):
@@ -184,7 +181,8 @@ class Compile(Technique):
                 f"RoPE of type {asking[0]} asks the device how long rows are. Use a techniques.rope.type of fixed "
                 "frequencies, or set this to off"
             )
-        backend = facts.techniques.get("attention", {}).get("backend", "auto")
+        attention = facts.techniques.attention
+        backend = attention.backend if attention.enabled else "auto"
         packed_sdpa = backend == "sdpa" and not list(BY_DOCUMENTS.refuses(facts))
         if not (backend in (*RECORDABLE, "auto") or packed_sdpa or (backend == "cudnn" and not facts.packing)):
             yield (
@@ -304,31 +302,27 @@ def _layer_seconds(facts: Facts) -> float:
     size = text.get("head_dim") or width // heads
     attention = 2 * width * size * (heads + (text.get("num_key_value_heads") or heads))
     weights = attention + 3 * width * (text.get("intermediate_size") or 4 * width)
-    passes = 4 if "lora" in facts.techniques else 6
-    return float(passes * weights * max(facts.rows, default=facts.sequence_length) * facts.micro_batch_size / RATE)
+    passes = 4 if facts.techniques.lora.enabled else 6
+    return float(passes * weights * facts.tokens / RATE)
 
 
 def _rope_kinds(facts: Facts) -> list[str]:
     """The types of RoPE that the model will have, in transformers' words."""
-    if asked := _plainly(facts.techniques.get("rope", {})):
-        return [str(asked.get("type"))]
+    if facts.techniques.rope.enabled:
+        return [facts.techniques.rope.type.value]
     own = facts.text.get("rope_parameters") or {}  # one for all layers, or by the type of layer
     return [str(one.get("rope_type", "default")) for one in (own, *own.values()) if isinstance(one, dict)]
 
 
 def _draws_in_the_head(facts: Facts) -> bool:
     """Whether the loss computes a head again that has an adapter with dropout (Loss.sum)."""
-    lora, liger = (_plainly(facts.techniques.get(name, {})) for name in ("lora", "liger"))
-    if not lora.get("dropout") or liger.get("fused_linear_cross_entropy") != "on":
+    lora, liger = facts.techniques.lora, facts.techniques.liger
+    if not (lora.enabled and lora.dropout and liger.enabled and liger.fused_linear_cross_entropy is Switch.on):
         return False
     model: Any = skeleton(facts.model)
     head = model.get_output_embeddings() if model is not None else None
     names = [name for name, module in model.named_modules() if module is head] if head is not None else ["lm_head"]
-    return any(f".{name}".endswith(f".{target}") for name in names for target in lora.get("target_modules", ()))
-
-
-def _plainly(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "value", value) for name, value in options.items()}
+    return any(f".{name}".endswith(f".{target}") for name in names for target in lora.target_modules)
 
 
 def _without_compiler(facts: Facts) -> Iterator[str]:

@@ -49,17 +49,19 @@ Checked on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too little a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BUFFER, PART
 from fxtune.kernels.quantized import bytes_per_weight
 from fxtune.models.dims import Shape
-from fxtune.system.facts import Facts
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned
 from fxtune.techniques.checkpointing.plan import RecomputePlan
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
@@ -95,7 +97,7 @@ class Need:
 def forecast(facts: Facts, keeping: RecomputePlan) -> Need:
     """The bytes that a step needs under `facts` if its layers keep what `keeping` says. See the module's docstring."""
     shape = Shape.of(facts.text)
-    tokens = tokens_of(facts)
+    tokens = facts.tokens
     levels, sending = keeping.levels(shape.layers), keeping.sending(shape.layers)
     sizes = {level: kept_bytes(facts, keeping, level) * tokens for level in set(levels)}
     working = {level: _working(facts, shape, keeping, level) * tokens for level in set(levels)}
@@ -112,11 +114,6 @@ def forecast(facts: Facts, keeping: RecomputePlan) -> Need:
     if is_fused(facts) and kind_of(facts) in ("nf4", "int8"):
         most += number_of(facts) * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
     return Need(weights, trained, int(held), int(max(most - held, 0)), _loss(facts, shape, tokens), host)
-
-
-def tokens_of(facts: Facts) -> int:
-    """Tokens of a micro-batch of the longest rows."""
-    return facts.micro_batch_size * (max(facts.rows, default=0) or facts.sequence_length)
 
 
 def sent_bytes(facts: Facts, keeping: RecomputePlan, level: str) -> float:
@@ -163,7 +160,7 @@ def _working(facts: Facts, shape: Shape, keeping: RecomputePlan, level: str) -> 
         return _working_fused(facts, shape, keeping, level)
     h, q, k, i, tiles, number = shape.hidden, shape.q, shape.k, shape.inner, keeping.tiles, number_of(facts)
     attention = number * (3 * h + 4 * q + 4 * k) + 4 * q + 8 * k
-    adapted = "lora" in facts.techniques
+    adapted = facts.techniques.lora.enabled
     if not _compiled(facts):
         inside = _everything(facts, shape, number, tiles) if level != "everything" else 0
         return inside + number * (3 * i / tiles + 4 * h)
@@ -184,7 +181,7 @@ def _working_fused(facts: Facts, shape: Shape, keeping: RecomputePlan, level: st
     """_working() where adapters and MLP are operators of our own."""
     h, q, k, i, tiles, number = shape.hidden, shape.q, shape.k, shape.inner, keeping.tiles, number_of(facts)
     again = tiles > 1 or level not in ("wide", "everything")
-    inside = (3 + 2 * again + (kind_of(facts) == "fp8")) * i + (2 + 4 * again) * int(facts.techniques["lora"]["r"])
+    inside = (3 + 2 * again + (kind_of(facts) == "fp8")) * i + (2 + 4 * again) * facts.techniques.lora.r
     mlp = inside / tiles + (3 if level == "everything" else 4) * h
     if not _compiled(facts):
         whole = _everything(facts, shape, number, 1 if tiles == 1 else 2) if level != "everything" else 0
@@ -202,17 +199,14 @@ def number_of(facts: Facts) -> int:
 
 def is_fused(facts: Facts) -> bool:
     """Whether adapters and MLP are operators of our own (techniques.lora.fused, resolved)."""
-    return _word(facts.techniques.get("lora", {}), "fused") == "on"
+    lora = facts.techniques.lora
+    return lora.enabled and lora.fused == "on"
 
 
 def kind_of(facts: Facts) -> str:
     """How the frozen linears are stored: nf4, int8, fp8, or empty for model.dtype."""
-    return _word(facts.techniques.get("quantize", {}), "type")
-
-
-def _word(options: Mapping[str, Any], name: str) -> str:
-    value = options.get(name, "")
-    return str(getattr(value, "value", value))
+    quantize = facts.techniques.quantize
+    return quantize.type.value if quantize.enabled else ""
 
 
 GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
@@ -221,42 +215,44 @@ GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 
 def _adapters(facts: Facts, number: int, groups: tuple[str, ...]) -> int:
     """Bytes a token of these groups' x A^T."""
-    lora = facts.techniques.get("lora")
-    if not lora:
+    lora = facts.techniques.lora
+    if not lora.enabled:
         return 0
-    ranks = [GROUPS[name] * int(lora["r"]) for name in groups]
+    ranks = [GROUPS[name] * lora.r for name in groups]
     return number * sum(padded_rank([rank]) if is_fused(facts) else rank for rank in ranks)
 
 
 def _compiled(facts: Facts) -> bool:
-    return "compile" in facts.techniques
+    return facts.techniques.compile.enabled
 
 
 def _grouped(facts: Facts) -> bool:
     """Whether attention takes fewer key-value heads than query heads as they are."""
-    return facts.device == "cuda" and facts.techniques.get("attention", {}).get("backend") != "eager"
+    attention = facts.techniques.attention
+    return facts.device == "cuda" and not (attention.enabled and attention.backend == "eager")
 
 
 def _on(facts: Facts, kernel: str) -> bool:
     """Whether techniques.liger has this kernel on."""
-    return _word(facts.techniques.get("liger", {}), kernel) == "on"
+    liger = facts.techniques.liger
+    return liger.enabled and getattr(liger, kernel) is Switch.on
 
 
 def _parameters(facts: Facts, shape: Shape) -> tuple[int, int]:
     """Bytes of weights, and of gradients and moments."""
-    number, lora = BYTES.get(facts.dtype, 4), facts.techniques.get("lora")
+    number, lora = BYTES.get(facts.dtype, 4), facts.techniques.lora
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
     each = 4 if facts.stochastic_rounding or "8bit" in facts.optimizer else number
     total = shape.in_linears + shape.around
-    if not lora:
+    if not lora.enabled:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
         rest = _not_muons(shape) if facts.optimizer == "muon" else 0
         return number * total + copies, int(
             total * (number + moments * each) + rest * (MOMENTS["adamw"] - moments) * each
         )
-    wanted = [str(name) for name in lora["target_modules"]]
+    wanted = lora.target_modules
     adapted = [sizes for name, sizes in shape.linears.items() if name in wanted or "all-linear" in wanted]
-    adapters = shape.layers * int(lora["r"]) * sum(inward + outward for inward, outward in adapted)
+    adapters = shape.layers * lora.r * sum(inward + outward for inward, outward in adapted)
     base = shape.in_linears * _linear_bytes(facts, number) + _around_bytes(facts, shape, number)
     packed = number * adapters if is_fused(facts) and not kind_of(facts) else 0  # beside the frozen weights
     return int(base + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
@@ -271,8 +267,8 @@ def _not_muons(shape: Shape) -> int:
 
 def _around_bytes(facts: Facts, shape: Shape, number: int) -> float:
     """Bytes of the embedding, the head and the norms; in fp8 those two are a byte a weight, and one where they are tied."""
-    asked = facts.techniques.get("quantize") or {}
-    head, embeddings = bool(asked.get("head")), bool(asked.get("embeddings"))
+    quantize = facts.techniques.quantize
+    head, embeddings = quantize.enabled and quantize.head, quantize.enabled and quantize.embeddings
     end = shape.vocabulary * shape.hidden
     if shape.tied:
         return shape.around * number + end * ((1 - number) if embeddings else 1 if head else 0)
@@ -281,8 +277,8 @@ def _around_bytes(facts: Facts, shape: Shape, number: int) -> float:
 
 def _linear_bytes(facts: Facts, number: int) -> float:
     """Bytes a parameter of the frozen linears: quantised ones with their scales."""
-    asked = facts.techniques.get("quantize")
-    return bytes_per_weight(asked) if asked else number
+    quantize = facts.techniques.quantize
+    return bytes_per_weight(quantize.type.value, quantize.double) if quantize.enabled else number
 
 
 def _loss(facts: Facts, shape: Shape, tokens: int) -> int:
@@ -296,9 +292,9 @@ def _loss(facts: Facts, shape: Shape, tokens: int) -> int:
     states, numbers = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
     if not _on(facts, "fused_linear_cross_entropy"):
         return max(states + numbers * (2 * number + 8), 5 * copies)
-    rows = facts.techniques["liger"].get("chunk_rows")
+    rows = facts.techniques.liger.chunk_rows
     held = rows * shape.vocabulary * number if rows else BUFFER
     head = (
-        0 if "lora" in facts.techniques else 4 * shape.vocabulary * shape.hidden
+        0 if facts.techniques.lora.enabled else 4 * shape.vocabulary * shape.hidden
     )  # its gradient is summed in float32
     return max(states + min(numbers * number, held) + 4 * min(numbers, PART) + head, 5 * copies)

@@ -25,11 +25,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING
 
 from fxtune.models.dims import Shape
-from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
-from fxtune.techniques.estimate.memory import Need, forecast, is_fused, kind_of, number_of, sent_bytes, tokens_of
+from fxtune.techniques.estimate.memory import Need, forecast, is_fused, kind_of, number_of, sent_bytes
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 ROWS = 4096
 """Rows of a tile of an MLP whose matmuls run nearly as fast as those of the whole row."""
@@ -118,7 +121,7 @@ def rates(facts: Facts) -> Rates:
 
 def work(facts: Facts) -> Work:
     """What one layer's forward pass of a micro-batch of `facts` takes."""
-    shape, card, tokens = Shape.of(facts.text), rates(facts), tokens_of(facts)
+    shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
     product = tokens * 2 / (card.fp8 if kind_of(facts) == "fp8" else card.matmul)
     attended = tokens * 2 * (tokens // max(facts.micro_batch_size, 1)) * q / card.attention
@@ -128,7 +131,7 @@ def work(facts: Facts) -> Work:
 
 def added(facts: Facts, keeping: RecomputePlan) -> float:
     """Seconds that a micro-batch takes longer under `keeping` than if everything were kept and nothing sent."""
-    shape, card, each, tokens = Shape.of(facts.text), rates(facts), work(facts), tokens_of(facts)
+    shape, card, each, tokens = Shape.of(facts.text), rates(facts), work(facts), facts.tokens
     backward, total = each.backward(_trained(facts)), 0.0
     for level, sends in zip(keeping.levels(shape.layers), keeping.sending(shape.layers), strict=True):
         again = each.again("wide" if level == "budget" else level)
@@ -197,4 +200,4 @@ def _most(
 
 
 def _trained(facts: Facts) -> bool:
-    return "lora" not in facts.techniques
+    return not facts.techniques.lora.enabled

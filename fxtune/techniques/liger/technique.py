@@ -20,33 +20,27 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from enum import Enum
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.models.structure import backbone, decoder_layers, observed, skeleton
+from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.facts import Facts
 from fxtune.system.host import cache_home
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.profiler import operators
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.liger import forwards, timing
-from fxtune.techniques.lora.fuse import fuses_mlps
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 PACKAGE = "liger-kernel"
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
 FEW_LOGITS = 2**26
 """Bytes of float32 logits of a micro-batch below which holding them costs nothing worth a second thought."""
-
-
-class Switch(str, Enum):
-    auto = "auto"
-    on = "on"
-    off = "off"
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ class Liger(Technique):
             )
         elif PACKAGE not in facts.packages and (theirs := [name for name in wanted if name != OURS]):
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
-        if facts.techniques.get("lora", {}).get("fused") == "on" and fuses_mlps(facts, skeleton(facts.model)):
+        if facts.techniques.mlp_kernel(facts) == "lora":
             yield from (
                 f"{name}: techniques.lora.fused=on makes an MLP one operator, with its own. Set one of them to off."
                 for name in asked
@@ -155,7 +149,7 @@ class Liger(Technique):
                 if why:
                     notes.append(f"{name} {'on' if on else 'off'} ({why})")
         if self.fused_linear_cross_entropy is Switch.auto:
-            size = _tokens(facts) * facts.text.get("vocab_size", 0) * 4
+            size = facts.tokens * facts.text.get("vocab_size", 0) * 4
             on = size > FEW_LOGITS
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
             self.chunk_rows = self.chunk_rows if on else None
@@ -170,11 +164,11 @@ class Liger(Technique):
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
         if name not in _operations(facts.text):
             return False, ""
-        if name in GATED and fuses_mlps(facts, skeleton(facts.model)):
+        if name in GATED and facts.techniques.mlp_kernel(facts) == "lora":
             return False, "techniques.lora.fused has it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"
-        if "compile" not in facts.techniques:
+        if not facts.techniques.compile.enabled:
             return True, "nothing else fuses it without torch.compile"
         if name == OURS:
             if FAMILIES[facts.text["model_type"]].heads_normed or facts.text.get("qk_layernorm"):
@@ -273,11 +267,6 @@ def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     return {name: seen[name].calls for name in KERNELS}
 
 
-def _tokens(facts: Facts) -> int:
-    """Of a micro-batch, at most."""
-    return max(facts.rows, default=facts.sequence_length) * facts.micro_batch_size
-
-
 def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None where there is no GPU to ask, or no
     room on it.
@@ -287,10 +276,10 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
     width, dtype = (text["hidden_size"], facts.dtype) if norm else (text["intermediate_size"], facts.compute_dtype)
     case = timing.Case(
         name,
-        min(_tokens(facts), timing.MOST_ROWS),
+        min(facts.tokens, timing.MOST_ROWS),
         width,
         dtype,
-        trained=norm and "lora" not in facts.techniques,
+        trained=norm and not facts.techniques.lora.enabled,
         offset=family.offset,
         casting=family.casting,
     )

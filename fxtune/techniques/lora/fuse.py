@@ -25,7 +25,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,10 +33,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels.quantized import is_quantized
-from fxtune.system.facts import Facts
 from fxtune.techniques.checkpointing.policy import name_of
 from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.modules import MLP, fuse_attention, fuse_linear, fuse_mlp
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,17 +79,16 @@ class Fusion:
 
 def hindrance(facts: Facts) -> str | None:
     """Why no adapter can run fused under these options, or None: some can, if the model has linears that they adapt."""
-    lora = facts.techniques.get("lora", {})
-    if not lora:
+    lora, quantize = facts.techniques.lora, facts.techniques.quantize
+    if not lora.enabled:
         return "techniques.lora.enabled=false leaves no adapters to fuse"
-    if lora["dropout"]:
-        return f"techniques.lora.dropout={lora['dropout']} gives each adapter an input of its own"
-    if lora["dora"]:
+    if lora.dropout:
+        return f"techniques.lora.dropout={lora.dropout} gives each adapter an input of its own"
+    if lora.dora:
         return "techniques.lora.dora=true scales each weight anew in every step"
-    compute = facts.techniques.get("quantize", {}).get("compute_dtype", "auto")
-    if getattr(compute, "value", compute) not in ("auto", facts.compute_dtype):
+    if quantize.enabled and quantize.compute_dtype.value not in ("auto", facts.compute_dtype):
         return (
-            f"techniques.quantize.compute_dtype={getattr(compute, 'value', compute)} is not what the rest computes in, "
+            f"techniques.quantize.compute_dtype={quantize.compute_dtype.value} is not what the rest computes in, "
             f"{facts.compute_dtype}"
         )
     return None
@@ -95,11 +96,10 @@ def hindrance(facts: Facts) -> str | None:
 
 def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
     """Whether techniques.lora will run the MLPs of `model` (technique.skeleton(), None: not known) as one operator each."""
-    lora = facts.techniques.get("lora", {})
-    switch = str(getattr(lora.get("fused"), "value", lora.get("fused", "off")))
-    if switch == "off" or (switch == "auto" and facts.device == "cpu") or hindrance(facts) or model is None:
+    lora = facts.techniques.lora
+    if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or hindrance(facts) or model is None:
         return False
-    wanted = lora["target_modules"]
+    wanted = lora.target_modules
     if not ("all-linear" in wanted or set(MLP) <= set(wanted)):
         return False
     return any(

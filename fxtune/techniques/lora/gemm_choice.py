@@ -6,16 +6,18 @@ is when the model is built (`take`); and that it ran is seen by torch's profiler
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxtune.errors import HardwareError
 from fxtune.kernels.matmul import CAPABILITY, CUTE, LEAST_ROWS, LEAST_SIZE, VERSION, mm, prepare, served
-from fxtune.system.facts import Facts
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import operators
 from fxtune.techniques.lora.modules import cute_weights, use_cute
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
@@ -26,7 +28,7 @@ ROWS = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS, 8 * LEAST_ROWS)
 def hindrance(facts: Facts) -> str | None:
     """Why the CuTe kernel cannot multiply under `facts` and what to change, or None: it can, adapters being fused."""
     found = facts.packages.get(PACKAGE)
-    tokens = facts.micro_batch_size * max(facts.rows, default=facts.sequence_length)
+    tokens = facts.tokens
     smallest = min(
         (int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)), default=0
     )
@@ -45,7 +47,7 @@ def hindrance(facts: Facts) -> str | None:
             f"it is for products in 16 bits, and these are in {facts.compute_dtype}: set "
             "techniques.precision.autocast=bfloat16"
         )
-    if "quantize" in facts.techniques:
+    if facts.techniques.quantize.enabled:
         return "techniques.quantize.enabled=true leaves no product in 16 bits that fused adapters do at once"
     if tokens and tokens < LEAST_ROWS:
         return (

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,10 +29,12 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.peft_adapter import start
 from fxtune.models.structure import observed, parameter_counts, skeleton
-from fxtune.system.facts import Facts
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_choice
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
 
 ALL_LINEAR = "all-linear"
 ROUNDINGS = 8
@@ -45,12 +47,6 @@ class AdapterInit(str, Enum):
     gaussian = "gaussian"
     pissa = "pissa"
     olora = "olora"
-
-
-class Fused(str, Enum):
-    auto = "auto"
-    on = "on"
-    off = "off"
 
 
 class Matmul(str, Enum):
@@ -74,7 +70,7 @@ class Lora(Technique):
     """Decompose weights into magnitude and direction (arXiv 2402.09353)."""
     init: AdapterInit = AdapterInit.default
     """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
-    fused: Fused = Fused.auto
+    fused: Switch = Switch.auto
     """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where it can act (on a CPU a step
     takes up to a quarter longer with it); linears that it cannot serve run as peft runs them."""
     matmul: Matmul = Matmul.auto
@@ -102,7 +98,7 @@ class Lora(Technique):
                 f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
                 "Use default with dora."
             )
-        if self.fused is Fused.on and (hindrance := fusing.hindrance(facts)):
+        if self.fused is Switch.on and (hindrance := fusing.hindrance(facts)):
             yield f"fused: {hindrance}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
             yield f"matmul: cute, but {why}. Or use auto."
@@ -133,17 +129,12 @@ class Lora(Technique):
         return "; ".join(note for note in (self._resolve_fused(facts), self._resolve_matmul(facts)) if note) or None
 
     def _resolve_fused(self, facts: Facts) -> str | None:
-        if self.fused is not Fused.auto:
+        if self.fused is not Switch.auto:
             return None
         why = "nothing is won on a CPU" if facts.device == "cpu" else fusing.hindrance(facts)
-        liger = facts.techniques.get("liger", {})
-        if (
-            not why
-            and "on" in (liger.get("swiglu"), liger.get("geglu"))
-            and fusing.fuses_mlps(facts, skeleton(facts.model))
-        ):
+        if not why and facts.techniques.mlp_kernel(facts) == "liger":
             why = "techniques.liger has the MLPs"
-        self.fused, self._may_not_fuse = (Fused.off if why else Fused.on), True
+        self.fused, self._may_not_fuse = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
     def _resolve_matmul(self, facts: Facts) -> str | None:
@@ -152,13 +143,13 @@ class Lora(Technique):
             return None
         why = self._without_cute(facts)
         self.matmul, self._may_be_cublas = (Matmul.cublas if why else Matmul.cute), True
-        if self.fused is not Fused.on or facts.device == "cpu":
+        if self.fused is not Switch.on or facts.device == "cpu":
             return None
         return f"matmul {self.matmul.value} ({why or 'the faster kernel for large products on this card'})"
 
     def _without_cute(self, facts: Facts) -> str | None:
         """Why quack's kernel cannot multiply."""
-        if self.fused is Fused.off:
+        if self.fused is Switch.off:
             return "techniques.lora.fused=off leaves all products to peft's linears"
         return fusing.hindrance(facts) or gemm_choice.hindrance(facts)
 
@@ -195,7 +186,7 @@ class Lora(Technique):
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         _train_in_float32(adapted)
         adapted.base_logits, adapted.base_noise = before, noise
-        if self.fused is Fused.on:
+        if self.fused is Switch.on:
             adapted.fusion = fusing.fuse(adapted)
             if self.matmul is Matmul.cute:
                 self._not_compiled = gemm_choice.take(adapted, self._may_be_cublas) or ""
@@ -240,7 +231,7 @@ class Lora(Technique):
             f"{len(foreign)} of them in the base",
             bool(layers) and trained > 0 and not foreign,
         )
-        if self.fused is Fused.on:
+        if self.fused is Switch.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.architectures import CPU, FAMILIES, built, facts_of, random_model, word_tokenizer
+from support.architectures import CPU, FAMILIES, built, enable, facts_of, random_model, word_tokenizer
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
@@ -24,11 +24,12 @@ from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
-from fxtune.system.facts import PACKAGES, Facts
+from fxtune.system.facts import PACKAGES
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.attention.backends import BACKENDS
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import Attention
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.training.answers import Question, answer
@@ -261,7 +262,7 @@ def test_a_saved_model_is_one_for_plain_transformers(tmp_path):
 
     model = unchecked("flash4", "llama")
     models.save(
-        model, TOKENIZER, tmp_path / "saved", card={"data": "", "figures": {}, "facts": CPU.facts(), "config": {}}
+        model, TOKENIZER, tmp_path / "saved", card={"data": "", "figures": {}, "facts": Facts.of(CPU), "config": {}}
     )
     assert "fxtune" not in (tmp_path / "saved" / "config.json").read_text()
     assert "attn_implementation" not in json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -315,7 +316,7 @@ def test_torchs_own_kernel_is_called_as_it_is_declared():
 
 def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
     for family, expected in (("llama", "sdpa"), ("gemma2", "eager")):
-        pipeline, notes = Pipeline().ready(facts_of(random_model(family)))
+        pipeline, notes = Pipeline().resolved(facts_of(random_model(family)))
         assert pipeline.attention.backend == expected
         assert any(f"auto took {expected}" in note for note in notes)
         model = built(pipeline, random_model(family))
@@ -395,7 +396,7 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
             dict(kind="mistral", changes={"sliding_window": 4096}),
             "leaves out mistral's sliding window (4096)",
         ),
-        ("cudnn", dict(techniques={"compile": {"fullgraph": True}}), "techniques.compile.fullgraph=false"),
+        ("cudnn", dict(techniques=enable(compile={"fullgraph": True})), "techniques.compile.fullgraph=false"),
         ("cudnn", dict(deterministic=True), "run.deterministic=false"),
         ("flash4", dict(capability=(12, 0), deterministic=True), "no deterministic backward"),
         ("sdpa", dict(kind="gpt_oss", changes=SINKS), "leaves out gpt_oss's attention sinks"),
@@ -429,7 +430,7 @@ def test_a_backend_serves_what_it_can(backend):
 def test_float32_weights_under_autocast_may_have_flash4():
     pipeline = using("flash4")
     pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
-    assert not reasons("flash4", machine(dtype="float32", techniques=pipeline.asked()))
+    assert not reasons("flash4", machine(dtype="float32", techniques=pipeline))
 
 
 def test_chunks_are_left_to_masks():

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from support.architectures import CPU, FAMILIES, built, enable, facts_of, lora, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.errors import ConfigError, HardwareError
@@ -20,7 +20,7 @@ from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
-from fxtune.system.facts import Facts
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
@@ -29,7 +29,7 @@ from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, Wha
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import forecast, kept_bytes
-from fxtune.techniques.lora.technique import Fused
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
@@ -122,7 +122,7 @@ def test_tiles_of_a_full_layer_are_computed_twice_not_three_times():
     assert "aten.mm (gate_proj, up_proj) 16+16, aten.mm (down_proj) 8+8" in told  # 2 layers x 4 tiles
 
 
-@pytest.mark.parametrize("fused", [Fused.off, Fused.on])
+@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 @pytest.mark.parametrize("policy", [Policy.none, Policy.full])  # torch's selective checkpoint itself refuses it
 def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_lets_go(policy, fused):
     kept = []
@@ -132,7 +132,7 @@ def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_
 
     model = moved(
         built(
-            checkpointed(lora(dropout=0.3 * (fused is Fused.off), fused=fused), policy=policy, mlp_tiles=3),
+            checkpointed(lora(dropout=0.3 * (fused is Switch.off), fused=fused), policy=policy, mlp_tiles=3),
             random_model("llama"),
         )
     ).train()
@@ -192,7 +192,7 @@ def test_what_is_saved_is_not_run_again_and_what_is_named_is():
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_a_mix_does_with_each_layer_what_it_says(fused):
     """Of five layers the first keeps its input, the last everything."""
-    made = [lora(fused=Fused(fused)) for _ in range(2)]
+    made = [lora(fused=Switch(fused)) for _ in range(2)]
     model = random_model("llama", num_hidden_layers=5)
     pipeline = checkpointed(made[0], policy=Policy.mix, mix={"wide": 1, "everything": 1, "attention": 1, "narrow": 1})
     mixed = moved(built(pipeline, model))
@@ -366,13 +366,13 @@ def test_layers_of_a_kind_share_their_compiled_code_also_with_tiles():
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecast_says(level):
     """The second of two layers (the first one's input needs no gradient), with our attention, which takes keys as they are."""
-    pipeline = lora(r=16, fused=Fused.on)
+    pipeline = lora(r=16, fused=Switch.on)
     pipeline.attention.backend = "flash4"
     pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
     model = random_model("llama")
     made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
     kept, _ = verify.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
-    facts = replace(facts_of(model), device="cuda", techniques={**pipeline.asked(), "compile": {}})
+    facts = replace(facts_of(model), device="cuda", techniques=replace(pipeline, compile=Compile(enabled=True)))
     tables = (
         24 * 4 * (2 * 16 + 2) + 24 * 8
     )  # cos, sin and positions, which all layers share; everything: the norms' factors
@@ -382,7 +382,7 @@ def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecas
 @pytest.mark.usefixtures("_anew")
 def test_each_level_of_a_mix_is_one_graph():
     """And one more for the first layer, whose input needs no gradient."""
-    pipeline = checkpointed(lora(fused=Fused.on), policy=Policy.mix, mix={"narrow": 3, "wide": 4})
+    pipeline = checkpointed(lora(fused=Switch.on), policy=Policy.mix, mix={"narrow": 3, "wide": 4})
     model = traced(built(pipeline, random_model("llama", num_hidden_layers=7)))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     gradients(model)
@@ -429,7 +429,7 @@ def test_offloaded_inputs_come_back_and_buffers_are_used_again(compiled, options
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
     """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
-    model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Fused(fused)) for _ in range(2)]
+    model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Switch(fused)) for _ in range(2)]
     plain = gradients(moved(built(made[0], model)))
     pipeline = checkpointed(
         made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
@@ -617,8 +617,8 @@ def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> 
             "sequence_length": length,
             "rows": (length,),
             "micro_batch_size": rows,
-            "techniques": TECHNIQUES,
             **known,
+            "techniques": enable(**known.get("techniques", TECHNIQUES)),
         }
     )
 
@@ -865,9 +865,9 @@ def test_pinned_memory_is_taken_in_pieces():
 
 def test_a_quantised_base_and_fewer_adapters_weigh_less():
     facts = card(24, 8192)
-    small = replace(facts, techniques={**TECHNIQUES, "quantize": {"type": "nf4", "double": True}})
+    small = replace(facts, techniques=enable(**TECHNIQUES, quantize={"type": "nf4"}))
     assert forecast(small, RecomputePlan()).weights < 0.4 * forecast(facts, RecomputePlan()).weights
-    full = replace(facts, techniques={"compile": {}}, dtype="float32")
+    full = replace(facts, techniques=enable(compile={}), dtype="float32")
     assert forecast(full, RecomputePlan()).trained > 8e9 * 12
 
 

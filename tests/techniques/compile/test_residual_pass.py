@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxtune.kernels import lora_adapters
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
+from fxtune.techniques.base import Switch
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.lora.technique import Fused
 
 HIDDEN, WIDE, RANK = 8, 12, 4
 
@@ -97,7 +97,7 @@ def test_shapes_that_are_left_open_keep_them_apart():
 def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)))
-    pipeline = lora(fused=Fused.on)
+    pipeline = lora(fused=Switch.on)
     pipeline.compile = Compile(enabled=True)
 
     def layer(stream):

@@ -12,17 +12,17 @@ import re
 
 import pytest
 import torch
-from support.architectures import built, facts_of, lora, random_model
+from support.architectures import built, enable, facts_of, lora, random_model
 from support.runs import history
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import decoder_layers
-from fxtune.system.facts import Facts
 from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.compile.report import LOGGER, Watch
-from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope, Switch
-from fxtune.techniques.liger.technique import Switch as LigerSwitch
+from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.rope import RopeType
 from fxtune.tracking.tracker import Display
@@ -407,7 +407,7 @@ CARD = Facts(
     sequence_length=4096,
     dtype="bfloat16",
     packages={"flash-attn-4": "4.0.0b36"},
-    techniques={"attention": {"backend": "flash4"}, "lora": {}},
+    techniques=enable(attention={"backend": "flash4"}, lora={}),
     model=dict(
         model_type="qwen3",
         hidden_size=1024,
@@ -422,7 +422,7 @@ CARD = Facts(
 HEAD = {
     "attention": {"backend": "flash4"},
     "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
-    "liger": {"fused_linear_cross_entropy": LigerSwitch.on},
+    "liger": {"fused_linear_cross_entropy": Switch.on},
 }
 """An adapter of the head that draws random numbers, which the fused loss runs twice."""
 
@@ -452,18 +452,22 @@ def test_a_small_model_is_recorded_and_a_large_one_is_not():
         (dict(device="cpu"), {}, "need a GPU"),
         (dict(rows=()), {}, r"data\.buckets"),
         (dict(dtype="float16"), {}, "loss scale"),
-        (dict(techniques={"attention": {"backend": "eager"}}), {}, "attention by eager"),
-        (dict(techniques={"attention": {"backend": "cudnn"}}), {}, "attention by cudnn"),
-        (dict(techniques={"checkpointing": {"policy": "full"}}), {}, "recomputation"),
-        (dict(techniques={"rope": {"type": RopeType.dynamic}}), {}, "RoPE of type dynamic"),
+        (dict(techniques=enable(attention={"backend": "eager"})), {}, "attention by eager"),
+        (dict(techniques=enable(attention={"backend": "cudnn"})), {}, "attention by cudnn"),
+        (dict(techniques=enable(checkpointing={"policy": "full"})), {}, "recomputation"),
+        (dict(techniques=enable(rope={"type": RopeType.dynamic})), {}, "RoPE of type dynamic"),
         (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
         (
             dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}),
             {},
             "RoPE of type dynamic",
         ),
-        (dict(techniques=HEAD), {}, r"the head's adapter again .* Set techniques\.lora\.dropout=0"),
-        (dict(techniques=HEAD, model={"model_type": "of the author's own"}), {}, r"the head's adapter again"),
+        (dict(techniques=enable(**HEAD)), {}, r"the head's adapter again .* Set techniques\.lora\.dropout=0"),
+        (
+            dict(techniques=enable(**HEAD), model={"model_type": "of the author's own"}),
+            {},
+            r"the head's adapter again",
+        ),
         ({}, dict(mode=CompileMode.reduce_overhead), "reduce_overhead"),
         ({}, dict(fullgraph=False), "fullgraph"),
     ],
@@ -487,10 +491,10 @@ def test_a_head_that_draws_nothing_twice_is_recorded():
         ({"dropout": 0.0}, {}),
         ({"target_modules": ["all-linear"]}, {}),
         ({"target_modules": ["q_proj"]}, {}),
-        ({}, {"fused_linear_cross_entropy": LigerSwitch.off}),
+        ({}, {"fused_linear_cross_entropy": Switch.off}),
     ):
         asked = {**HEAD, "lora": {**HEAD["lora"], **adapters}, "liger": {**HEAD["liger"], **loss}}
-        assert asked_for(dataclasses.replace(CARD, techniques=asked))[0], (adapters, loss)
+        assert asked_for(dataclasses.replace(CARD, techniques=enable(**asked)))[0], (adapters, loss)
 
 
 def test_gradients_are_kept_where_passes_are_recorded():

@@ -16,17 +16,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import (
+    CPU,
+    FAMILIES,
+    SIZES,
+    built,
+    enable,
+    facts_of,
+    logits,
+    lora,
+    on_disk,
+    random_model,
+    trained,
+)
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels import liger_operators
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, save
-from fxtune.system.facts import Facts
 from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import technique, timing
-from fxtune.techniques.liger.technique import WHAT, Liger, Switch
+from fxtune.techniques.liger.technique import WHAT, Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 OTHERS = {
@@ -372,7 +385,7 @@ def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
     asked = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
     assert not list(asked.check(facts_of(random_model("llama"), packages={})))
     assert not list(
-        asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": {"compile": {}}}))
+        asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": enable(compile={})}))
     )
 
 
@@ -434,7 +447,7 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
         "dtype": "bfloat16",
         "rows": (4096,),
         "micro_batch_size": 2,
-        "techniques": {"compile": {}, "lora": {}},
+        "techniques": enable(compile={}, lora={"fused": "off"}),
     }
     for _ in range(2):
         chosen, note = resolved(known)
@@ -461,7 +474,7 @@ def test_under_compile_rope_is_the_compiler_s_where_norms_stand_before_it(family
     normed = any(
         name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules()
     )
-    chosen, note = resolved({**GPU, "techniques": {"compile": {}}}, family)
+    chosen, note = resolved({**GPU, "techniques": enable(compile={})}, family)
     assert (chosen.rope is Switch.off) == normed, note
     assert resolved(GPU, family)[0].rope is Switch.on
 
@@ -472,7 +485,7 @@ def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(timing, "times", lambda case: (2.0, 1.0))
-    assert resolved({**GPU, "techniques": {"compile": {}}})[0].swiglu is Switch.on
+    assert resolved({**GPU, "techniques": enable(compile={})})[0].swiglu is Switch.on
 
 
 @pytest.mark.parametrize(
@@ -488,7 +501,7 @@ def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(error, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps(monkeypatch, {"liger": error})
-    chosen, note = resolved({**GPU, "techniques": {"compile": {}}})
+    chosen, note = resolved({**GPU, "techniques": enable(compile={})})
     assert chosen.rms_norm is chosen.swiglu is Switch.off
     assert "rms_norm off (torch.compile fuses it; neither could be measured here)" in note
     assert not [*tmp_path.rglob("liger_times.json")]
@@ -529,13 +542,13 @@ def test_any_other_error_of_a_measurement_is_no_answer(error, monkeypatch, tmp_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps(monkeypatch, {"liger": error})
     with pytest.raises(type(error), match=str(error)):
-        resolved({**GPU, "techniques": {"compile": {}}})
+        resolved({**GPU, "techniques": enable(compile={})})
     assert not [*tmp_path.rglob("liger_times.json")]
 
 
 def test_under_compile_without_a_gpu_at_hand_nothing_is_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen, note = resolved({**GPU, "techniques": {"compile": {}}})
+    chosen, note = resolved({**GPU, "techniques": enable(compile={})})
     assert chosen.rms_norm is Switch.off
     assert "neither could be measured here" in note
 
@@ -543,7 +556,7 @@ def test_under_compile_without_a_gpu_at_hand_nothing_is_measured(monkeypatch, tm
 def test_a_pipeline_says_what_it_chose():
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True)
-    chosen, notes = pipeline.ready(facts_of(random_model("llama")))
+    chosen, notes = pipeline.resolved(facts_of(random_model("llama")))
     assert any(
         note.startswith("liger: nothing of it acts here: rms_norm off (Triton needs a GPU), ") for note in notes
     )

@@ -13,14 +13,13 @@ from support.architectures import CPU, FAMILIES, SIZES, built, facts_of, logits,
 from fxtune.errors import ConfigError
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
 from fxtune.models.structure import decoder_layers, parameter_counts
-from fxtune.system.facts import Library
+from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.liger.technique import Switch
 from fxtune.techniques.lora import fuse, modules
-from fxtune.techniques.lora.technique import Fused, Matmul
+from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.precision import Autocast
-from fxtune.techniques.quantize import ComputeDtype, Quantize, Type
+from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
 from fxtune.tracking.throughput import training_cost
 
 ALL = {"attention": 2, "mlp": 2, "linear": 2}
@@ -39,7 +38,7 @@ def _qwen2(monkeypatch):
 def pair(model: ModelConfig, dtype: str = "float32", prepare=lambda pipeline: None, **options):
     """The same model and adapters, whose B is not zero, by peft and fused."""
     found = []
-    for fused in (Fused.off, Fused.on):
+    for fused in (Switch.off, Switch.on):
         pipeline = lora(fused=fused, **options)
         prepare(pipeline)
         made = built(pipeline, model, dtype=dtype)
@@ -113,7 +112,7 @@ def test_operators_are_counted_in_passes_with_flex_attention():
 
 
 def test_what_is_not_fused_is_told():
-    fused = built(lora(fused=Fused.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
+    fused = built(lora(fused=Switch.on, target_modules=["q_proj", "embed_tokens"]), random_model("llama"))
     assert fused.fusion.told() == "2 single linears; 1 left to peft: Embedding is no linear"
 
 
@@ -151,7 +150,7 @@ def test_a_first_update_over_a_bfloat16_base_acts_as_it_does_in_float32(tmp_path
         )
     )
     rows, fell = torch.randint(3, 512, (2, 128), generator=torch.Generator().manual_seed(1)), {}
-    runs = {"float32": ("float32", Fused.off), "peft": ("bfloat16", Fused.off), "fused": ("bfloat16", Fused.on)}
+    runs = {"float32": ("float32", Switch.off), "peft": ("bfloat16", Switch.off), "fused": ("bfloat16", Switch.on)}
     for name, (dtype, fused) in runs.items():
         pipeline = lora(16, fused=fused)
         pipeline.precision.autocast = Autocast.bfloat16 if dtype == "bfloat16" else Autocast.none
@@ -183,7 +182,7 @@ def test_over_a_quantised_base(kind, library):
 
 
 def test_the_frozen_weights_are_stored_once_and_the_adapters_beside_them_are_never_stale():
-    model = built(lora(fused=Fused.on), random_model("llama"))
+    model = built(lora(fused=Switch.on), random_model("llama"))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*model.parameters(), *model.buffers())
@@ -199,7 +198,7 @@ def test_the_frozen_weights_are_stored_once_and_the_adapters_beside_them_are_nev
 
 
 def test_linears_of_unlike_dtypes_have_no_buffer_in_common():
-    pipeline = lora(fused=Fused.off)
+    pipeline = lora(fused=Switch.off)
     model = built(pipeline, random_model("llama"))
     for layer in decoder_layers(model):
         layer.self_attn.k_proj.get_base_layer().double()
@@ -312,7 +311,7 @@ def in_int8(family: str):
 
 def in_fp8(family: str):
     """Built without check(), which refuses fp8 on a CPU."""
-    pipeline, model = lora(fused=Fused.on), random_model(family)
+    pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.quantize = Quantize(True, Type.fp8, compute_dtype=ComputeDtype.float32)
     return pipeline.build(model, load_config(model), CPU, 0)
 
@@ -347,7 +346,7 @@ def test_fully_shard_takes_a_fused_layer(base, one_process_mesh):
 
 def test_a_base_loads_by_its_plain_names():
     model = random_model("llama")
-    first, second = (built(lora(fused=Fused.on), model, seed=seed) for seed in (0, 1))
+    first, second = (built(lora(fused=Switch.on), model, seed=seed) for seed in (0, 1))
     states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (first, second)]
     assert not torch.equal(logits(first), logits(second))
     for assign in (False, True):
@@ -413,7 +412,7 @@ def test_a_run_goes_on_with_the_matmul_that_auto_found_when_it_started(small, cw
     def broken(*_):
         raise TypeError("no such architecture")
 
-    small.techniques.lora.fused, small.train.max_steps, small.checkpoint.every = Fused.on, 2, 1
+    small.techniques.lora.fused, small.train.max_steps, small.checkpoint.every = Switch.on, 2, 1
     small.run.dir = "run"
     monkeypatch.setattr(gemm_choice, "hindrance", lambda facts: None)
     with monkeypatch.context() as patch:
@@ -450,7 +449,7 @@ def test_what_is_saved_is_a_plain_adapter_and_training_goes_on_from_it(tmp_path)
     from transformers import AutoModelForCausalLM
 
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
-    plain, fused = built(lora(fused=Fused.off), model), trained(built(lora(fused=Fused.on), model))
+    plain, fused = built(lora(fused=Switch.off), model), trained(built(lora(fused=Switch.on), model))
     tokenizer = load_tokenizer(model)
     one, other = (save(each, tokenizer, tmp_path / name) for each, name in ((plain, "plain"), (fused, "fused")))
     theirs, mine = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
@@ -458,7 +457,7 @@ def test_what_is_saved_is_a_plain_adapter_and_training_goes_on_from_it(tmp_path)
     assert (one / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), other)
     torch.testing.assert_close(logits(loaded), logits(fused), rtol=1e-4, atol=1e-5)
-    again = built(lora(fused=Fused.on), ModelConfig(path=str(tmp_path / "base"), adapter=str(other)))
+    again = built(lora(fused=Switch.on), ModelConfig(path=str(tmp_path / "base"), adapter=str(other)))
     assert torch.equal(logits(again), logits(fused))
 
 
@@ -553,9 +552,9 @@ def test_another_adapter_beside_the_one_that_is_fused_acts_as_in_peft():
 def test_on_is_refused_and_auto_is_off_where_no_adapter_can_be_fused(options, reason):
     card = facts_of(random_model("llama"), device="cuda", capability=(9, 0))
     with pytest.raises(ConfigError, match=rf"techniques\.lora\.fused: {reason}"):
-        lora(fused=Fused.on, **options).ready(card)
-    chosen, notes = lora(**options).ready(card)
-    assert chosen.lora.fused is Fused.off
+        lora(fused=Switch.on, **options).resolved(card)
+    chosen, notes = lora(**options).resolved(card)
+    assert chosen.lora.fused is Switch.off
     assert any(reason in note for note in notes)
     fusion = fuse.fuse(built(lora(**options), random_model("llama")))
     assert not fusion.groups
@@ -563,10 +562,10 @@ def test_on_is_refused_and_auto_is_off_where_no_adapter_can_be_fused(options, re
 
 
 def test_auto_is_on_with_a_card_and_off_without_and_liger_makes_way():
-    for device, chosen in (("cuda", Fused.on), ("cpu", Fused.off)):
+    for device, chosen in (("cuda", Switch.on), ("cpu", Switch.off)):
         pipeline = lora()
         pipeline.liger.enabled = True
-        ready, notes = pipeline.ready(
+        ready, notes = pipeline.resolved(
             facts_of(
                 random_model("llama"),
                 device=device,
@@ -578,20 +577,20 @@ def test_auto_is_on_with_a_card_and_off_without_and_liger_makes_way():
         assert ready.lora.fused is chosen
         assert any(note.startswith(f"lora: fused {chosen.value}") for note in notes)
         assert ready.liger.swiglu is Switch.off
-    pipeline.lora.fused, pipeline.liger.swiglu = Fused.on, Switch.on
+    pipeline.lora.fused, pipeline.liger.swiglu = Switch.on, Switch.on
     with pytest.raises(ConfigError, match=r"techniques\.liger\.swiglu: techniques\.lora\.fused=on"):
-        pipeline.ready(
+        pipeline.resolved(
             facts_of(random_model("llama"), device="cuda", capability=(9, 0), packages={"liger-kernel": "0.8.5"})
         )
-    pipeline.lora.fused = Fused.auto
-    ready, _ = pipeline.ready(
+    pipeline.lora.fused = Switch.auto
+    ready, _ = pipeline.resolved(
         facts_of(random_model("llama"), device="cuda", capability=(9, 0), packages={"liger-kernel": "0.8.5"})
     )
-    assert (ready.lora.fused, ready.liger.swiglu) == (Fused.off, Switch.on)
+    assert (ready.lora.fused, ready.liger.swiglu) == (Switch.off, Switch.on)
 
 
 def test_operators_that_did_not_run_are_noticed():
-    pipeline = lora(fused=Fused.on)
+    pipeline = lora(fused=Switch.on)
     model = built(pipeline, random_model("llama"))
     assert all(evidence.acted for evidence in pipeline.verify(model, make_probe(model)))
     mlp = model.get_base_model().model.layers[0].mlp
@@ -623,7 +622,7 @@ def test_checkpointing_keeps_what_it_says_and_changes_no_gradient(options):
 
     plain, _ = pair(random_model("llama"))
     wanted = gradients(plain)
-    pipeline = lora(fused=Fused.on)
+    pipeline = lora(fused=Switch.on)
     prepare(pipeline)
     proven = built(pipeline, random_model("llama"))
     seen = pipeline.verify(proven, make_probe(proven))
@@ -643,7 +642,7 @@ def test_compiled_layers_share_a_graph_and_a_checkpoint_computes_down_twice_only
     """With the compiler's own cut between forward and backward, and no code generated."""
     from torch.profiler import ProfilerActivity, profile
 
-    layers, pipeline = 4, lora(fused=Fused.on)
+    layers, pipeline = 4, lora(fused=Switch.on)
     pipeline.checkpointing.enabled, pipeline.checkpointing.policy = True, Policy.full
     monkeypatch.setitem(FAMILIES, "olmo2", {"model_type": "olmo2", **SIZES})
     model = built(pipeline, random_model(family, num_hidden_layers=layers)).train()

@@ -1,0 +1,60 @@
+"""Everything that a technique may decide by: the machine, the packages, the model, the run and the other techniques.
+
+`Facts` is plain frozen data, so `check` and `resolve` are tested for hardware that is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxtune.distributed.world import World
+from fxtune.system.facts import MachineFacts
+from fxtune.techniques.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Facts(MachineFacts):
+    """The facts of one run on one machine. Only `Pipeline.resolved()` changes an option of `techniques`."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
+    dtype: str = "float32"
+    """The dtype of the model's weights: float32, bfloat16 or float16."""
+    packing: bool = False
+    sequence_length: int = 0
+    rows: tuple[int, ...] = ()
+    """The possible lengths of a batch's rows in tokens: one length with packing, or one for each bucket."""
+    micro_batch_size: int = 1
+    optimizer: str = "adamw"
+    stochastic_rounding: bool = False
+    """Whether the optimizer rounds weights stochastically, and so keeps its moments in float32."""
+    deterministic: bool = False
+    """Whether two runs must give the same bits."""
+    techniques: Pipeline = field(default_factory=Pipeline)
+
+    @classmethod
+    def of(cls, world: World, **known: Any) -> Facts:
+        """The facts of `world`'s machine, with the fields in `known` set."""
+        return cls(**{**vars(world.facts(known.get("deterministic", False))), **known})
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The config of the language model inside `model`."""
+        return self.model.get("text_config") or self.model
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in the longest row."""
+        return max(self.rows, default=self.sequence_length)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a micro-batch of the longest rows."""
+        return self.micro_batch_size * self.row_length
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that matmuls and attention run in: autocast's, or the weights'."""
+        precision = self.techniques.precision
+        return precision.autocast.value if precision.casts else self.dtype

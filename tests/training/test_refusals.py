@@ -1,6 +1,6 @@
 """What cannot work is refused from configs alone, on any machine: no weight is loaded, all reasons come at once.
 
-Each case is a recipe and a machine that is made up (plain Facts), so no GPU is needed. A case names the keys that the message
+Each case is a recipe and a machine that is made up (plain MachineFacts), so no GPU is needed. A case names the keys that the message
 must give as reasons, and a word of each cause.
 """
 
@@ -17,11 +17,10 @@ import torch
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
-from fxtune.distributed import world
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, UserError
-from fxtune.system.facts import PACKAGES
-from fxtune.techniques.facts import Facts
+from fxtune.system import facts as machine_facts
+from fxtune.system.facts import PACKAGES, MachineFacts
 from fxtune.training import builder
 
 GB = 10**9
@@ -32,7 +31,7 @@ INSTALLED = {
     "torchao": "0.18.0",
     "liger-kernel": "0.8.5",
 }
-H200 = Facts(
+H200 = MachineFacts(
     device="cuda",
     device_name="NVIDIA H200",
     capability=(9, 0),
@@ -44,7 +43,7 @@ H200 = Facts(
 )
 A100 = replace(H200, device_name="NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=85 * GB, free_memory=84 * GB)
 T4 = replace(H200, device_name="Tesla T4", capability=(7, 5), memory=16 * GB, free_memory=15 * GB)
-CPU = Facts(
+CPU = MachineFacts(
     device="cpu",
     device_name="8 cores, x86_64",
     cores=8,
@@ -76,13 +75,13 @@ BFLOAT16, LORA = "model.dtype=bfloat16", "techniques=lora"
 
 class Case(NamedTuple):
     what: str
-    machine: Facts
+    machine: MachineFacts
     words: tuple[str, ...]
     expected: dict[str, str]
     """Key -> a word of its reason (a regular expression)."""
 
 
-def case(what: str, machine: Facts, *words: str, architecture: str = LLAMA, **expected: str) -> Case:
+def case(what: str, machine: MachineFacts, *words: str, architecture: str = LLAMA, **expected: str) -> Case:
     keys = {key.replace("__", "."): text for key, text in expected.items()}
     return Case(what, machine, (architecture, *words), keys)
 
@@ -400,10 +399,12 @@ CASES = [
 def on(monkeypatch):
     """Let this process be on the machine `facts`."""
 
-    def be(facts: Facts) -> None:
+    def be(facts: MachineFacts) -> None:
         monkeypatch.setattr(World, "create", staticmethod(lambda *_, **__: World(torch.device("cpu"))))
-        monkeypatch.setattr(World, "facts", lambda self, **known: replace(facts, **known))
-        monkeypatch.setattr(world.shutil, "which", lambda name: f"/usr/bin/{name}")  # that machine has compilers
+        monkeypatch.setattr(World, "facts", lambda self, deterministic=False: facts)
+        monkeypatch.setattr(
+            machine_facts.shutil, "which", lambda name: f"/usr/bin/{name}"
+        )  # that machine has compilers
 
     return be
 

@@ -19,7 +19,7 @@ from fxtune.objectives.causal_lm import Loss
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.pipeline import Pipeline, refuse
+from fxtune.techniques.pipeline import Pipeline, require_acted
 from fxtune.techniques.precision import Autocast
 from fxtune.training import trainer
 
@@ -232,7 +232,7 @@ def test_a_model_with_logits_of_another_make_keeps_its_own_forward():
     assert "Shifted: its logits are not those of its head" in loss.evidence[0].observed
     same(model, loss, batch())
     with pytest.raises(ConfigError, match=r"loss: asked for .*fused with the head; seen: Shifted"):
-        refuse(Loss(model, FUSED).evidence)
+        require_acted(Loss(model, FUSED).evidence)
 
 
 def test_a_model_whose_parts_cannot_be_found_keeps_its_own_forward():

@@ -1,16 +1,15 @@
-"""One checkpoint as a folder: how it is written, and every way in which it can turn out not to be what was written.
+"""One checkpoint as a folder: how it is written, and how it is checked before it is read.
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
-It is written under a name that begins with a dot, synced to the disk and renamed. What begins with a dot is unfinished business,
-and goes with the next save. What is called `aside-step-00000120` is no checkpoint of the run any more, and nobody but the user
-removes it (see set_aside). Nothing of what is read here is code, and no name in a file is used as a path.
+It is written under a name that begins with a dot, synced and renamed. Names that begin with a dot are unfinished work, which the
+next save removes. `aside-step-00000120` is no longer a checkpoint of the run; only the user removes it (see set_aside). Nothing
+that is read here is code, and no name in a file is used as a path.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,19 +19,29 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fxtune.system.atomic_files import DTYPES, Seal, broken, gone, read_json, sync, write_tensors, write_text
+from fxtune.system.atomic_files import (
+    DTYPES,
+    Damage,
+    FileDigest,
+    find_damage,
+    read_json,
+    replace_folder,
+    sync,
+    write_tensors,
+    write_text,
+)
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
 """Of the manifest. Raise it when an older fxtune could not read what is written."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
-_LIKE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Moments that have the shape of their weight."""
 
 
 def paths(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in `folder`, oldest step first."""
+    """Everything in `folder` with a checkpoint's name, lowest step first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -41,7 +50,7 @@ def step_of(path: Path) -> int:
 
 
 def was_best(path: Path) -> bool:
-    """Whether the checkpoint at `path` was the best of its run when it was saved: better than all before it."""
+    """Whether the checkpoint at `path` was the best of its run when it was saved."""
     try:
         return bool(read_json(path / STATE).get("best_step") == step_of(path))
     except ValueError:
@@ -56,7 +65,7 @@ def write(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
 ) -> Path:
-    """Write the checkpoint of `step` and return where it is; one that is there is replaced. Raises OSError; nothing is left then.
+    """Write the checkpoint of `step`, in place of one that is there, and return its path. Raises OSError and leaves nothing.
 
     `recipe`: a digest of what the run learns by. `state`: JSON.
     """
@@ -64,41 +73,35 @@ def write(
     staging = folder / f".staging-{final.name}"
     try:
         staging.mkdir()
-        seals = {
+        files = {
             WEIGHTS: write_tensors(staging / WEIGHTS, weights),
             MOMENTS: write_tensors(staging / MOMENTS, moments),
             STATE: write_text(staging / STATE, state),
         }
-        manifest = {"format": FORMAT, "recipe": recipe, "files": {name: asdict(seal) for name, seal in seals.items()}}
+        manifest = {"format": FORMAT, "recipe": recipe, "files": {name: asdict(file) for name, file in files.items()}}
         write_text(staging / MANIFEST, json.dumps(manifest, indent=1))
         sync(staging)
-        before = None
-        if final.is_dir() and not final.is_symlink():  # the same step again, maybe the only checkpoint: see sweep()
-            before = final.rename(folder / f"{_REPLACED}{final.name}")
-        elif final.is_symlink() or final.exists():
-            final.unlink()
-        os.replace(staging, final)
-        sync(folder)
-        if before is not None:
-            remove(before)
+        replace_folder(staging, final, folder / f"{_REPLACED}{final.name}")
     except OSError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return final
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed saves left; a checkpoint that was to be replaced, and was not, is put back. Raises OSError."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves left, and put back a checkpoint whose replacement did not arrive. Raises OSError."""
     for leftover in folder.glob(".*-step-*"):
-        place = folder / leftover.name.removeprefix(_REPLACED)
-        if leftover.name.startswith(_REPLACED) and not place.exists() and not lost(leftover):
-            leftover.rename(place)
-        else:
-            remove(leftover)
+        if leftover.name.startswith(_REPLACED):
+            final = folder / leftover.name.removeprefix(_REPLACED)
+            damage = None if final.exists() else damage_of(leftover)
+            if not final.exists() and not (damage and damage.lost):
+                leftover.rename(final)
+                continue
+        remove(leftover)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. Its name goes first: half a checkpoint is never seen under it."""
+    """Remove a checkpoint. It is renamed first, so half a checkpoint never has a checkpoint's name."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -108,7 +111,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give what has a checkpoint's name another one, under which it is no checkpoint and stays; returns it. Raises OSError."""
+    """Rename a checkpoint so that it stays on the disk and is no checkpoint of the run; returns the new path. Raises OSError."""
     aside, number = path.with_name(f"aside-{path.name}"), 1
     while aside.is_symlink() or aside.exists():
         number += 1
@@ -116,44 +119,29 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def lost(path: Path) -> bool:
-    """Whether what was saved at `path` is known to be gone: a file is missing, or was read and is not what was written.
-
-    That is less than damaged(): another fxtune may read a manifest of another format, and an error of a disk may pass.
-    """
+def damage_of(path: Path) -> Damage | None:
+    """Why the checkpoint at `path` is not complete and unchanged, or None: each file of its manifest as it was written, no other."""
     if path.is_symlink():
-        return False
+        return Damage("it is a link")
     try:
         manifest = read_json(path / MANIFEST)
-    except ValueError as error:  # no JSON, or what the disk said
-        return isinstance(error.__cause__, (FileNotFoundError, ValueError))
+    except ValueError as error:
+        return Damage(str(error), lost=isinstance(error.__cause__, (FileNotFoundError, ValueError)))
     try:
-        seals = {name: Seal(**manifest["files"][name]) for name in (WEIGHTS, MOMENTS, STATE)}
-    except (KeyError, TypeError):
-        return False
-    return manifest.get("format") == FORMAT and any(gone(path / name, seal) for name, seal in seals.items())
-
-
-def damaged(path: Path) -> str | None:
-    """Why the checkpoint at `path` is not whole, or None: every file of the manifest is there as it was written, and no other."""
-    if path.is_symlink():
-        return "it is a link"
-    try:
-        manifest = read_json(path / MANIFEST)
         if manifest.get("format") != FORMAT:
-            return f"{MANIFEST} is not of this version of fxtune"
-        seals = {name: Seal(**seal) for name, seal in manifest["files"].items()}
-        if set(seals) != {WEIGHTS, MOMENTS, STATE} or not isinstance(manifest["recipe"], str):
-            return f"{MANIFEST} is none of a checkpoint"
-        # A leading dot: what file systems and desktops leave behind (.nfs0001, .DS_Store).
-        strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*seals, MANIFEST}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return str(error) if type(error) is ValueError else f"{MANIFEST} is none of a checkpoint"
+            return Damage(f"{MANIFEST} is not of this version of fxtune")
+        files = {name: FileDigest(**file) for name, file in manifest["files"].items()}
+        if set(files) != {WEIGHTS, MOMENTS, STATE} or not isinstance(manifest["recipe"], str):
+            return Damage(f"{MANIFEST} is none of a checkpoint")
+        # File systems and desktops leave names with a leading dot (.nfs0001, .DS_Store).
+        strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*files, MANIFEST}
+    except (KeyError, TypeError, AttributeError):
+        return Damage(f"{MANIFEST} is none of a checkpoint")
     except OSError as error:
-        return f"it cannot be read: {error.strerror or error}"
+        return Damage(f"it cannot be read: {error.strerror or error}")
     if strange:
-        return f"{sorted(strange)[0]} was not saved with it"
-    return next(filter(None, (broken(path / name, seal) for name, seal in seals.items())), None)
+        return Damage(f"{min(strange)} was not saved with it")
+    return next(filter(None, (find_damage(path / name, file) for name, file in files.items())), None)
 
 
 def misfits(path: Path, model: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -174,7 +162,7 @@ def misfits(path: Path, model: Mapping[str, torch.Tensor]) -> Iterator[str]:
                 name, _, key = full.rpartition("/")
                 if name not in model:
                     yield f"{MOMENTS} has moments of {name}, which is not trained here"
-                elif key in _LIKE_WEIGHT and list(file.get_slice(full).get_shape()) != list(model[name].shape):
+                elif key in _WEIGHT_SHAPED and list(file.get_slice(full).get_shape()) != list(model[name].shape):
                     yield f"{MOMENTS}: {full} has not the shape of its weight"
     except (SafetensorError, OSError) as error:
         yield f"its tensors cannot be read: {error}"

@@ -1,16 +1,17 @@
-"""Copies of a run's tensors in host memory, as they are at one moment, so that a checkpoint is written while training goes on.
+"""Copies of tensors in host memory, so that a checkpoint is written while training goes on.
 
-On a GPU a stream of its own copies them into pinned buffers, which are used again by the next snapshot. The copy runs beside the
-next step's forward and backward, which only read weights; what changes them has to wait, on the device: `wait_on_device` before the
-optimizer's update. On a CPU they are cloned, at the speed of memory.
+On a GPU a side stream copies into pinned buffers, which the next copy reuses. The copy overlaps the next forward and backward
+pass, which only read weights. The optimizer's update has to wait for it on the device: `wait_on_device`. On a CPU tensors are
+cloned.
 
-What it costs is host memory: as much as is saved (a LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB).
-Where a host has not twice that, nothing is copied (`take` gives None), and a checkpoint is written while the loop waits.
+The cost is as much host memory as is saved (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB). A host with
+less than twice that free copies nothing (`take` returns None), and the checkpoint is written while the loop waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,83 +19,82 @@ from fxtune.system.host import memory
 from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
 
 BLOCK = 64 * 2**20
-"""Small tensors share pinned blocks of this many bytes: pinning has a price for each piece, and torch rounds each up to a power
-of two."""
+"""Small tensors share pinned blocks of this many bytes: each pinned allocation is slow, and torch rounds it up to a power of two."""
 ALIGNMENT = 64
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[Any, torch.Tensor]
+"""By any kind of name."""
 
 
 class HostCopy:
-    """At most one moment at a time: what `take` gave is overwritten by the next one."""
+    """One copy at a time: `take` overwrites what the previous `take` returned."""
 
     def __init__(self) -> None:
-        self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._layout: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._pinned: Tensors = {}
-        """A buffer for each tensor that lives on a GPU."""
+        """A buffer for each tensor that is on a GPU."""
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._device: torch.device | None = None
         self._sources: list[torch.Tensor] = []
-        """Held until they are copied: some were made for the snapshot, and their memory must not be given out before."""
+        """Kept alive until they are copied: some exist only for the copy, and their memory must not be reused before."""
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors | None:
-        """Copies of `tensors`, not to be read before `arrived`; None where this host has no room for them."""
-        there = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
-        here = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
-        new = sum(tensor.nbytes for tensor in here.values())
-        layout = {name: (tensor.shape, tensor.dtype) for name, tensor in there.items()}
+    def take(self, tensors: Mapping[Any, torch.Tensor]) -> Tensors | None:
+        """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them."""
+        on_gpu = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
+        on_host = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
+        layout = {name: (tensor.shape, tensor.dtype) for name, tensor in on_gpu.items()}
+        allocated = [*on_host.values(), *(on_gpu.values() if layout != self._layout else ())]
+        if 2 * sum(tensor.nbytes for tensor in allocated) > memory()[1]:
+            return None
         if layout != self._layout:
-            new += sum(tensor.nbytes for tensor in there.values())
-        if 2 * new > memory()[1]:
-            return None
-        if layout != self._layout and not self._pin(there):
-            return None
-        copies = catch_out_of_memory(
-            lambda: {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in here.items()}
+            self._pinned, self._layout = {}, {}
+            try:
+                self._pinned = dict(_pinned_buffers(on_gpu))
+            except RuntimeError:  # the driver pins no more; torch has no class of its own for that
+                return None
+            self._layout = layout
+        clones = catch_out_of_memory(
+            lambda: {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in on_host.items()}
         )
-        if isinstance(copies, MemoryExhausted):
+        if isinstance(clones, MemoryExhausted):
             return None
-        return {**copies, **self._copy(there)}
+        self._copy(on_gpu)
+        return {**clones, **{name: self._pinned[name] for name in on_gpu}}
 
-    def arrived(self) -> None:
-        """Wait, on the host, until the copies hold what `take` was given. Any thread may."""
+    def wait_on_host(self) -> None:
+        """Wait until the copies hold what `take` was given. May be called from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
         self._sources = []
 
     def wait_on_device(self) -> None:
-        """Let what is issued to the device from now on wait until the copies are made. The host does not wait."""
+        """Let work issued to the device from now on wait for the copies. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
-    def _copy(self, there: Tensors) -> Tensors:
-        if not there:
-            return {}
-        self._device = device = next(iter(there.values())).device
+    def _copy(self, on_gpu: Mapping[Any, torch.Tensor]) -> None:
+        if not on_gpu:
+            return
+        self._sources = list(on_gpu.values())
+        self._device = device = self._sources[0].device
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._sources = list(there.values())
         with torch.cuda.stream(self._stream):
-            for name, tensor in there.items():
+            for name, tensor in on_gpu.items():
                 self._pinned[name].copy_(tensor, non_blocking=True)
             self._copied = self._stream.record_event()
-        return dict(self._pinned)
 
-    def _pin(self, there: Tensors) -> bool:
-        """Make a pinned buffer for each of `there`. Returns whether the host could."""
-        self._pinned, self._layout = {}, {}
-        room = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in there.items()}
-        left, block, used = sum(room.values()), torch.empty(0, dtype=torch.uint8), 0
-        try:
-            for name, tensor in there.items():
-                if used + room[name] > block.nbytes:
-                    block, used = torch.empty(max(min(BLOCK, left), room[name]), dtype=torch.uint8, pin_memory=True), 0
-                self._pinned[name] = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                used += room[name]
-                left -= room[name]
-        except RuntimeError:  # the driver pins no more: torch has no class of its own for that
-            self._pinned = {}
-            return False
-        self._layout = {name: (tensor.shape, tensor.dtype) for name, tensor in there.items()}
-        return True
+
+def _pinned_buffers(tensors: Mapping[Any, torch.Tensor]) -> Tensors:
+    """A pinned buffer for each of `tensors`. Raises RuntimeError if the host cannot pin that much."""
+    sizes = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in tensors.items()}
+    left, block, used = sum(sizes.values()), torch.empty(0, dtype=torch.uint8), 0
+    buffers = {}
+    for name, tensor in tensors.items():
+        if used + sizes[name] > block.nbytes:
+            block, used = torch.empty(max(min(BLOCK, left), sizes[name]), dtype=torch.uint8, pin_memory=True), 0
+        buffers[name] = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        used += sizes[name]
+        left -= sizes[name]
+    return buffers

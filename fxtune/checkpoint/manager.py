@@ -1,17 +1,17 @@
-"""Checkpoints: whole or absent, written in the background, safetensors and JSON, never pickle.
+"""The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
-A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (stored.py: its files). A batch is a function
-of (data plan, seed, step), and dropout is seeded by the step: no random state and no position in the data has to be saved beyond
-the integer `step`.
+A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (folder.py has its files). A batch is a
+function of (data plan, seed, step), and the step seeds dropout: apart from the integer `step`, neither random states nor positions
+in the data have to be saved.
 
-The loop stands still while the tensors are copied (snapshot.py). Hashing, writing, syncing and pruning are a thread's, and one
-save is in flight at most. What goes wrong in it is told by the loop's thread, once for each failure, and training goes on: the
-next save that is due tries again. Only a run whose last save failed ends with an error (`wait`).
+The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and prunes, and at most
+one save is in flight. The loop's thread reports each failure once and training goes on; the next save that is due tries again.
+Only a run whose last save failed ends with an error (`wait`).
 
-Reading: a folder counts if each file of its manifest, and no other, is there as it was written, if it is of this run's recipe and
-fits the model. Of those the newest is taken, and each newer one that does not count is told with the reason. When the run then
-saves without it, it is removed if its bytes are known to be lost, and otherwise set aside: another version of fxtune, or the same
-one on a disk that is well again, may read it.
+A checkpoint is usable if each file of its manifest, and no other, is there as it was written, and if it has this run's recipe and
+fits the model. The newest usable one is loaded, and each newer one is reported with the reason. When the run then saves, a newer
+one is removed if its bytes are known to be lost and otherwise set aside: another version of fxtune, or the same one once the disk
+works again, may read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, damaged, step_of
+from fxtune.checkpoint.folder import MANIFEST, MOMENTS, STATE, WEIGHTS, damage_of, step_of
 from fxtune.checkpoint.host_copy import HostCopy
 from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW
 from fxtune.errors import StorageError
@@ -46,11 +46,11 @@ SPARE = 2**20
 @dataclass
 class CheckpointConfig:
     every: int = field(default=100, metadata={"min": 0})
-    """Save each time this many steps are done; 0: only at the end. What a killed run can lose."""
+    """Save after this many steps each; 0: only at the end. A killed run loses at most this much."""
     keep: int = field(default=2, metadata={"min": 1})
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
-    """Also save at each evaluation that is the best so far, and keep that one however old it is, until a better one is saved."""
+    """Also save at each evaluation that is the best so far, and keep that checkpoint until a better one is saved."""
 
 
 @dataclass
@@ -60,12 +60,12 @@ class TrainState:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    """Real tokens seen (padding not counted)."""
+    """Real tokens seen, without padding."""
     supervised_tokens: int = 0
     numbers: dict[str, Any] = field(default_factory=dict)
-    """How many steps were skipped, and what the next step's loss is judged by (numbers.py)."""
+    """The state of training/step_monitor.py: how many steps were skipped, and the window that spikes are judged by."""
     evaluation_due: bool = False
-    """The evaluation that is due at this step has not been done: a signal broke it off."""
+    """The evaluation due at this step was interrupted by a signal."""
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
@@ -73,13 +73,13 @@ class TrainState:
     """The last value of each metric."""
     wandb_id: Optional[str] = None
     data_fingerprint: str = ""
-    """Of the data plan; a resumed run must have the same."""
+    """Of the data plan. A resumed run must have the same."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """What of the optimizer's state is not a tensor."""
+    """The parts of the optimizer's state that are not tensors."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows at once of `training`, `evaluation` and `questions`, where memory made them fewer than the recipe says."""
+    """Rows at once of `training`, `evaluation` and `questions`, where running out of memory reduced them (system/oom.py)."""
     loss_scale: dict[str, float] = field(default_factory=dict)
-    """float16's loss scale and how many good steps it has had; empty where none is in play."""
+    """float16's loss scale and its count of good steps; empty for other dtypes."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in `folder`. A context: leaving it waits for the save in flight.
 
-    `recipe`: a digest of what the run learns by (see runfolder.identity); checkpoints of another are not taken. `note` gets
-    one-line messages for the user, always in the thread that calls this object.
+    `recipe`: a digest of what the run learns by (run_folder.config_digest); checkpoints with another one are not loaded. `note`
+    gets one-line messages for the user, always in the thread that calls this object.
     """
 
     def __init__(
@@ -102,15 +102,16 @@ class Checkpoints:
     ) -> None:
         self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
         self.failure: StorageError | None = None
-        """Of the latest save that has ended; None: it is on the disk."""
-        self._snapshot = HostCopy()
-        self._saving: _Saving | None = None
-        self._figures: dict[str, float] = {}
-        self._whole = ""
-        """The latest state that is on the disk: it need not be saved twice (the last step's, and then a signal's)."""
-        self._own: int | None = None
-        """The step that was loaded or saved last: what lies at later ones is none of what this run has come by. None: neither."""
-        self._told = False
+        """Of the latest save that has ended; None if it is on the disk."""
+        self._host_copy = HostCopy()
+        self._save: _Save | None = None
+        """The save in flight."""
+        self._timings: dict[str, float] = {}
+        self._saved_state = ""
+        """The latest state on the disk as JSON. It is not saved twice: a signal may follow the last step's save."""
+        self._step: int | None = None
+        """The step that was loaded or saved last. Later checkpoints in the folder are not of this run's history."""
+        self._noted_memory = False
 
     def save(
         self,
@@ -119,84 +120,84 @@ class Checkpoints:
         moments: Mapping[str, torch.Tensor],
         since: float | None = None,
     ) -> None:
-        """Copy all of it and have it written; returns when it is copied. Waits for the save before this one first.
+        """Copy a checkpoint and write it in the background. Waits for the previous save first.
 
-        Weights and moments may change afterwards, on a GPU only by what is issued after `wait_for_copy`. `since` (time.perf_counter()):
-        when the loop began to stand still for this. Raises nothing that a disk does: see `failure` and `wait`.
+        Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`
+        (time.perf_counter()): when the loop stopped for this save. Disk errors are not raised: see `failure` and `wait`.
         """
         since = time.perf_counter() if since is None else since
-        text = json.dumps(asdict(state), indent=1)  # now: the loop's state moves on
-        self._collect(wait=True)
-        if text == self._whole:
+        text = json.dumps(asdict(state), indent=1)  # now, because the loop changes the state
+        self._end_save()
+        if text == self._saved_state:
             return
-        self.failure, self._whole = None, ""
-        tensors = {
-            **{f"{WEIGHTS}/{name}": tensor for name, tensor in weights.items()},
-            **{f"{MOMENTS}/{name}": tensor for name, tensor in moments.items()},
-        }
-        taken = self._snapshot.take(tensors)
-        saving = self._saving = _Saving(self, state, text, tensors if taken is None else taken)
-        if taken is not None:
-            saving.begin()
-        else:
-            if not self._told:
-                self._told = True
-                size = _shown(sum(tensor.nbytes for tensor in tensors.values()))
-                self.note(
-                    f"This host's memory has no room for a copy of what a checkpoint holds ({size}), so training "
-                    "stands still while one is written."
-                )
-            saving.run()
-        saving.stall = time.perf_counter() - since
-        if taken is None:
-            self._collect(wait=True)
+        self.failure, self._saved_state = None, ""
+        tensors = {(WEIGHTS, name): tensor for name, tensor in weights.items()}
+        tensors |= {(MOMENTS, name): tensor for name, tensor in moments.items()}
+        copies = self._host_copy.take(tensors)
+        save = self._save = _Save(self, state, text, tensors if copies is None else copies)
+        if copies is not None:
+            save.start_or_run()
+            save.stall = time.perf_counter() - since
+            return
+        if not self._noted_memory:
+            self._noted_memory = True
+            self.note(
+                "This host's memory has no room for a copy of what a checkpoint holds "
+                f"({_readable(sum(tensor.nbytes for tensor in tensors.values()))}), so training stands still while one is "
+                "written."
+            )
+        save.run()
+        save.stall = time.perf_counter() - since
+        self._end_save()
 
     def check_room(self, size: int, exported: int) -> None:
-        """Raise StorageError if the disk cannot take one checkpoint of `size` bytes beside what is `exported` at the end. Told is
-        where it takes one, and not as many as are to be kept.
+        """Raise StorageError if the disk cannot take a checkpoint of `size` bytes and an export of `exported` bytes.
+
+        Warns if fewer checkpoints fit than are kept.
         """
         try:
-            place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-            free = shutil.disk_usage(place).free
+            existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+            free = shutil.disk_usage(existing).free
         except OSError as error:
             raise StorageError(
                 f"The disk of {self.folder} cannot be looked at: {error}. Set run.dir to another disk."
             ) from error
-        there = sum(step_of(path) <= self._own for path in stored.paths(self.folder)) if self._own is not None else 0
-        free += max(there - 1, 0) * size - SPARE  # all but the newest may go
-        what = f"a checkpoint takes {_shown(size)} and what is exported at the end {_shown(exported)}"
+        own = sum(step_of(path) <= self._step for path in stored.paths(self.folder)) if self._step is not None else 0
+        free += max(own - 1, 0) * size - SPARE  # all but the newest may be removed
+        need = f"a checkpoint takes {_readable(size)} and what is exported at the end {_readable(exported)}"
         if free < size + exported:
             raise StorageError(
-                f"The disk of {self.folder} has no room for this run: {what}, and {_shown(max(free, 0))} are "
+                f"The disk of {self.folder} has no room for this run: {need}, and {_readable(max(free, 0))} are "
                 "free. Free space there, or set run.dir to another disk."
             )
-        fit, wanted = (free - exported) // max(size, 1) + min(there, 1), self.config.keep + 1 + self.config.keep_best
+        fit, wanted = (free - exported) // max(size, 1) + min(own, 1), self.config.keep + 1 + self.config.keep_best
         if fit < wanted:
             self.note(
-                f"The disk of {self.folder} has room for {fit} checkpoints: {what}. checkpoint.keep={self.config.keep} "
+                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. checkpoint.keep={self.config.keep} "
                 f"and the one being written would be {wanted}, so where there is no room old ones go first."
             )
 
     def wait_for_copy(self) -> None:
-        """To be called before weights or moments change: on a GPU that waits, on the device, until they are copied."""
-        self._snapshot.wait_on_device()
+        """Call before weights or moments change: work issued to a GPU from here on waits, on the device, for the copy."""
+        self._host_copy.wait_on_device()
 
     def save_timings(self) -> dict[str, float]:
-        """Of the save that ended since this was last asked, if one did, seconds: `checkpoint/stall_seconds`, in which the loop
-        stood still; `checkpoint/seconds`, until it was on the disk. Tells of one that failed."""
-        self._collect(wait=False)
-        figures, self._figures = self._figures, {}
-        return figures
+        """Seconds of a save that ended since the last call: `checkpoint/stall_seconds`, for which the loop stopped, and
+        `checkpoint/seconds`, until it was on the disk. Reports a save that failed."""
+        if self._save and not self._save.is_alive():
+            self._end_save()
+        timings, self._timings = self._timings, {}
+        return timings
 
     def wait(self) -> None:
         """Wait until the latest save is on the disk. Raises StorageError if it could not be written."""
-        self._collect(wait=True, last=True)
+        self._end_save(report=False)
         if self.failure is not None:
             raise self.failure
 
     def settle(self) -> StorageError | None:
-        """Wait for the save in flight. Returns what went wrong with the latest one."""
-        self._collect(wait=True)
+        """Wait for the save in flight. Returns the error of the latest one."""
+        self._end_save()
         return self.failure
 
     def __enter__(self) -> Checkpoints:
@@ -205,45 +206,43 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._collect(wait=True)
+        self._end_save()
 
-    def _collect(self, wait: bool, last: bool = False) -> None:
-        """`last`: whoever calls tells of a failure."""
-        saving = self._saving
-        if saving is None or (saving.is_alive() and not wait):
+    def _end_save(self, report: bool = True) -> None:
+        """Wait for the save in flight and take its result. `report`: note a failure."""
+        save = self._save
+        if save is None:
             return
-        if saving.ident is not None:
-            saving.join()
-        self._saving, self._own = None, saving.own
-        for text in saving.notes:
+        if save.ident is not None:
+            save.join()
+        self._save, self._step = None, save.own_step
+        for text in save.notes:
             self.note(text)
-        if saving.error is None:
-            self._whole = saving.text
-            self._figures = {"checkpoint/stall_seconds": saving.stall, "checkpoint/seconds": saving.seconds}
-        elif isinstance(saving.error, (OSError, SafetensorError)) or out_of_memory_reason(saving.error):
-            reason = f"The checkpoint of step {saving.step} could not be written to {self.folder}: {saving.error}."
-            if not last:
-                self.note(
-                    f"{reason} Earlier ones are intact, and training goes on; the next one that is due is tried again."
-                )
-            self.failure = StorageError(
-                f"{reason} Earlier checkpoints are intact. Free space there, or set run.dir to another disk."
+        if save.error is None:
+            self._saved_state = save.text
+            self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
+            return
+        if not (isinstance(save.error, (OSError, SafetensorError)) or out_of_memory_reason(save.error)):
+            raise save.error  # a bug of ours, or the device died
+        reason = f"The checkpoint of step {save.step} could not be written to {self.folder}: {save.error}."
+        if report:
+            self.note(
+                f"{reason} Earlier ones are intact, and training goes on; the next one that is due is tried again."
             )
-            self.failure.__cause__ = saving.error
-        else:
-            raise saving.error  # a bug of ours, or the device died
+        self.failure = StorageError(
+            f"{reason} Earlier checkpoints are intact. Free space there, or set run.dir to another disk."
+        )
+        self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest checkpoint that counts, or None where there is none at all; `model`: the weights that it must fit.
+        """The newest usable checkpoint, or None if there is none at all. `model`: the trained weights that it must fit.
 
-        Raises StorageError where there are some and none counts.
+        Raises StorageError if there are checkpoints and none is usable.
         """
-        self._collect(wait=True)
-        self._whole = ""  # whoever asks thinks that it may have been harmed since
-        with contextlib.suppress(
-            OSError
-        ):  # a run that was killed in its last save makes none that would do it, and tell
-            stored.sweep(self.folder)
+        self._end_save()
+        self._saved_state = ""  # whoever loads again may have seen a checkpoint damaged since
+        with contextlib.suppress(OSError):  # a run that was killed in its last save makes no other one to clean up
+            stored.remove_leftovers(self.folder)
         passed_over = []
         for path in reversed(stored.paths(self.folder)):
             try:
@@ -253,7 +252,7 @@ class Checkpoints:
                 continue
             for text in passed_over:
                 self.note(f"Checkpoint {text}. It is passed over for the newest whole one, {path.name}.")
-            self._own = found.state.step
+            self._step = found.state.step
             return found
         if passed_over:
             raise StorageError(
@@ -264,12 +263,12 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path, model: Mapping[str, torch.Tensor] | None) -> Checkpoint:
-        """Raises ValueError that says why it does not count."""
-        if reason := damaged(path):
-            raise ValueError(reason)
+        """Raises ValueError with the reason why the checkpoint is not usable."""
+        if damage := damage_of(path):
+            raise ValueError(damage.reason)
         if read_json(path / MANIFEST)["recipe"] != self.recipe:
             raise ValueError("it is of a run of another recipe")
-        state = _state(read_json(path / STATE))
+        state = _parse_state(read_json(path / STATE))
         if state.step != step_of(path):
             raise ValueError(f"it is of step {state.step}, under another's name")
         if model is not None and (reason := next(stored.misfits(path, model), None)):
@@ -280,25 +279,23 @@ class Checkpoints:
             raise ValueError(f"its tensors cannot be read: {error}") from error
 
 
-class _Saving(threading.Thread):
-    """One save. A daemon: somebody who leaves at once leaves it behind, and what it had not finished begins with a dot."""
+class _Save(threading.Thread):
+    """One save. A daemon thread: a process that ends at once abandons it, and unfinished files have names with a dot."""
 
-    def __init__(self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[tuple[str, str], torch.Tensor]
+    ) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.folder, self.config, self.recipe, self.snapshot = (
-            owner.folder,
-            owner.config,
-            owner.recipe,
-            owner._snapshot,
-        )
-        self.step, self.best_step, self.own = state.step, state.best_step, owner._own
+        self.folder, self.config, self.recipe = owner.folder, owner.config, owner.recipe
+        self.copied = owner._host_copy.wait_on_host
+        self.step, self.best_step, self.own_step = state.step, state.best_step, owner._step
         self.text, self.tensors = text, tensors
         self.error: BaseException | None = None
         self.notes: list[str] = []
         self.stall = self.seconds = 0.0
 
-    def begin(self) -> None:
-        """Write beside the loop; where this user may have no more threads, at once."""
+    def start_or_run(self) -> None:
+        """Save in the background, or right here if this user may start no more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -307,78 +304,78 @@ class _Saving(threading.Thread):
     def run(self) -> None:
         began = time.perf_counter()
         try:
-            self.snapshot.arrived()
+            self.copied()
             self._write()
-        except BaseException as error:  # noqa: BLE001  carried to the loop's thread, which knows what to do with each
+        except BaseException as error:  # noqa: BLE001  handled in the loop's thread
             self.error = error
         self.tensors = {}
         self.seconds = time.perf_counter() - began
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        stored.sweep(self.folder)
+        stored.remove_leftovers(self.folder)
         self._make_room()
-        self._set_aside()
+        self._set_newer_aside()
         weights, moments = (
-            {
-                name.removeprefix(f"{kind}/"): tensor
-                for name, tensor in self.tensors.items()
-                if name.startswith(f"{kind}/")
-            }
+            {name: tensor for (file, name), tensor in self.tensors.items() if file == kind}
             for kind in (WEIGHTS, MOMENTS)
         )
         stored.write(self.folder, self.step, self.recipe, self.text, weights, moments)
         try:
-            for path in self._let_go(saved=True):
+            for path in self._removable(saved=True):
                 stored.remove(path)
-        except OSError as error:  # this one is whole, and that is what counts
+        except OSError as error:  # the new checkpoint is complete, so the save succeeded
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _make_room(self) -> None:
-        """See that the disk has room. Where it has not, what this save lets go anyway goes first, if a newer one is whole."""
-        needed = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
-        for path in self._let_go(saved=False):
-            if self._free() >= needed:
+        """Free disk space by removing old checkpoints early, each only if a newer one is usable. Raises OSError if too little."""
+        need = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
+        for path in self._removable(saved=False):
+            if self._free() >= need:
                 return
-            self._give_up(path)
-        for path in self._let_go(saved=True):  # the best but for this one: last, and only if it is enough
-            if self._free() < needed <= self._free() + sum(file.lstat().st_size for file in path.glob("*")):
-                self._give_up(path)
-        if self._free() < needed:
-            raise OSError(f"it takes {_shown(needed)}, and {_shown(self._free())} are free there")
+            self._remove_if_newer(path)
+        for path in self._removable(
+            saved=True
+        ):  # a best one that this save replaces: last, and only if that is enough
+            if self._free() < need <= self._free() + sum(file.lstat().st_size for file in path.glob("*")):
+                self._remove_if_newer(path)
+        if self._free() < need:
+            raise OSError(f"it takes {_readable(need)}, and {_readable(self._free())} are free there")
 
     def _free(self) -> int:
         return shutil.disk_usage(self.folder).free
 
-    def _give_up(self, path: Path) -> None:
-        if any(
-            damaged(newer) is None for newer in stored.paths(self.folder) if step_of(path) < step_of(newer) < self.step
-        ):
+    def _remove_if_newer(self, path: Path) -> None:
+        """Remove the checkpoint at `path` if an undamaged one lies between it and this save."""
+        newer = (other for other in stored.paths(self.folder) if step_of(path) < step_of(other) < self.step)
+        if any(damage_of(other) is None for other in newer):
             stored.remove(path)
 
-    def _set_aside(self) -> None:
-        """Set aside what the run did not go on from, at this step or later, but for what is lost: that is let go, or replaced."""
+    def _set_newer_aside(self) -> None:
+        """Set aside checkpoints of this step or later that the run did not continue from. Lost ones are left to be removed."""
         for path in stored.paths(self.folder):
-            ours = step_of(path) < self.step or (step_of(path) == self.step and self.own in (None, self.step))
-            if not ours and not stored.lost(path):
-                self.notes.append(
-                    f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
-                    f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
-                    f"it its name back when this run has ended, in place of all from step {self.step} on."
-                )
-        self.own = self.step
+            own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
+            if own or ((damage := damage_of(path)) and damage.lost):
+                continue
+            self.notes.append(
+                f"Checkpoint {path.name}, which this run does not go on from, is not known to be broken. It is "
+                f"kept as {stored.set_aside(path)}: remove that if you do not need it. To go on from it, give "
+                f"it its name back when this run has ended, in place of all from step {self.step} on."
+            )
+        self.own_step = self.step
 
-    def _let_go(self, saved: bool) -> Iterator[Path]:
-        """What the keeping rules remove before or after this step is `saved`, oldest first."""
+    def _removable(self, saved: bool) -> Iterator[Path]:
+        """The checkpoints that `keep` and `keep_best` do not protect, oldest first: before this step is `saved`, or after."""
         paths = stored.paths(self.folder)
         older = [path for path in paths if step_of(path) < self.step]
         kept = {*(older[1 - self.config.keep :] if self.config.keep > 1 else []), self._best(older, saved)}
-        for path in paths:  # those beyond this step are lost, or about to be set aside
+        for path in paths:  # later ones are lost, or about to be set aside
             if path not in kept and (step_of(path) < self.step or (saved and step_of(path) > self.step)):
                 yield path
 
     def _best(self, older: list[Path], saved: bool) -> Path | None:
-        """The best of the `older` ones: not always `best_step`, whose save may have failed. None where a better one is saved."""
+        """The best of the `older` ones, or None if this save is better. The save of `best_step` may have failed, so the newest
+        that was the best in its time is taken."""
         if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
             return None
         return next(
@@ -386,23 +383,18 @@ class _Saving(threading.Thread):
         )
 
 
-def _shown(size: float) -> str:
+def _readable(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def _state(values: dict[str, Any]) -> TrainState:
-    """Raises ValueError for what is no TrainState."""
-    plain = TrainState()
-    unknown = sorted(set(values) - {entry.name for entry in fields(TrainState)})
-    if unknown:
+def _parse_state(values: dict[str, Any]) -> TrainState:
+    """Raises ValueError if `values` are no TrainState."""
+    defaults = {entry.name: getattr(TrainState(), entry.name) for entry in fields(TrainState)}
+    if unknown := sorted(values.keys() - defaults.keys()):
         raise ValueError(f"{STATE} has `{unknown[0]}`, which this version of fxtune does not know")
     for name, value in values.items():
-        default = getattr(plain, name)
-        if (
-            default is not None
-            and type(value) is not type(default)
-            and not (type(default) is float and type(value) is int)
-        ):
+        kind = type(defaults[name])
+        if defaults[name] is not None and type(value) is not kind and not (kind is float and type(value) is int):
             raise ValueError(f"{STATE}: `{name}` is not of its type")
     for name in ("best_loss", "best_step"):
         if not isinstance(values.get(name), (int, float, type(None))):

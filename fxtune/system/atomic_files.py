@@ -1,19 +1,22 @@
-"""Files that are whole or are known not to be: written front to back, hashed on the way, listed with their sha256 and size.
+"""Files that are complete or known not to be: written with their sha256, synced, and renamed into place.
 
-`Sealing` is a file that hashes what passes through it, so that nothing is read again to be summed, and that is on the disk when
-it is closed. `write_tensors` puts tensors into it in the safetensors format (github.com/huggingface/safetensors: eight bytes
-that say how long the header is, the header as JSON, the bytes of each tensor). The library's own `save_file` hands out nothing to
-hash and wants all tensors in host memory at once; this takes one at a time, from wherever it is. Reading is the library's.
+`HashingWriter` hashes what passes through it, so no file is read again for its digest, and syncs the file when it is closed.
+`replacing` writes a temporary file beside the final one and renames it. `write_tensors` writes the safetensors format
+(github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor). The
+library's own `save_file` gives out nothing to hash and needs all tensors in host memory at once; this takes one tensor at a time
+from any device. Reading uses the library.
 
-`broken` says why a folder is not what was written. It opens nothing but plain files of the size that was written: a link, a named
-pipe or a file of a terabyte that somebody put in their place is refused by its looks.
+`find_damage` compares a file with its digest. It opens only regular files of the recorded size: a link, a named pipe or a huge
+file put in their place is refused without being opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from typing import Any
 
 import torch
 
-PIECE = 8 * 2**20
+CHUNK = 8 * 2**20
 """Bytes that are hashed and written at a time."""
 JSON_LIMIT = 64 * 2**20
 """Bytes of the largest JSON file that is read."""
@@ -46,28 +49,38 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Seal:
-    """What a file was when it was written."""
+class FileDigest:
+    """A file as it was written."""
 
     sha256: str
     bytes: int
 
 
-class Sealing:
-    """A new file for writing; a context. `seal` is set when it was left without an error, and the file is on the disk then."""
+@dataclass(frozen=True)
+class Damage:
+    """Why a file or a checkpoint is not usable."""
 
-    seal: Seal
+    reason: str
+    lost: bool = False
+    """Whether the saved bytes are known to be gone: missing, or read and different. Anything else may be readable later, by
+    another version of fxtune or once a disk works again."""
+
+
+class HashingWriter:
+    """A new file for writing; a context. Left without an error, the file is on the disk and `digest` is set."""
+
+    digest: FileDigest
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("xb")
-        self._sum, self._bytes = hashlib.sha256(), 0
+        self._hash, self._bytes = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> None:
         self._stream.write(data)
-        self._sum.update(data)
+        self._hash.update(data)
         self._bytes += len(data)
 
-    def __enter__(self) -> Sealing:
+    def __enter__(self) -> HashingWriter:
         return self
 
     def __exit__(
@@ -77,21 +90,61 @@ class Sealing:
             if kind is None:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
-        self.seal = Seal(self._sum.hexdigest(), self._bytes)
+        self.digest = FileDigest(self._hash.hexdigest(), self._bytes)
 
 
-def write_text(path: Path, text: str) -> Seal:
-    """Write a new file. Raises OSError."""
-    with Sealing(path) as out:
+@contextlib.contextmanager
+def replacing(path: Path, shared: bool = False) -> Iterator[HashingWriter]:
+    """A writer whose file takes the place of `path` when the block ends without an error. Raises OSError.
+
+    The old file stays until the new one is on the disk. `shared`: other processes may replace it at the same time.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}" if shared else f".{path.name}")
+    staging.unlink(missing_ok=True)
+    try:
+        with HashingWriter(staging) as out:
+            yield out
+        os.replace(staging, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def replace_text(path: Path, text: str, shared: bool = False) -> None:
+    """Write a text file completely or not at all; see replacing(). Raises OSError."""
+    with replacing(path, shared) as out:
         out.write(text.encode())
-    return out.seal
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
-    """Write a new safetensors file, one tensor after the other from whatever device it is on. Raises OSError."""
-    order = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # so that each is aligned to its own size
+def replace_folder(staging: Path, final: Path, backup: Path) -> None:
+    """Rename the complete folder `staging` to `final`. What was there is kept as `backup` until that is on the disk.
+
+    Raises OSError. After a kill between the two renames only `backup` exists: the caller puts it back.
+    """
+    replaced = final.is_dir() and not final.is_symlink()
+    if replaced:
+        final.rename(backup)
+    elif final.is_symlink() or final.exists():
+        final.unlink()
+    os.replace(staging, final)
+    sync(final.parent)
+    if replaced:
+        shutil.rmtree(backup)
+
+
+def write_text(path: Path, text: str) -> FileDigest:
+    """Write a new file. Raises OSError."""
+    with HashingWriter(path) as out:
+        out.write(text.encode())
+    return out.digest
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileDigest:
+    """Write a new safetensors file, one tensor at a time from any device. Raises OSError."""
+    # Larger elements first, so that each tensor is aligned to its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -100,60 +153,47 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Seal:
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with Sealing(path) as out:
+    with HashingWriter(path) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            for piece in _pieces(tensors[name]):
-                out.write(piece)
-    return out.seal
+            for chunk in _chunks(tensors[name]):
+                out.write(chunk)
+    return out.digest
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel():
         data = memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for begin in range(0, len(data), PIECE):
-            yield data[begin : begin + PIECE]
+        for begin in range(0, len(data), CHUNK):
+            yield data[begin : begin + CHUNK]
 
 
-def broken(path: Path, seal: Seal) -> str | None:
-    """Why the file at `path` is not the one that `seal` was made of, or None."""
+def find_damage(path: Path, written: FileDigest) -> Damage | None:
+    """Why the file at `path` is not the one that was `written`, or None."""
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            return f"{path.name} is {'a link' if stat.S_ISLNK(found.st_mode) else 'no plain file'}"
-        return _changed(path, seal)
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return Damage(_not_a_file(path, status.st_mode))
+        if status.st_size != written.bytes:
+            return Damage(f"{path.name} has {status.st_size:,} bytes, and {written.bytes:,} were saved", lost=True)
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror or error}"
-
-
-def gone(path: Path, seal: Seal) -> bool:
-    """Whether what `seal` was made of is known to be gone from `path`: that is less than broken(), as an error of a disk may pass
-    and what is no plain file is somebody else's.
-    """
-    try:
-        return stat.S_ISREG(path.lstat().st_mode) and _changed(path, seal) is not None
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-
-
-def _changed(path: Path, seal: Seal) -> str | None:
-    """What is wrong with the bytes of a plain file, or None. Raises OSError."""
-    size = path.lstat().st_size
-    if size != seal.bytes:
-        return f"{path.name} has {size:,} bytes, and {seal.bytes:,} were saved"
-    if _sha256(path) != seal.sha256:
-        return f"{path.name} is not the file that was saved (another sha256)"
+        reason = f"{path.name} cannot be read: {error.strerror or error}"
+        return Damage(reason, lost=isinstance(error, FileNotFoundError))
+    if digest != written.sha256:
+        return Damage(f"{path.name} is not the file that was saved (another sha256)", lost=True)
     return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a plain file. Raises ValueError that says what is wrong with it."""
+    """The JSON object in a regular file. Raises ValueError with what is wrong with it."""
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path.name} is {'a link' if stat.S_ISLNK(found.st_mode) else 'no plain file'}")
-        if found.st_size > JSON_LIMIT:
-            raise ValueError(f"{path.name} has {found.st_size:,} bytes, far too many")
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(_not_a_file(path, status.st_mode))
+        if status.st_size > JSON_LIMIT:
+            raise ValueError(f"{path.name} has {status.st_size:,} bytes, far too many")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from error
@@ -166,17 +206,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: what was there stays until the new one is on the disk. Raises OSError."""
-    staging = path.with_name(f".{path.name}")
-    staging.unlink(missing_ok=True)
-    try:
-        write_text(staging, text)
-        os.replace(staging, path)
-    except OSError:
-        staging.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+def _not_a_file(path: Path, mode: int) -> str:
+    return f"{path.name} is {'a link' if stat.S_ISLNK(mode) else 'no plain file'}"
 
 
 def sync(path: Path) -> None:
@@ -186,8 +217,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

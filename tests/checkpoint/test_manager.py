@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.folder import damaged
+from fxtune.checkpoint.folder import damage_of
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, 
         victim.write_bytes(data)
     else:
         victim.unlink()
-    assert damaged(path)
+    assert damage_of(path)
     assert checkpoints.load_newest().state.step == 1
 
 
@@ -226,9 +226,9 @@ def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_wri
     tensors = {
         name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"
     }
-    seal = write_tensors(file, tensors)
-    assert seal.bytes == file.stat().st_size
-    assert seal.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    digest = write_tensors(file, tensors)
+    assert digest.bytes == file.stat().st_size
+    assert digest.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     found = load_file(file)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -57,7 +57,7 @@ def run_(narrow, cwd) -> Config:
 
 def state(run: str = "run") -> dict:
     newest = stored.paths(Path(run) / "checkpoints")[-1]
-    assert stored.damaged(newest) is None
+    assert stored.damage_of(newest) is None
     return json.loads((newest / "state.json").read_text())
 
 

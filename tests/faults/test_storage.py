@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from support.harness import command, small_disk, wait_for
 from support.killing import tail
 
-from fxtune.checkpoint.folder import damaged, paths, step_of
+from fxtune.checkpoint.folder import damage_of, paths, step_of
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
-from fxtune.system.atomic_files import Seal, write_text
+from fxtune.system.atomic_files import FileDigest, write_text
 
 MIB = 2**20
 
@@ -162,7 +162,7 @@ def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_f
         wait_for(lambda: "could not be written" in said())
         whole = paths(disk / "checkpoints")
         assert whole
-        assert all(damaged(path) is None for path in whole)
+        assert all(damage_of(path) is None for path in whole)
         code = process.wait(90)
         text = said()
         assert "step=180/180" in text  # to the end
@@ -266,19 +266,19 @@ class Bomb:
 def forge(path: Path, name: str, make) -> None:
     """Replace a file of a checkpoint, and its line in the manifest as somebody would who wants it to be taken."""
     (path / name).unlink()
-    seal = make(path / name)
+    digest = make(path / name)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = asdict(seal)
+    manifest["files"][name] = asdict(digest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def sealed(file: Path, data: bytes) -> Seal:
+def sealed(file: Path, data: bytes) -> FileDigest:
     file.write_bytes(data)
-    return Seal(hashlib.sha256(data).hexdigest(), len(data))
+    return FileDigest(hashlib.sha256(data).hexdigest(), len(data))
 
 
 def tensors(**named: torch.Tensor):
-    def make(file: Path) -> Seal:
+    def make(file: Path) -> FileDigest:
         save_file(named, file)
         return sealed(file, file.read_bytes())
 
@@ -462,7 +462,7 @@ def test_a_checkpoint_that_a_disk_could_not_read_is_kept(tmp_path, monkeypatch):
     assert "cannot be read: Input/output error" in notes[0]
     save(checkpoints, 2)
     monkeypatch.undo()
-    assert damaged(tmp_path / "aside-step-00000002") is None
+    assert damage_of(tmp_path / "aside-step-00000002") is None
     assert [path.name for path in paths(tmp_path)] == ["step-00000002"]
 
 
@@ -472,7 +472,7 @@ def test_what_a_killed_save_was_to_replace_is_put_back_also_in_another_format(tm
     newer_format(save(checkpoints, 2))
     (tmp_path / "step-00000002").rename(tmp_path / ".replaced-step-00000002")
     assert checkpoints.load_newest().state.step == 1
-    assert "version" in damaged(tmp_path / "step-00000002")
+    assert "version" in damage_of(tmp_path / "step-00000002").reason
 
 
 def killed_with_three(folder, forks, epochs):
@@ -488,7 +488,7 @@ def killed_with_three(folder, forks, epochs):
 
 def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp_path, forks, said):
     words, folder = killed_with_three(tmp_path, forks, epochs=4)
-    newest = [path for path in paths(folder) if damaged(path) is None][-1]
+    newest = [path for path in paths(folder) if damage_of(path) is None][-1]
     newer_format(newest)
     weights = (newest / "weights.safetensors").read_bytes()
     assert forks.start(words, tmp_path).wait() == 0, said()
@@ -513,7 +513,7 @@ def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path, forks, said):
     """Every other checkpoint of a real run is damaged by hand after the kill."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)
-    *_, whole, newest = (path for path in paths(folder) if damaged(path) is None)
+    *_, whole, newest = (path for path in paths(folder) if damage_of(path) is None)
     data = bytearray((newest / "weights.safetensors").read_bytes())
     data[-1] ^= 1
     (newest / "weights.safetensors").write_bytes(data)

@@ -29,7 +29,7 @@ def test_what_changes_after_the_fence_is_not_in_the_snapshot():
         copies = snapshot.take({"w": weight, "step": torch.tensor(float(value))})
         snapshot.wait_on_device()
         weight += 1  # issued at once; without the fence it would overtake the copy
-        snapshot.arrived()
+        snapshot.wait_on_host()
         assert copies["w"].is_pinned()
         assert [copies["w"].min().item(), copies["w"].max().item(), copies["step"].item()] == [value] * 3
 
@@ -39,7 +39,7 @@ def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
     weight = torch.zeros(SIZE, device="cuda")
     snapshot = HostCopy()
     snapshot.take({"w": weight})
-    snapshot.arrived()  # the buffers are there
+    snapshot.wait_on_host()  # the buffers are there
     busy()
     torch.cuda.set_sync_debug_mode("error")
     began = time.perf_counter()
@@ -50,7 +50,7 @@ def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
         torch.cuda.set_sync_debug_mode("default")
     assert time.perf_counter() - began < 0.02
     assert not torch.cuda.current_stream().query()  # the work is still going on
-    snapshot.arrived()
+    snapshot.wait_on_host()
 
 
 @pytest.mark.timed
@@ -60,7 +60,7 @@ def test_the_copy_runs_beside_what_reads_the_weights():
     snapshot = HostCopy()
     for _ in range(2):
         snapshot.take({"w": weight})
-        snapshot.arrived()
+        snapshot.wait_on_host()
 
     def spent(copies: bool) -> float:
         torch.cuda.synchronize()
@@ -84,12 +84,12 @@ def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
     first = snapshot.take(weights)
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     again = snapshot.take(weights)
-    snapshot.arrived()
+    snapshot.wait_on_host()
     assert {name: tensor.data_ptr() for name, tensor in again.items()} == places
     assert all(torch.equal(again[name], weights[name].cpu()) for name in weights)
     more = {**weights, "moment": torch.arange(10**6, device="cuda", dtype=torch.bfloat16).view(1000, 1000).t()}
     copies = snapshot.take(more)
-    snapshot.arrived()
+    snapshot.wait_on_host()
     assert all(torch.equal(copies[name], more[name].cpu()) for name in more)
 
 

@@ -27,6 +27,7 @@ from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.models.model_card import write_card
 from fxtune.models.untrusted import inspect_config, inspect_folder
+from fxtune.system.atomic_files import replace_folder
 from fxtune.system.hub import Origin, is_commit, locate, locate_adapter
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -242,10 +243,7 @@ def save(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None =
                 os.fsync(
                     opened.fileno()
                 )  # before the renaming: a power cut must not leave empty files under the final name
-        if folder.exists():
-            folder.rename(old)
-        staging.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(staging, folder, old)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise StorageError(

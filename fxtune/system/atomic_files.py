@@ -131,7 +131,7 @@ def replace_folder(staging: Path, final: Path, backup: Path) -> None:
     os.replace(staging, final)
     sync(final.parent)
     if replaced:
-        shutil.rmtree(backup)
+        shutil.rmtree(backup, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> FileDigest:

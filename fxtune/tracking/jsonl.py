@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from fxtune.system.atomic_files import replacing
 from fxtune.tracking.wandb_worker import STEP
 
 NAME = "metrics.jsonl"
@@ -110,16 +111,9 @@ def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
             file.truncate(end)
             os.fsync(file.fileno())
         return last, names
-    staged = path.with_name(path.name + ".part")
-    try:
-        with staged.open("wb") as new:
-            new.writelines(line for _, line, _ in _lines(path, step))
-            new.flush()
-            os.fsync(new.fileno())
-        staged.replace(path)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
+    with replacing(path) as new:
+        for _, line, _ in _lines(path, step):
+            new.write(line)
     return last, names
 
 

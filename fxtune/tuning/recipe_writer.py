@@ -22,6 +22,7 @@ from fxtune.config.overrides import Choice, Kind, RecipeStore, override_value
 from fxtune.config.root import Config
 from fxtune.config.validate import command_line_only
 from fxtune.errors import ConfigError, StorageError
+from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact
 from fxtune.tuning.search_space import Deltas, applied, value_of
 
@@ -67,11 +68,9 @@ def write(path: Path, header: Iterable[str], overrides: list[str], config: Confi
         raise AssertionError(f"the recipe does not come to what was measured:\n{text}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(text)
         if path.exists():
-            path.replace(path.with_name(path.name + SUFFIX))
-        new.replace(path)
+            replace_text(path.with_name(path.name + SUFFIX), path.read_text())
+        replace_text(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}. Give another place with --output.") from error
     return text

@@ -31,6 +31,7 @@ from typing import IO, Any, NoReturn
 
 import fxtune
 from fxtune.errors import ConfigError, HardwareError
+from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact_text
 
 WARM_UP = 3
@@ -95,13 +96,10 @@ class Cache:
     def keep(self, key: Any, answer: TrialResult, repeat: int = 0) -> None:
         """A cache that cannot be written is none."""
         file = self._file(key, repeat)
-        mine = file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            mine.write_text(
-                json.dumps({"answer": asdict(answer), "repeat": repeat, "key": key}, indent=1, default=str)
-            )
-            mine.replace(file)
+            text = json.dumps({"answer": asdict(answer), "repeat": repeat, "key": key}, indent=1, default=str)
+            replace_text(file, text, shared=True)
             self._mine.add(file)
 
     def _file(self, key: Any, repeat: int) -> Path:

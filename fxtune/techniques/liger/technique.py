@@ -17,7 +17,6 @@ graph as it is, and `fused_linear_cross_entropy` (kernels/linear_cross_entropy.p
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
@@ -27,6 +26,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import backbone, decoder_layers, observed
+from fxtune.system.atomic_files import replace_text
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.host import cache_home
 from fxtune.system.oom import out_of_memory_reason
@@ -302,9 +302,7 @@ def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
             return None  # under a limit (run.memory_gib); another day there may be room, so it is not kept
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            mine = file.with_suffix(f".{os.getpid()}")
-            mine.write_text(json.dumps(known, indent=1))
-            mine.replace(file)
+            replace_text(file, json.dumps(known, indent=1), shared=True)
         except OSError:
             pass  # a cache: measured again next time
     compiled, liger = known[key]

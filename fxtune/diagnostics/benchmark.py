@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from fxtune.tracking.tracker import TrackingConfig
 from fxtune.training.interval import Interval
 from fxtune.training.oom_advice import Stage
 from fxtune.training.trainer import Trainer
-from fxtune.tuning import trial_process
+from fxtune.tuning import trial
 
 STEPS = 10
 """Measured, unless told."""
@@ -272,32 +271,11 @@ def apart(
 
     Raises TimeoutError where it was not done after `limit` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="fxtune-apart-") as scratch:
-        file = Path(scratch) / "measured.json"
-        code, text, seconds = trial_process.ended(
-            [
-                sys.executable,
-                "-m",
-                "fxtune",
-                "bench",
-                *words,
-                "--steps",
-                str(steps),
-                "--warm-up",
-                str(warm_up),
-                "--json",
-                str(file),
-            ],
-            limit,
-        )
-        if code is None:
-            raise TimeoutError(f"no figures after {limit:.0f} s")
-        if code == 0:
-            found: dict[str, Any] = json.loads(file.read_text())
-            return found
-    answer = trial_process.failed(code, text, seconds)
-    how = {trial_process.Outcome.memory: "does not fit", trial_process.Outcome.refused: f"refused: {answer.reason}"}
-    return {"error": how.get(answer.outcome, f"failed: {answer.reason}")[:300]}
+    result, found = trial.bench(list(words), steps, warm_up, limit)
+    if result.outcome is trial.Outcome.hung:
+        raise TimeoutError(result.reason)
+    errors = {trial.Outcome.memory: "does not fit", trial.Outcome.refused: f"refused: {result.reason}"}
+    return found or {"error": errors.get(result.outcome, f"failed: {result.reason}")[:300]}
 
 
 def _wait(device: torch.device) -> None:

@@ -1,8 +1,7 @@
-"""Writes what `fxtune tune` found as a recipe: a header for people, and the keys that differ from what it builds on.
+"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds on.
 
-It builds on the user's recipe where that has a name that is found again (./recipes, or shipped), and repeats what the command
-line said; a recipe that was given as a file elsewhere is repeated as a whole. Either way the file is composed before it is
-written, and must come to exactly the config that was measured.
+It builds on the user's recipe if that has a name that is found again (./recipes, or shipped). A recipe that was given as a file
+elsewhere is repeated in full. Before it is written, the new recipe is composed and must give exactly the config that was measured.
 """
 
 from __future__ import annotations
@@ -18,158 +17,120 @@ import yaml
 
 from fxtune.config import discovery
 from fxtune.config.compose import load
-from fxtune.config.overrides import Choice, Kind, RecipeStore, override_value
+from fxtune.config.overrides import Choice, Kind, RecipeStore
 from fxtune.config.root import Config
 from fxtune.config.validate import command_line_only
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact
-from fxtune.tuning.search_space import Deltas, applied, value_of
 
 MARK = "# Found by: fxtune tune "
-"""A line of the header of each file that was written here."""
-SUFFIX = ".old"
-"""An earlier file of ours keeps its content under this name, which is no recipe's."""
+"""A line in the header of every file that is written here."""
+BACKUP = ".old"
+"""Suffix under which an earlier file of ours is kept; no recipe has this suffix."""
 
 
-def place_for(overrides: list[str], name: str, output: str | None) -> Path:
-    """Where the recipe goes. Raises ConfigError for a name that is none, StorageError where somebody's own file is there."""
-    if output is None:
-        recipes = [recipe for choice in choices(overrides) if choice.kind is Kind.recipe for recipe in choice.names]
-        output = str(discovery.LOCAL / f"{recipes[-1] if recipes else name}_tuned.yaml")
-    path = Path(output)
+def output_path(overrides: list[str], name: str, output: str | None) -> Path:
+    """Where the recipe goes. Raises ConfigError for a bad name, StorageError for a file that fxtune tune did not write."""
+    path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_tuned.yaml")
     if path.suffix != ".yaml" or not all(letter.isalnum() or letter in "_-." for letter in path.stem):
         raise ConfigError(
             f"--output {output}: a recipe is a file NAME.yaml, and NAME has letters, digits, `_`, `-` and `.`"
         )
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
-            raise StorageError(f"{output} is there, and fxtune tune did not write it: give another name with --output")
+            raise StorageError(f"{path} exists, and fxtune tune did not write it: give another name with --output")
     except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error}. Give another place with --output.") from error
+        raise _not_written(path, error) from error
     return path
 
 
 def choices(overrides: list[str]) -> list[Choice]:
-    """What a command line chooses and sets, in the order in which it counts."""
-    shelf = RecipeStore(Config)
-    return sorted((shelf.override(text) for text in overrides), key=lambda choice: choice.kind.value)
+    """What the command line chooses and sets."""
+    store = RecipeStore(Config)
+    return [store.override(text) for text in overrides]
 
 
-def write(path: Path, header: Iterable[str], overrides: list[str], config: Config, deltas: Deltas) -> str:
-    """Write the recipe and return its text. `config`: what `overrides` come to, before `deltas`. Raises StorageError."""
-    made = applied(config, deltas)
-    top = "".join(f"# {redact(line)}".rstrip() + "\n" for line in header)
-    for body in (_building_on(overrides, config, deltas), _whole(made)):
-        text = f"{top}# @package _global_\n{_yaml(redact(body))}"
-        if _comes_to(path.name, text, made):
+def recipe_names(overrides: list[str]) -> list[str]:
+    return [name for choice in choices(overrides) if choice.kind is Kind.recipe for name in choice.names]
+
+
+def write(path: Path, header: Iterable[str], overrides: list[str], measured: Config) -> None:
+    """Write the recipe that gives `measured`. Raises StorageError."""
+    comments = "".join(f"# {redact(line)}".rstrip() + "\n" for line in header)
+    names = recipe_names(overrides)
+    for known in [[name for name in names if name in discovery.recipes()], []]:
+        text = f"{comments}# @package _global_\n{_yaml(redact(_changes(known, measured)))}"
+        if _composes_to(text, path.name, measured):
             break
     else:
-        raise AssertionError(f"the recipe does not come to what was measured:\n{text}")
+        raise AssertionError(f"the recipe does not give the config that was measured:\n{text}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            replace_text(path.with_name(path.name + SUFFIX), path.read_text())
+            replace_text(path.with_name(path.name + BACKUP), path.read_text())
         replace_text(path, text)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}. Give another place with --output.") from error
-    return text
+        raise _not_written(path, error) from error
 
 
-def _comes_to(name: str, text: str, config: Config) -> bool:
-    """Whether a recipe of this text is composed to `config`."""
+def _not_written(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path} cannot be written: {error}. Give another place with --output.")
+
+
+def _changes(names: list[str], measured: Config) -> dict[str, Any]:
+    """The content of a recipe that builds on the recipes `names` and gives `measured`."""
+    try:
+        base = load([f"+recipe=[{','.join(names)}]"]) if names else Config()
+    except ConfigError:  # it does not compose without the keys of the command line
+        names, base = [], Config()
+    body = _shareable(_difference(measured, base))
+    body.get("run", {}).pop("name", None)  # the file's name
+    defaults = {"defaults": [*names, "_self_"]} if names else {}
+    return {**defaults, **{key: value for key, value in body.items() if value != {}}}
+
+
+def _difference(value: Any, base: Any) -> Any:
+    """A value as plain data; of a dataclass, the fields that differ from those of `base`."""
+    if isinstance(value, list):
+        # An entry of a list is built from the defaults of its class wherever the list is given.
+        kinds: list[Any] = [type(one) for one in value]
+        return [_difference(one, kind()) for one, kind in zip(value, kinds, strict=True)]
+    if dataclasses.is_dataclass(value):
+        pairs = (
+            (entry.name, getattr(value, entry.name), getattr(base, entry.name)) for entry in dataclasses.fields(value)
+        )
+        return {name: _difference(mine, other) for name, mine, other in pairs if mine != other}
+    return value.value if isinstance(value, Enum) else value
+
+
+def _composes_to(text: str, name: str, config: Config) -> bool:
+    """Whether a recipe of this text gives `config`, except for the run's name, secrets, and keys of the command line only."""
+
+    def comparable(given: Config) -> Any:
+        plain = redact(_shareable(dataclasses.asdict(given)))
+        plain["run"].pop("name")
+        return plain
+
     with tempfile.TemporaryDirectory(prefix="fxtune-tune-") as scratch:
         draft = Path(scratch) / name
         draft.write_text(text)
         try:
-            return _plain(load([f"+recipe={draft}"])) == _plain(config)
+            return bool(comparable(load([f"+recipe={draft}"])) == comparable(config))
         except ConfigError:
             return False
 
 
-def _building_on(overrides: list[str], config: Config, deltas: Deltas) -> dict[str, Any]:
-    """On the recipes and groups that were chosen, with the keys of the command line and `deltas`."""
-    known, body = discovery.recipes(), dict[str, Any]()
-    defaults: list[Any] = []
-    for choice in choices(overrides):
-        key, _, value = choice.text.lstrip("+").partition("=")
-        if choice.kind is Kind.recipe:
-            defaults += [name for name in choice.names if name in known]
-        elif choice.kind is Kind.group:
-            defaults.append({f"override /{key}": choice.names[0] if len(choice.names) == 1 else list(choice.names)})
-        elif choice.kind is Kind.key and not command_line_only(key):
-            _set(body, *_key(config, key, choice.text))
-    for key, value in deltas.items():
-        _set(body, key, value)
-    return {**({"defaults": [*defaults, "_self_"]} if defaults else {}), **body}
-
-
-def _key(config: Config, key: str, text: str) -> tuple[str, Any]:
-    """A key of the command line and its value. A file cannot name an entry of a list, so that list is given whole."""
-    parts = key.split(".")
-    number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    if number is not None:
-        key = ".".join(parts[:number])
-        return key, [_entry(item) for item in value_of(config, key)]
-    return key, override_value(text)
-
-
-def _whole(config: Config) -> dict[str, Any]:
-    """All that differs from the defaults, but for the run's name, which is the file's, and what only a command line says."""
-    body: dict[str, Any] = _shareable(_differing(config, Config()))
-    body.get("run", {}).pop("name", None)
-    return {key: value for key, value in body.items() if value != {}}
-
-
-def _differing(value: Any, default: Any) -> Any:
-    """A dataclass as a dict of what is not as in `default`."""
-    found = {}
-    for entry in dataclasses.fields(value):
-        mine, other = getattr(value, entry.name), getattr(default, entry.name)
-        if mine == other:
-            continue
-        if dataclasses.is_dataclass(mine):
-            found[entry.name] = _differing(mine, other)
-        elif isinstance(mine, list):
-            found[entry.name] = [_entry(item) for item in mine]
-        else:
-            found[entry.name] = mine.value if isinstance(mine, Enum) else mine
-    return found
-
-
-def _entry(item: Any) -> Any:
-    """An entry of a list, which is made anew wherever the list is given."""
-    return item if isinstance(item, (str, int, float)) or item is None else _differing(item, type(item)())
-
-
-def _set(body: dict[str, Any], key: str, value: Any) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        body = body.setdefault(part, {})
-    body[name] = value
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    """For comparing: all but the run's name, secrets, and what only a command line says."""
-    plain: dict[str, Any] = redact(_shareable(dataclasses.asdict(config)))
-    plain["run"].pop("name")
-    return plain
-
-
 def _shareable(value: Any, prefix: str = "") -> Any:
+    """Plain data without the keys that belong on a command line and not in a file."""
     if not isinstance(value, dict):
         return value
-    return {
-        key: _shareable(inner, f"{prefix}{key}.")
-        for key, inner in value.items()
-        if not command_line_only(f"{prefix}{key}")
-    }
+    kept = {key: inner for key, inner in value.items() if not command_line_only(f"{prefix}{key}")}
+    return {key: _shareable(inner, f"{prefix}{key}.") for key, inner in kept.items()}
 
 
 def _yaml(body: dict[str, Any]) -> str:
-    """As people write it: sections in the order of the config, a blank line between them."""
+    """Sections in the order of the config, a blank line between them."""
     order = ["defaults", *(entry.name for entry in dataclasses.fields(Config))]
-    return "\n".join(
-        yaml.safe_dump({key: body[key]}, sort_keys=False, allow_unicode=True, width=120)
-        for key in sorted(body, key=order.index)
-    )
+    sections = ({key: body[key]} for key in sorted(body, key=order.index))
+    return "\n".join(yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=120) for part in sections)

@@ -1,12 +1,12 @@
-"""The search of `fxtune tune`: from the recipe as it is, one axis at a time, each time from the best so far.
+"""The search of `fxtune tune`: from the recipe as it is, one axis at a time, each time from the best candidate so far.
 
-It goes round until a round changes nothing or the time is up, and then measures the two fastest again, if they are near each
-other. A point that the forecast or a check rules out, that fails, or whose loss is not the first trial's, is a row with a
-verdict and never wins. What lies within the spread of repeated measurements (at least NOISE) is a tie, and of tied points the
-one that changes the fewest keys wins: the search never trades the user's recipe for one that is only luckier.
+It repeats the axes until a round changes nothing or the time is up, and then measures the two fastest candidates again if they
+are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ from those of the first
+trial gets a verdict and cannot win. Speeds within the spread of repeated measurements (at least NOISE) are a tie, and of tied
+candidates the one that changes the fewest keys wins: the recipe is never replaced by one that was only luckier.
 
-A bigger micro-batch and less recomputation are rivals for the same memory, so what does not fit at the micro-batch of the best
-point is tried with the largest one at which it does.
+There are a few dozen candidates, each costs minutes and gets a line that explains it. So this is coordinate descent, and no
+sampler such as Optuna's, which needs many more trials before its model of the space is worth something.
 """
 
 from __future__ import annotations
@@ -16,72 +16,72 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fxtune import __version__
 from fxtune.errors import ConfigError
 from fxtune.system import code_digest
-from fxtune.tuning import search_space, trial_process
-from fxtune.tuning.point import Row, hydra, told
-from fxtune.tuning.search_space import AXES, Candidate, Deltas, SearchContext
-from fxtune.tuning.trial_process import Cache, Outcome, TrialResult
+from fxtune.tuning import search_space, trial
+from fxtune.tuning.search_space import AXES, GIB, MICRO_BATCH, Candidate, Deltas, SearchContext, hydra_value
+from fxtune.tuning.trial import Outcome, TrialCache, TrialResult
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
 
 NOISE = 0.01
-"""Speeds that are closer than this are not told apart by one measurement each."""
-FAR = 0.2
-"""Speeds that are further apart than this are told apart by one measurement each."""
+"""Relative difference of two speeds that one measurement of each cannot tell apart."""
+CLEAR = 0.2
+"""Relative difference of two speeds from which one measurement of each is enough."""
 REPEATS = 2
-"""Further measurements of the two fastest, where they are nearer."""
+"""Further measurements of the two fastest, if they are closer than CLEAR."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Relative; how far the first step's loss, and the mean of all, may be from the first trial's."""
-SINGLE = 5
-"""How many times as far any single step's may be: training, most of all of a random model, amplifies how it was rounded."""
-LEAST_LIMIT, TIMES = 600.0, 4.0
-"""A trial may take this many seconds, or so many times what the first one took where that is more."""
+"""Relative distance from the first trial that the loss of the first step, and the mean loss, may have."""
+STEP_TOLERANCE = 5
+"""Factor of TOLERANCE for any later step: training amplifies rounding, most of all in a random model."""
+MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
+"""Time limit of a trial: this many seconds, or this many times what the first trial took, whichever is more."""
 ROUNDS = 3
-GIB = 1 << 30
-MICRO = "train.micro_batch_size"
 
 
+class _TimeIsUp(Exception):
+    pass
+
+
+@dataclass
 class Search:
-    """The rows so far and the way to the next one. `rows[0]` is the recipe as it is."""
+    """A search in progress. `candidates[0]` is the recipe as it is, `best` the candidate from which the search goes on."""
 
-    def __init__(
-        self,
-        config: Config,
-        overrides: list[str],
-        ground: SearchContext,
-        names: list[str],
-        seconds: float,
-        steps: int,
-        cache: Cache,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.config, self.overrides, self.ground, self.names, self.steps = config, overrides, ground, names, steps
-        self.cache, self.tell, self.seconds, self.deadline = cache, tell, seconds, time.monotonic() + seconds
-        self.rows: list[Row] = []
-        self.untried: list[str] = []
-        """What there was no time for."""
-        self.best: Row | None = None
-        self._first: dict[str, tuple[float, ...]] = {}
+    config: Config
+    overrides: list[str]
+    """The recipe and keys as the user typed them."""
+    context: SearchContext
+    axes: list[str]
+    seconds: float
+    steps: int
+    cache: TrialCache
+    tell: Callable[[str], None]
+    candidates: list[Candidate] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    """What there was no time for."""
+    best: Candidate = field(init=False)
 
-    def go(self) -> None:
-        """Search until nothing gets better or the time is up. Afterwards `best` is None if nothing runs."""
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+
+    def run(self) -> None:
+        """Search until nothing improves or the time is up. `best.speed` is 0 afterwards if nothing runs."""
         try:
-            self._start()
+            self._find_start()
         except _TimeIsUp:
             raise ConfigError(
-                f"--minutes {self.seconds / 60:g}: over before the first trial had a figure. Give more, or fewer "
+                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more minutes, or fewer "
                 "--steps."
             ) from None
-        for _ in range(ROUNDS if self.best else 0):
+        for _ in range(ROUNDS if self.best.speed else 0):
             before = self.best
-            for name in self.names:
-                self._along(name)
+            for axis in self.axes:
+                self._search_axis(axis)
             if self.best is before or self.untried:
                 break
         try:
@@ -89,232 +89,197 @@ class Search:
         except _TimeIsUp:
             self.untried.append("more measurements of the fastest")
 
-    def planned(self) -> Iterator[tuple[str, Row]]:
-        """(axis, point) of the first round, as far as it can be told without a trial."""
-        self.best = self._row({})
+    def planned(self) -> Iterator[tuple[str, Candidate]]:
+        """(axis, candidate) of the first round, as far as it is known without a trial."""
+        self.best, _ = self._add({})
         yield "", self.best
-        for name in self.names:
-            for deltas in self._points(name):
-                if self._known(self._outlook(deltas)) is None:
-                    yield name, self._row(deltas)
+        for axis in self.axes:
+            for deltas in self._values(axis):
+                candidate, new = self._add(deltas)
+                if new:
+                    yield axis, candidate
 
-    def winner(self) -> tuple[Row, str]:
-        """The row that wins, and why in a sentence."""
-        ranked = sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)
-        spread = max((max(row.speeds) - min(row.speeds)) / row.speed for row in ranked[:2])
+    def winner(self) -> tuple[Candidate, str]:
+        """The candidate that wins, and the reason in a sentence."""
+        ranked = self._ranked()
+        spread = max((max(one.speeds) - min(one.speeds)) / one.speed for one in ranked[:2])
         margin = max(spread, NOISE)
-        tied = [row for row in ranked if row.speed >= ranked[0].speed * (1 - margin)]
-        winner, base = min(tied, key=lambda row: (len(row.deltas), -row.speed)), self.rows[0]
+        tied = [one for one in ranked if one.speed >= ranked[0].speed * (1 - margin)]
+        winner, base = min(tied, key=lambda one: (len(one.deltas), -one.speed)), self.candidates[0]
         why = f"{winner.title}: {winner.speed:,.0f} tokens/s"
         if base.speed and winner is not base:
             why += f", {winner.speed / base.speed - 1:+.1%} against the recipe as it is ({base.speed:,.0f})"
-        repeated = any(len(row.speeds) > 1 for row in ranked[:2])
-        within = (
-            f"{margin:.1%}, {'the spread of repeated measurements' if spread > NOISE else 'what is taken for noise'}"
-        )
-        within += "" if repeated else " (there was no repetition)"
-        others = [row.title for row in tied if row is not winner]
-        return winner, f"{why}. Within {within}: {'; '.join(others) or 'no other'}" + (
-            ". Of tied settings the one that changes the fewest keys wins." if others else "."
-        )
+        kind = "the spread of repeated measurements" if spread > NOISE else "the assumed noise"
+        if all(len(one.speeds) == 1 for one in ranked[:2]):
+            kind += ", as nothing was measured twice"
+        others = "; ".join(one.title for one in tied if one is not winner)
+        rule = ". The one that changes the fewest keys wins" if others else ""
+        return winner, f"{why}. Tied with it, within {margin:.1%} ({kind}): {others or 'none'}{rule}."
 
-    def _start(self) -> None:
-        """The recipe as it is, or else the first that runs of those that take less memory."""
-        base = self._try({})
+    def _find_start(self) -> None:
+        """Begin with the recipe as it is. If it does not run, with the first setting that does, in order of less memory."""
+        self.best = base = self._try({})
         if base.speed:
-            self.best = base
             return
-        self.tell(f"The recipe as it is gives no figure ({base.verdict}). Looking for settings that do.")
-        for deltas in self._smaller():
-            row = self._try(deltas)
-            if row.speed:
-                self.best = row
+        self.tell(f"The recipe as it is gives no measurement ({base.verdict}). Looking for settings that do.")
+        policies = list(AXES["checkpointing"](self.config, self.context)) if "checkpointing" in self.axes else []
+        settings: list[Deltas] = [{}, *policies]
+        if "micro_batch" in self.axes:
+            shrunk = [search_space.shrink_to_fit(self.config, deltas, self.context) for deltas in settings]
+            settings = [*shrunk, *({**deltas, MICRO_BATCH: 1} for deltas in settings)]
+        for deltas in settings:
+            candidate = self._try(search_space.changed_keys(self.config, deltas))
+            if candidate.speed:
+                self.best = candidate
                 return
 
-    def _smaller(self) -> Iterator[Deltas]:
-        """From what keeps much to what keeps little: checkpointing that fits, then the same one row at a time."""
-        least: Deltas = {MICRO: 1} if "micro_batch" in self.names else {}
-        ways = list(search_space.checkpointing(self.config, self.ground)) if "checkpointing" in self.names else []
-        fitting = [search_space.fitting(self.config, way, self.ground) if least else way for way in [{}, *ways]]
-        for deltas in [*fitting, *({**way, **least} for way in [{}, *ways])]:
-            yield search_space.differing(self.config, deltas)
+    def _search_axis(self, axis: str) -> None:
+        """Try each value of one axis, and make the best of them `best`.
 
-    def _along(self, name: str) -> None:
-        """Try each value on one axis and go on from the best of them. Where a step in one direction did not pay, no further one
-        in that direction is tried. When the time is up the rest goes by as it would have been tried, so that `untried` is what
-        time cut off, and not what had been given up.
+        If a step in one direction is slower, no further step in that direction is tried. When the time is up, the rest goes on
+        without trials, so that `untried` holds what time cut off and not what had been given up before.
         """
-        assert self.best is not None
-        if name == "workers" and self.best.answers[0].waited < NOISE:
-            self.tell(
-                f"workers: the loop waits for its data {self.best.answers[0].waited:.1%} of the time, so none is tried"
-            )
+        if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
+            self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so none is tried")
             return
         given_up: set[str] = set()
-        for deltas in list(self._points(name)):
-            way = self._way(name, deltas)
-            if way in given_up:
+        for deltas in list(self._values(axis)):
+            direction = self._direction(axis, deltas)
+            if direction in given_up:
                 continue
             try:
-                row = self._try(deltas)
+                candidate = self._try(deltas)
             except _TimeIsUp:
-                self.untried.append(told(deltas))
+                self.untried.append(Candidate(deltas, {}).title)
                 continue
-            if self._better(row):
-                self.best = row
-                given_up |= {"fewer rows"} if way == "more rows" else set()
-            elif row.speed < self.best.speed:
-                given_up.add(way)
+            # A candidate with fewer changes needs to be as fast as the best, one with more must be faster beyond noise.
+            simpler = len(candidate.deltas) < len(self.best.deltas)
+            if candidate.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE):
+                self.best = candidate
+                given_up |= {"fewer rows"} if direction == "more rows" else set()
+            elif candidate.speed < self.best.speed:
+                given_up.add(direction)
 
-    def _way(self, name: str, deltas: Deltas) -> str:
-        """In which direction from the best point this one lies, on the axes that have directions."""
-        assert self.best is not None
-        here, there = (self._at(point).train.micro_batch_size for point in (self.best.deltas, deltas))
-        if name == "micro_batch":
-            return "more rows" if there > here else "fewer rows"
-        if name == "checkpointing" and here == there and self._outlook(deltas).need < self.best.outlook.need:
-            return "keeping less"  # which takes more time, and here buys nothing for it
-        return str(deltas)
-
-    def _points(self, name: str) -> Iterator[Deltas]:
-        """The values of an axis, from the best point."""
-        assert self.best is not None
-        config = self._at(self.best.deltas)
-        for step in AXES[name](config, self.ground):
-            if "micro_batch" in self.names and name != "micro_batch":
-                step = search_space.fitting(config, step, self.ground)
-            deltas = search_space.differing(self.config, {**self.best.deltas, **step})
-            if deltas != self.best.deltas:
+    def _values(self, axis: str) -> Iterator[Deltas]:
+        """The values of an axis, as changes of the user's config, from the best candidate."""
+        best = self.best.deltas
+        for value in AXES[axis](search_space.apply_deltas(self.config, best), self.context):
+            deltas = {**best, **value}
+            if "micro_batch" in self.axes and axis != "micro_batch":
+                deltas = search_space.shrink_to_fit(self.config, deltas, self.context)
+            deltas = search_space.changed_keys(self.config, deltas)
+            if deltas != best:
                 yield deltas
 
-    def _better(self, row: Row) -> bool:
-        """Faster than the best beyond noise; or as fast, and simpler."""
-        assert self.best is not None
-        simpler = len(row.deltas) < len(self.best.deltas)
-        return row.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE)
+    def _direction(self, axis: str, deltas: Deltas) -> str:
+        """In which direction from the best candidate this one lies, if its axis has directions."""
+        present = self.config.train.micro_batch_size
+        here, there = (point.get(MICRO_BATCH, present) for point in (self.best.deltas, deltas))
+        if axis == "micro_batch":
+            return "more rows" if there > here else "fewer rows"
+        need = search_space.candidate(self.config, deltas, self.context).need
+        if axis == "checkpointing" and here == there and need < self.best.need:
+            return "less memory"  # recomputation takes time, and buys no larger micro-batch here
+        return str(deltas)
 
-    def _try(self, deltas: Deltas) -> Row:
-        """The row of a point: one that is there, or a new one, measured if it can run. Raises _TimeIsUp."""
-        row = self._row(deltas)
-        if row.verdict or row.answers:
-            return row
+    def _add(self, deltas: Deltas) -> tuple[Candidate, bool]:
+        """The candidate of these deltas, and whether it is new; the earlier one if it is the same setting."""
+        new = search_space.candidate(self.config, deltas, self.context)
+        for known in self.candidates:
+            if known.identity == new.identity:
+                return known, False
+        self.candidates.append(new)
+        return new, True
+
+    def _try(self, deltas: Deltas) -> Candidate:
+        """The candidate of these deltas, measured if it can run. Raises _TimeIsUp."""
+        candidate, _ = self._add(deltas)
+        if candidate.verdict or candidate.results:
+            return candidate
         try:
-            answer = self._measured(row)
+            result = self._measure(candidate)
         except BaseException:
-            self.rows.remove(row)  # no answer yet
+            self.candidates.remove(candidate)  # it has no result
             raise
-        row.answers.append(answer)
-        if answer.outcome is Outcome.measured:
-            self._compare(row, answer)
+        candidate.results.append(result)
+        if result.outcome is Outcome.measured:
+            self._compare_losses(candidate, result)
         else:
-            row.verdict = f"{answer.outcome.value}: {answer.reason}"
-        where = "from the cache, --again measures anew" if answer.cached else f"{answer.seconds:.0f} s"
-        figures = f"{answer.tokens_per_second:,.0f} tokens/s, peak {answer.peak:.2f} GiB"
-        self.tell(f"  {row.verdict or figures} ({where})")
-        return row
+            candidate.verdict = f"{result.outcome.value}: {result.reason}"
+        measured = f"{result.tokens_per_second:,.0f} tokens/s, peak {result.peak:.2f} GiB"
+        source = "from the cache, --again measures anew" if result.cached else f"{result.seconds:.0f} s"
+        self.tell(f"  {candidate.verdict or measured} ({source})")
+        return candidate
 
-    def _row(self, deltas: Deltas) -> Row:
-        """The row that is there for this point, or a new one with what is known before a trial."""
-        seen = self._outlook(deltas)
-        if (known := self._known(seen)) is not None:
-            return known
-        row = Row(deltas, seen)
-        if seen.refused:
-            row.verdict = f"{Outcome.refused.value}: {seen.refused}"
-        elif not seen.fits:
-            row.verdict = (
-                f"left out: needs some {seen.need / GIB:.1f} GiB by the forecast, and "
-                f"{self.ground.facts.free_memory / GIB:.1f} are free"
-            )
-        self.rows.append(row)
-        return row
-
-    def _known(self, seen: Candidate) -> Row | None:
-        same = (
-            row for row in self.rows if (row.outlook.identity, row.outlook.refused) == (seen.identity, seen.refused)
-        )
-        return next(same, None)
-
-    def _measured(self, row: Row, repeat: int = 0) -> TrialResult:
-        """From the cache, or by a trial in what is left of the time. Raises _TimeIsUp."""
-        key, title = self._key(row), f"{row.title}{f', again ({repeat} of {REPEATS})' if repeat else ''}"
-        if found := self.cache.find(key, repeat):
+    def _measure(self, candidate: Candidate, repeat: int = 0) -> TrialResult:
+        """A result from the cache, or by a trial in the time that is left. Raises _TimeIsUp."""
+        key = self._cache_key(candidate, repeat)
+        title = f"{candidate.title}, again ({repeat} of {REPEATS})" if repeat else candidate.title
+        if found := self.cache.find(key):
             self.tell(title)
             return found
-        took = [other.seconds for known in self.rows for other in known.answers if other.outcome is Outcome.measured]
-        usual = statistics.median(took) if took else 0.0
+        results = (result for known in self.candidates for result in known.results)
+        times = [result.seconds for result in results if result.outcome is Outcome.measured]
+        reserved = 0 if repeat else len(self._rivals())  # trials, to measure each of them once more
         left = self.deadline - time.monotonic()
-        kept_back = 0 if repeat else len(self._rivals())  # for one more measurement of each
-        if left <= usual * (1 + kept_back):
+        if left <= (statistics.median(times) if times else 0.0) * (1 + reserved):
             raise _TimeIsUp
-        limit = max(LEAST_LIMIT, TIMES * took[0]) if took else LEAST_LIMIT
-        self.tell(f"{title} (forecast {row.outlook.need / GIB:.1f} GiB) ...")
-        words = [*self.overrides, *(f"{name}={hydra(value)}" for name, value in row.deltas.items())]
-        answer = replace(trial_process.measure(words, self.steps, min(limit, left)), data=self.ground.data)
-        if answer.outcome is Outcome.hung and left < limit:
-            raise _TimeIsUp  # not its own fault, so no answer
-        self.cache.keep(key, answer, repeat)
-        return answer
+        limit = max(MIN_LIMIT, LIMIT_FACTOR * times[0]) if times else MIN_LIMIT
+        self.tell(f"{title} (forecast {candidate.need / GIB:.1f} GiB) ...")
+        overrides = [*self.overrides, *(f"{name}={hydra_value(value)}" for name, value in candidate.deltas.items())]
+        result = replace(trial.measure(overrides, self.steps, min(limit, left)), data=self.context.data)
+        if result.outcome is Outcome.hung and left < limit:
+            raise _TimeIsUp  # cut short by the deadline, so this says nothing about the candidate
+        self.cache.keep(key, result)
+        return result
 
-    def _compare(self, row: Row, answer: TrialResult) -> None:
-        """Hold the losses against those of the first trial on the same data."""
-        first = self._first.setdefault(answer.data, answer.losses)
-        tolerance = TOLERANCE[self.ground.precision]
-        if len(first) != len(answer.losses) or not first:
-            row.verdict = f"another loss: of {len(answer.losses)} steps, and the first trial took {len(first)}"
+    def _compare_losses(self, candidate: Candidate, result: TrialResult) -> None:
+        """Give the candidate a verdict if its losses are not those of the first trial on the same data."""
+        results = (one for known in self.candidates for one in known.results)
+        first = next(one.losses for one in results if one.outcome is Outcome.measured and one.data == result.data)
+        if not first or len(first) != len(result.losses):
+            candidate.verdict = f"another loss: {len(result.losses)} steps, and the first trial took {len(first)}"
             return
-        pairs = [(statistics.fmean(answer.losses), statistics.fmean(first)), *zip(answer.losses, first, strict=True)]
-        mean, begin, *later = (abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs)
-        offs = [mean, begin, *(off / SINGLE for off in later)]
-        row.loss_off = math.nan if any(map(math.isnan, offs)) else max(offs)
-        if not row.loss_off <= tolerance:
-            row.verdict = f"another loss: off by {row.loss_off:.1e}, more than {tolerance:g}"
+        pairs = [(statistics.fmean(result.losses), statistics.fmean(first)), *zip(result.losses, first, strict=True)]
+        mean, start, *later = (abs(loss - other) / max(abs(other), 1e-12) for loss, other in pairs)
+        errors = [mean, start, *(error / STEP_TOLERANCE for error in later)]
+        candidate.loss_error = math.nan if any(map(math.isnan, errors)) else max(errors)
+        tolerance = TOLERANCE[self.context.precision]
+        if not candidate.loss_error <= tolerance:
+            candidate.verdict = f"another loss: off by {candidate.loss_error:.1e}, more than {tolerance:g}"
 
-    def _rivals(self) -> list[Row]:
-        """The two fastest, if it takes more than one measurement to tell them apart."""
-        fastest = sorted((row for row in self.rows if row.speed), key=lambda row: -row.speed)[:2]
-        return fastest if len(fastest) == 2 and fastest[1].speed > fastest[0].speed * (1 - FAR) else []
+    def _ranked(self) -> list[Candidate]:
+        """The candidates that can win, fastest first."""
+        return sorted((one for one in self.candidates if one.speed), key=lambda one: -one.speed)
+
+    def _rivals(self) -> list[Candidate]:
+        """The two fastest, if one measurement of each cannot tell them apart."""
+        fastest = self._ranked()[:2]
+        return fastest if len(fastest) == 2 and fastest[1].speed > fastest[0].speed * (1 - CLEAR) else []
 
     def _repeat(self) -> None:
-        """Measure rivals again, in turn, so that a machine that grows warm or busy is so for both."""
+        """Measure the rivals again, alternately, so that a GPU that heats up or a busy host slows down both."""
         rivals = self._rivals()
         for repeat in range(1, REPEATS + 1):
-            for row in (row for row in rivals if row.speed):
-                answer = self._measured(row, repeat)
-                row.answers.append(answer)
-                if answer.outcome is not Outcome.measured:
-                    row.verdict = f"not each time; {answer.outcome.value}: {answer.reason}"
-                self.tell(f"  {row.verdict or f'{answer.tokens_per_second:,.0f} tokens/s'}")
+            for candidate in (one for one in rivals if one.speed):
+                result = self._measure(candidate, repeat)
+                candidate.results.append(result)
+                if result.outcome is not Outcome.measured:
+                    candidate.verdict = f"failed when repeated: {result.outcome.value}: {result.reason}"
+                self.tell(f"  {candidate.verdict or f'{result.tokens_per_second:,.0f} tokens/s'}")
 
-    def _outlook(self, deltas: Deltas) -> Candidate:
-        return search_space.outlook(self._at(deltas), self.ground)
-
-    def _at(self, deltas: Deltas) -> Config:
-        return search_space.applied(self.config, deltas)
-
-    def _key(self, row: Row) -> dict[str, Any]:
-        """All that a trial's answer depends on."""
-        facts, config = self.ground.facts, self.config
-        model = {
-            name: value for name, value in facts.model.items() if name not in ("_name_or_path", "transformers_version")
-        }
+    def _cache_key(self, candidate: Candidate, repeat: int) -> dict[str, Any]:
+        """Everything that the result of a trial depends on."""
+        facts, config = self.context.facts, self.config
+        unimportant = ("_name_or_path", "transformers_version")
         return {
             "code": f"{__version__} {code_digest.digest()}",
-            "model": model,
-            "card": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
+            "model": {name: value for name, value in facts.model.items() if name not in unimportant},
+            "device": [facts.device_name, facts.capability, round(facts.memory / GIB, 1), facts.cores],
             "packages": {**facts.packages, "python": sys.version.split()[0]},
-            "data": [facts.packing, facts.sequence_length, facts.rows, self.ground.document],
-            "run": [
-                facts.dtype,
-                facts.deterministic,
-                config.train.global_batch_size,
-                asdict(config.optimizer),
-                self.steps,
-                trial_process.WARM_UP,
-            ],
-            "point": row.outlook.identity,
+            "data": [facts.packing, facts.sequence_length, facts.rows, self.context.document],
+            "run": [facts.dtype, facts.deterministic, config.train.global_batch_size, asdict(config.optimizer)],
+            "steps": [self.steps, trial.WARM_UP],
+            "candidate": candidate.identity,
+            "repeat": repeat,
         }
-
-
-class _TimeIsUp(Exception):
-    pass

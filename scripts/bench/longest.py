@@ -44,7 +44,7 @@ STEP, FARTHEST = 1024, 1 << 24
 SPARE = 0.03
 """Of the card's memory, what the longest row leaves free."""
 OUT = "out of memory"
-"""How a row's error begins, if it was that (trials.Outcome.memory)."""
+"""How a row's error begins, if it was that (fxtune.tuning.trial.Outcome.memory)."""
 
 
 @dataclass
@@ -264,7 +264,7 @@ def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tup
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
     """Run one length in a process of its own and write down what came of it."""
-    from fxtune.tuning import trial_process
+    from fxtune.tuning import trial
 
     with tempfile.TemporaryDirectory(prefix="fxtune-longest-") as scratch:
         documents, found = Path(scratch) / "documents.jsonl", Path(scratch) / "found.json"
@@ -283,14 +283,14 @@ def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
             "data.on_long=truncate",
             f"run.dir={scratch}/run",
         ]
-        code, text, row.seconds = trial_process.ended(command, limit)
+        code, text, row.seconds = trial.run_process(command, limit)
         if found.exists():
             for name, value in json.loads(found.read_text()).items():
                 setattr(row, name, value)
         if code is None:
             row.error = f"not done after {limit:.0f} s"
         elif code:
-            answer = trial_process.failed(code, text, row.seconds)
+            answer = trial.failure(code, text, row.seconds)
             row.error = f"{answer.outcome.value}: {answer.reason}"[:300]
 
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.runs import losses
 
 from fxtune.cli import bench
 from fxtune.cli.main import main
 from fxtune.data.batches.batch import IGNORE_INDEX
-from fxtune.diagnostics import benchmark, energy
-from fxtune.diagnostics.energy import Energy, integrated
+from fxtune.diagnostics import benchmark
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
+from fxtune.tuning import trial
+from fxtune.tuning.trial import Outcome, TrialResult
 
 TINY = [
     "+recipe=quickstart",
@@ -135,7 +132,7 @@ def test_the_command_prints_and_writes(cwd, capsys):
     assert found["price_per_million_tokens"] == pytest.approx(7.2 / 3600 / found["tokens_per_second"] * 1e6)
     assert f"{found['tokens_per_second']:,.0f} of real documents" in out
     assert f"{found['price_per_million_tokens']:.4f} a million tokens, at 7.2 an hour" in out
-    assert "not measured: NVML knows NVIDIA's GPUs" in out
+    assert "not measured: NVML is for NVIDIA GPUs" in out
     assert "auto took sdpa" in out
     assert (found["steps"], found["warm_up"], len(found["losses"])) == (2, 2, 4)
     assert found["techniques"]["attention"]["backend"] == "sdpa"
@@ -224,33 +221,22 @@ def test_ablation_of_a_recipe_that_cannot_be_measured_is_an_error(cwd, capsys, m
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "error"),
+    ("outcome", "reason", "error"),
     [
-        (
-            2,
-            "fxtune: This cannot run here:\n  techniques.lora.r: 0 is not",
-            "refused: This cannot run here: techniques.lora.r",
-        ),
-        (4, "Traceback\nfxtune: CUDA out of memory. Tried to allocate 20 MiB\nWhat helps", "does not fit"),
-        (-9, "", "does not fit"),
-        (1, "Traceback\nKeyError: 'x'", "failed: exit code 1: KeyError: 'x'"),
+        (Outcome.refused, "This cannot run here", "refused: This cannot run here"),
+        (Outcome.memory, "CUDA out of memory", "does not fit"),
+        (Outcome.crashed, "exit code 1: KeyError: 'x'", "failed: exit code 1: KeyError: 'x'"),
     ],
 )
-def test_a_process_of_its_own_that_fails_says_why_in_one_line(monkeypatch, code, text, error):
-    monkeypatch.setattr(benchmark.trials, "ended", lambda command, limit: (code, text, 1.0))
-    assert benchmark.apart(TINY)["error"].startswith(error)
-
-
-def test_a_process_of_its_own_gives_its_figures_or_its_time_is_over(monkeypatch):
-    def ended(command, limit):
-        assert command[2:] == ["fxtune", "bench", "+recipe=x", "--steps", "7", "--warm-up", "2", "--json", command[-1]]
-        Path(command[-1]).write_text('{"tokens_per_second": 5}')
-        return (None if limit < 1 else 0), "", 1.0
-
-    monkeypatch.setattr(benchmark.trials, "ended", ended)
-    assert benchmark.apart(["+recipe=x"], steps=7, warm_up=2, limit=60.0) == {"tokens_per_second": 5}
+def test_a_separate_process_gives_its_measurements_or_one_line_with_the_reason(monkeypatch, outcome, reason, error):
+    found = {"tokens_per_second": 5}
+    monkeypatch.setattr(trial, "bench", lambda *given: (TrialResult(Outcome.measured, 1.0), found))
+    assert benchmark.apart(["+recipe=x"], steps=7, warm_up=2, limit=60.0) == found
+    monkeypatch.setattr(trial, "bench", lambda *given: (TrialResult(outcome, 1.0, reason=reason), {}))
+    assert benchmark.apart(TINY) == {"error": error}
+    monkeypatch.setattr(trial, "bench", lambda *given: (TrialResult(Outcome.hung, 1.0), {}))
     with pytest.raises(TimeoutError):
-        benchmark.apart(["+recipe=x"], steps=7, warm_up=2, limit=0.5)
+        benchmark.apart(TINY)
 
 
 def measured() -> dict:
@@ -284,107 +270,17 @@ def measured() -> dict:
     }
 
 
-class Nvml:
-    """Stands in for libnvidia-ml: `counts` are what the counter says, `watts` what is drawn; None: the card cannot tell."""
-
-    def __init__(self, counts=None, watts=None, broken=0):
-        self.counts, self.watts, self.broken, self.open = iter(counts) if counts else None, watts, broken, 0
-
-    def nvmlInit_v2(self):
-        self.open += 1
-        return self.broken
-
-    def nvmlShutdown(self):
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
-        assert uuid == b"GPU-abc"
-        return 0
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle, value):
-        if self.counts is None:
-            return 3
-        ctypes.cast(value, ctypes.POINTER(ctypes.c_ulonglong))[0] = next(self.counts)
-        return 0
-
-    def nvmlDeviceGetPowerUsage(self, handle, value):
-        if self.watts is None:
-            return 3
-        ctypes.cast(value, ctypes.POINTER(ctypes.c_uint))[0] = round(self.watts * 1e3)
-        return 0
-
-
-@pytest.fixture
-def card(monkeypatch) -> torch.device:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
-    return torch.device("cuda", 0)
-
-
-def test_the_counter_is_read_twice(card):
-    nvml = Nvml(counts=[5_000_000_000_000, 5_000_000_012_500])
-    with Energy(card, nvml) as taken:
-        pass
-    assert taken.joules == 12.5
-    assert "counter" in taken.how
-    assert nvml.open == 0
-
-
-def test_without_a_counter_power_is_sampled(card, monkeypatch):
-    monkeypatch.setattr(energy, "EVERY", 0.005)
-    with Energy(card, Nvml(watts=400.0)) as taken:
-        began = energy.time.perf_counter()
-        energy.time.sleep(0.05)
-        slept = energy.time.perf_counter() - began
-    assert 400 * slept * 0.99 <= taken.joules <= 400 * slept * 3
-    assert "power" in taken.how
-
-
-@pytest.mark.parametrize(
-    ("nvml", "why"),
-    [
-        (Nvml(), "tells neither"),
-        (Nvml(counts=[7, 7]), "stood still"),
-        (Nvml(broken=9), "nvmlInit_v2 answers with error 9"),
-    ],
-)
-def test_what_cannot_be_measured_says_so_and_is_not_zero(card, nvml, why):
-    with Energy(card, nvml) as taken:
-        pass
-    assert taken.joules is None
-    assert taken.how.startswith("not measured:")
-    assert why in taken.how
-
-
-def test_a_machine_without_the_driver_says_so(card, monkeypatch):
-    monkeypatch.setattr(energy, "LIBRARY", "libnothing-of-this-name.so.1")
-    with Energy(card) as taken:
-        pass
-    assert taken.joules is None
-    assert "cannot be loaded" in taken.how
-
-
-@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.floats(1, 1000), st.data())
-def test_energy_adds_up(gaps, watts, data):
-    times = [sum(gaps[:at]) for at in range(len(gaps) + 1)]
-    assert integrated([(at, watts) for at in times]) == pytest.approx(watts * times[-1])
-    cut = data.draw(st.integers(1, len(gaps)))
-    samples = [(at, watts * (1 + at % 1)) for at in times]
-    parts = [integrated(part) or 0.0 for part in (samples[: cut + 1], samples[cut:])]
-    assert sum(parts) == pytest.approx(integrated(samples))
-    assert integrated(samples[:1]) is None
-
-
 def test_a_profile_tells_where_the_time_of_a_step_goes(small, cwd, capsys):
     plain = benchmark.measure(copy.deepcopy(small), steps=2, warm_up=2)
     found = benchmark.measure(small, steps=2, warm_up=2, profile=True)
     assert plain.kernels is None
-    assert found.losses == plain.losses, "steps that are timed by kernel are no measured ones"
+    assert found.losses == plain.losses, "profiled steps are not measured ones"
     seconds = [spent for _, spent, _ in found.kernels]
     assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 0
     calls = {name: count for name, _, count in found.kernels}
     linears = 7 * small.model.architecture["num_hidden_layers"] + 1 if small.model.architecture else 1
     assert calls["aten::mm"] >= 3 * linears, "each linear: forward, and two backward or one and two adapters"
-    assert 0.3 * found.step_seconds < sum(seconds) < 3 * found.step_seconds
 
 
 def test_a_profile_is_of_the_recipe_as_it_stands(capsys):

@@ -20,8 +20,8 @@ from fxtune.cli import doctor
 from fxtune.cli import main as command
 from fxtune.tracking import tracker as tracking
 from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
-from fxtune.tuning import trial_process
-from fxtune.tuning.trial_process import Outcome, TrialResult, failed
+from fxtune.tuning import trial
+from fxtune.tuning.trial import Outcome, TrialResult, failure
 
 ENVIRONMENT = {
     "HF_TOKEN": "hf_" + "CanaryOne" * 4,
@@ -183,11 +183,11 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
     ]
     answers = [
         TrialResult(Outcome.measured, 1.0, 100.0, 1.0, (3.0, 2.0, 1.0, 1.0, 1.0), 0.0),
-        failed(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0),
+        failure(1, f"Traceback\nOSError: https://me:{TYPED['url']}@x {ENVIRONMENT['HF_TOKEN']}", 1.0),
     ]
-    monkeypatch.setattr(trial_process, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
+    monkeypatch.setattr(trial, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
-    monkeypatch.setattr(doctor, "probe", lambda *_: {"state": "missing", "seen": ""})
+    monkeypatch.setattr(doctor, "run_check", lambda *_: {"state": "missing", "seen": ""})
     monkeypatch.setenv("WANDB_BASE_URL", f"http://me:{TYPED['server']}@127.0.0.1:9")  # nobody listens
     run = planted / "work" / "sent"
     run.mkdir()

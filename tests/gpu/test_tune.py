@@ -81,8 +81,8 @@ def test_a_trial_without_room_is_an_answer(tmp_path):
     """In 3 GiB a micro-batch of 8 rows with all its logits does not fit, and here the forecast may not say so."""
     script = tmp_path / "without_forecast.py"
     script.write_text(
-        "import sys\nfrom fxtune import axes\nfrom fxtune.cli.main import main\n"
-        "axes.MARGIN = 9.0\nif __name__ == '__main__':\n    sys.exit(main())\n"
+        "import sys\nfrom fxtune.tuning import search_space\nfrom fxtune.cli.main import main\n"
+        "search_space.MARGIN = 9.0\nif __name__ == '__main__':\n    sys.exit(main())\n"
     )
     words = [
         "tune",

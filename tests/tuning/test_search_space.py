@@ -34,7 +34,6 @@ def with_compiler(monkeypatch):
     from fxtune.techniques.compile import technique as compiling
 
     monkeypatch.setattr(compiling, "_without_compiler", lambda facts: iter(()))
-    monkeypatch.setattr("fxtune.techniques.checkpointing.options.layer_of", lambda config: None)
     monkeypatch.setattr("fxtune.techniques.checkpointing.technique.layer_of", lambda config: None)
     monkeypatch.setattr(search_space, "skeleton", lambda config: None)
 

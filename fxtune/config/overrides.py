@@ -270,12 +270,6 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(unique))
 
 
-def override_value(text: str) -> Any:
-    """The value of one override that RecipeStore.override() accepted, as plain data."""
-    value: Any = OverridesParser.create().parse_override(text).value()
-    return Override._convert_value(value)
-
-
 def _values(parsed: Override, names: Iterable[str]) -> list[Any]:
     """Each value that an override can take: one, or those of a sweep. A glob chooses from `names`."""
     value = parsed.value()

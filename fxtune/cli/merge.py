@@ -26,6 +26,7 @@ from fxtune.models import load as models
 from fxtune.models import weights
 from fxtune.models.load import DType, ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
+from fxtune.models.save import save_model
 from fxtune.models.untrusted import inspect_folder
 from fxtune.system.hub import Origin, locate_adapter
 from fxtune.system.oom import out_of_memory_reason
@@ -58,7 +59,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     """
     out = Path(out)
     place = _require_place(out)
-    models.quiet()
+    models.silence_libraries()
     origin = locate_adapter(str(adapter), key="adapter")
     fetch_adapter(origin, str(adapter), key="adapter")
     description = _describe(origin, str(adapter))
@@ -88,25 +89,25 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
         tokenizer=str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None,
     )
     tokenizer = models.load_tokenizer(tokens)
-    base = models.build(model, models.scaled_as(hf_config, origin), World(torch.device("cpu")), seed=0)
+    base = models.build(model, models.with_adapter_rope(hf_config, origin), World(torch.device("cpu")), seed=0)
     _require_room(base, out, place)
     name, revision = base.name_or_path, base.base_revision
     merged = _fold(base, description, origin, str(adapter)).to(getattr(torch, model.dtype.value))
-    if not weights.finite(merged):
+    if not weights.all_finite(merged):
         one = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(
             f"adapter {adapter}: added to its base it makes NaN or infinite {model.dtype.value} numbers, first in "
             f"{one}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
         )
     merged.name_or_path, merged.base_revision = name, revision
-    _require_place(out)  # once more: models.save() replaces what is there, and another merge may have been faster
-    return models.save(merged, tokenizer, out, card={"adapter": origin.name})
+    _require_place(out)  # once more: save_model() replaces what is there, and another merge may have been faster
+    return save_model(merged, tokenizer, out, card={"adapter": origin.name})
 
 
 def _require_place(out: Path) -> Path:
     """Refuse a folder that cannot be written, before any work. Returns the one above it that is there.
 
-    What stands where models.save() puts the folder together is looked at and not opened: whoever opens a pipe waits for ever.
+    What stands where save_model() puts the folder together is looked at and not opened: whoever opens a pipe waits for ever.
     """
     for path in (out, *(out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "old") if out.name)):
         try:

@@ -1,4 +1,4 @@
-"""The model card README.md that lies beside what was trained: what it is, how to load it, and all that made it."""
+"""Writes the model card, README.md, of a trained model: what it is, how to load it, and everything that made it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fxtune.system.redact import redact
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the model card README.md, over the empty form that peft leaves.
+    """Write README.md for the model or adapter in `folder`, over the empty form that peft writes.
 
     `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's fingerprint), figures
-    (metric -> value), facts (the machine's Facts), config (the run's config as plain data). Secrets are taken out of all.
+    (metric -> value), facts (the machine's Facts), config (the run's config as plain data). Secrets are redacted.
     """
     import yaml
 
-    facts = {**redact({name: value for name, value in facts.items() if name != "facts"}), "facts": facts.get("facts")}
-    adapter = (folder / "adapter_config.json").exists()
-    base, config, machine = str(facts.get("base") or ""), facts.get("config") or {}, facts.get("facts")
+    machine = facts.get("facts")
+    facts = redact({name: value for name, value in facts.items() if name != "facts"})
+    adapter = _json(folder / "adapter_config.json")
+    base, config = str(facts.get("base") or ""), facts.get("config") or {}
     front: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -42,8 +43,8 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
         f"# {facts.get('title') or folder.name}",
         "Trained with fxtune.",
         _table(summary),
-        f"## How to load it\n\n```python\n{_loading(folder, base)}```",
-        *_long_context(folder, base),
+        f"## How to load it\n\n```python\n{_loading_code(base, bool(adapter), (folder / 'config.json').exists())}```",
+        *_rope_notes(_json(folder / "config.json"), base, adapter),
     ]
     if facts.get("figures"):
         parts += ["## Figures", _table(facts["figures"])]
@@ -54,83 +55,76 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading(folder: Path, base: str) -> str:
-    """The Python lines that load what lies in `folder`."""
-    if not (folder / "adapter_config.json").exists():
+def _json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if there is no file."""
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content
+
+
+def _loading_code(base: str, adapter: bool, config: bool) -> str:
+    """The Python lines that load the model or adapter. `config`: whether a config.json lies beside the adapter."""
+    classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
+    if not adapter:
         lines = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {classes}",
             "",
-            'folder = "."  # where this file lies',
+            folder,
             "model = AutoModelForCausalLM.from_pretrained(folder)",
         ]
-    elif (folder / "config.json").exists():
-        lines = [
-            "from peft import PeftModel",
-            "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'folder = "."  # where this file lies',
-            "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling that it was trained with",
-            f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}", config=config)',
-            "model = PeftModel.from_pretrained(base, folder)",
-        ]
     else:
+        scaled = "config = AutoConfig.from_pretrained(folder)  # the base's, with the RoPE scaling used in training"
         lines = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {'AutoConfig, ' * config}{classes}",
             "",
-            'folder = "."  # where this file lies',
-            f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}")',
+            folder,
+            *([scaled] if config else []),
+            f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE"}"{", config=config" * config})',
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     return "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", ""])
 
 
-def _long_context(folder: Path, base: str) -> list[str]:
-    """What has to be known of a model whose RoPE is scaled; nothing of another."""
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any]) -> list[str]:
+    """What the user of a model with scaled RoPE must know; nothing for other models."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
-    every = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]  # one, or one a layer type
-    kinds = {each.get("rope_type", "default") for each in every} - {"default"}
+    sets = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]  # one, or one a layer type
+    kinds = {each.get("rope_type", "default") for each in sets} - {"default"}
     if not kinds:
         return []
     positions = int(text["max_position_embeddings"])
-    parts = [
-        f"Its rotary embedding is scaled ({', '.join(sorted(kinds))}), for up to {positions:,} positions: `rope_parameters` "
-        "in config.json says how."
-    ]
-    adapter = (folder / "adapter_config.json").exists()
+    note = (
+        f"Its rotary embedding is scaled ({', '.join(sorted(kinds))}) for up to {positions:,} positions: see "
+        "`rope_parameters` in config.json."
+    )
     if adapter:
-        parts[0] += (
-            " An adapter cannot bring that along by itself: where the base is loaded without this config.json, as "
+        note += (
+            " An adapter's own files do not hold this: if the base is loaded without this config.json, as "
             "`AutoPeftModelForCausalLM.from_pretrained(folder)` does, the model runs unscaled, without a warning."
         )
     if kinds == {"dynamic"}:
-        return [*parts, "vLLM computes dynamic scaling once, for the longest row, so it is another function there."]
-    command = _serving(folder, base, config, positions, adapter)
-    return [*parts, f"With vLLM (one that runs on transformers 5):\n\n```bash\n{command}\n```"]
+        return [note, "vLLM computes dynamic scaling once, for the longest row, so its results differ."]
+    command = _vllm_command(config, base, positions, adapter)
+    return [note, f"With vLLM (one that runs on transformers 5):\n\n```bash\n{command}\n```"]
 
 
-def _serving(folder: Path, base: str, config: dict[str, Any], positions: int, adapter: bool) -> str:
-    """The command that serves what lies in `folder` with vLLM, run there."""
+def _vllm_command(config: dict[str, Any], base: str, positions: int, adapter: dict[str, Any]) -> str:
+    """The command that serves the model or adapter with vLLM from its folder."""
+    length = f"--max-model-len {positions}"
     if not adapter:
-        return f"vllm serve . --max-model-len {positions}"
-    described = json.loads((folder / "adapter_config.json").read_text())
-    if described.get("use_dora") or described.get("modules_to_save") or described.get("target_parameters"):
-        return (
-            f"fxtune merge . ../merged  # vLLM takes plain LoRA only\nvllm serve ../merged --max-model-len {positions}"
-        )
-    text = config.get("text_config") or config
-    scaling = {"rope_parameters": text["rope_parameters"]}
-    if (
-        text["rope_parameters"].get("rope_type") == "llama3"
-    ):  # the one type whose length vLLM does not multiply by the factor
+        return f"vllm serve . {length}"
+    if adapter.get("use_dora") or adapter.get("modules_to_save") or adapter.get("target_parameters"):
+        return f"fxtune merge . ../merged  # vLLM takes plain LoRA only\nvllm serve ../merged {length}"
+    rope = (config.get("text_config") or config)["rope_parameters"]
+    scaling = {"rope_parameters": rope}
+    if rope.get("rope_type") == "llama3":  # the only type whose length vLLM does not multiply by the factor
         scaling["max_position_embeddings"] = positions
     overrides = json.dumps({"text_config": scaling} if "text_config" in config else scaling)
-    rank = next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= described["r"]), described["r"])
+    rank = next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= adapter["r"]), adapter["r"])
     return (
         f"vllm serve {shlex.quote(base or 'BASE')} --enable-lora --max-lora-rank {rank} --lora-modules tuned=. \\\n"
-        f"    --hf-overrides {shlex.quote(overrides)} \\\n    --max-model-len {positions}"
+        f"    --hf-overrides {shlex.quote(overrides)} \\\n    {length}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A model's weights: drawn at random, or read from safetensors, whole or not at all."""
+"""The weights of a model: drawn at random, or read from safetensors, complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from fxtune.system.hub import Origin, fetch
 from fxtune.system.oom import out_of_memory_reason
 
 
-def made_there(drawing: bool, hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> bool:
-    """Whether whole weights that are to be made smaller had best be on world.device at first. `drawing`: they are random.
+def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
+    """Whether weights that will be quantized start on world.device and not in host memory.
 
-    Random ones where they fit: a card draws them a hundred times faster than a host. Weights that are read pass through host
-    memory anyway, and go to the card when they are small, unless they only fit there: a card that held all of them once would
-    keep its memory cut into their pieces.
+    Random weights do if they fit: a GPU draws them a hundred times faster than a host. Weights that are read pass through
+    host memory anyway, so they do only if they do not fit there; holding all of them once would fragment the GPU's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -30,156 +29,145 @@ def made_there(drawing: bool, hf_config: Any, dtype: torch.dtype, world: World, 
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=code)
     needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
     facts = world.facts()
-    return needed < 0.9 * facts.free_memory if drawing else needed > 0.9 * facts.host_memory
+    return needed < 0.9 * facts.free_memory if random else needed > 0.9 * facts.host_memory
 
 
 def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:
-    """A model of random weights."""
+    """A model with random weights."""
     from transformers import AutoModelForCausalLM
 
     cards = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cards), world.device:
         torch.manual_seed(seed)
         try:
-            built = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
+            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=code)
         except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
             if out_of_memory_reason(error):
                 raise
             raise ConfigError(
                 f"model.init=random: a {hf_config.model_type} of this config cannot be built: {first_line(error)}"
             ) from error
-    return built
 
 
-def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, name: str) -> Any:
-    """A model of the weights in a folder. `name`: what the user calls it, for errors."""
-    files = _fetch(origin)
+def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, path: str) -> Any:
+    """A model with the weights in the folder of `origin`. `path`: model.path, for messages."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type leaves out output_loading_info
-    placed = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
+    name, files = f"model.path={path}", _fetch(origin)
+    loader: Any = AutoModelForCausalLM.from_pretrained  # its declared type lacks output_loading_info
+    placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
+    # ImportError: a kernel that config.json names is not installed.
+    unusable = (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AssertionError)
     try:
-        built, seen = loader(
+        built, report = loader(
             origin.folder,
             config=hf_config,
             dtype=dtype,
             use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
             trust_remote_code=code,
-            **placed,
+            **options,
+            **placement,
         )
-    except (
-        OSError,
-        SafetensorError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RuntimeError,
-        AssertionError,
-        ArithmeticError,
-        ImportError,
-    ) as error:  # ImportError: kernels that its config.json asks for
+    except (*unusable, ArithmeticError, ImportError) as error:
         if out_of_memory_reason(error):
             raise
         raise StorageError(
-            f"model.path={name}: the weights in {origin.folder} cannot be loaded as its config.json says: "
-            f"{first_line(error)}. Use a complete copy."
+            f"{name}: the weights in {origin.folder} cannot be loaded as its config.json says: {first_line(error)}. Use a "
+            "complete copy."
         ) from error
-    shapes = [
-        f"{name} ({tuple(stored)} in the file, {tuple(wanted)} in the config)"
-        for name, stored, wanted in seen["mismatched_keys"]
-    ]
-    troubles = [
-        f"{len(names)} {what}, such as {sorted(names)[0]}"
-        for names, what in (
-            (seen["missing_keys"], "weights of the architecture are not in the files"),
-            (seen["unexpected_keys"], "weights in the files have no place in the architecture"),
-            (shapes, "weights have another shape"),
-            (list(seen["error_msgs"]), "errors"),
-        )
-        if names
-    ]
-    if troubles:
+    if problems := _misfits(report):
         raise StorageError(
-            f"model.path={name}: the weights in {origin.folder} do not fit its config.json "
-            f"({hf_config.model_type}): "
-            + "; ".join(troubles)
-            + ". transformers would go on with random weights. Use a complete copy."
+            f"{name}: the weights in {origin.folder} do not fit its config.json ({hf_config.model_type}): {problems}. "
+            "transformers would continue with random weights. Use a complete copy."
         )
-    if whole := _no_weights([origin.folder / file for file in files], built):
+    paths = [origin.folder / file for file in files]
+    if packed := _packed_weight(paths, built):
         raise StorageError(
-            f"model.path={name}: {whole[0]} is stored as {whole[1]} in {whole[2]}, which is no weight: a library "
-            "that packs weights saved it, or it is damaged. Give the model that it was made from."
+            f"{name}: {packed[0]} is stored as {packed[1]} in {packed[2]}, which is no weight: a library that packs weights "
+            "saved it, or it is damaged. Give the model that it was made from."
         )
-    if not finite(built):
-        raise StorageError(_what_is_not_finite([origin.folder / file for file in files], name, dtype))
+    if not all_finite(built):
+        raise StorageError(f"{name}: {_why_not_finite(paths, dtype)}")
     return built
 
 
-def _no_weights(files: list[Path], model: torch.nn.Module) -> tuple[str, str, Path] | None:
-    """The first weight that is whole or complex numbers in its file and would be taken for real ones: its name, what it is there,
-    and where. Reads the files' headers.
+def all_finite(model: torch.nn.Module) -> bool:
+    """Whether no weight is NaN or infinite. It computes one number a tensor on its device, and waits once for all of them.
+
+    Each weight is read once, and no memory is needed. For an 8B model in bfloat16 (16 GB in 291 tensors): by arithmetic 5 ms on
+    a GPU that reads 3.35 TB/s, and about 10 ms to launch three kernels a tensor; on a host 2 s of one core (measured: 8.6 GB/s),
+    where a disk of 2 GB/s takes 8 s to read the files.
     """
-    from safetensors import safe_open
-
-    wanted = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in sorted(wanted.intersection(opened.keys())):
-                if "F" not in (kind := opened.get_slice(key).get_dtype()):
-                    return key, kind, file
-    return None
-
-
-def finite(model: torch.nn.Module) -> bool:
-    """Whether no weight is NaN or infinite: one number a tensor, where the tensor is, and one wait for all of them.
-
-    It reads each weight once and needs no memory. An 8B model in bfloat16, 16 GB in 291 tensors: by arithmetic 5 ms of a card
-    that reads 3.35 TB/s, and some 10 ms to start three kernels a tensor; on a host 2 s of one core (8.6 GB/s measured), beside
-    the 8 s in which a disk of 2 GB/s gives them.
-    """
-    # min and max carry NaN along and, unlike a sum, never overflow; times 0 a finite number is 0 and all others are NaN.
+    # min and max propagate NaN and, unlike a sum, never overflow. A finite number times 0 is 0, any other gives NaN.
     ends = [
         torch.stack(torch.aminmax(weight.detach()))
         for weight in model.parameters()
-        if weight.numel() and weight.is_floating_point() and weight.itemsize > 1
-    ]  # fp8 has neither operation
+        if weight.numel() and weight.is_floating_point() and weight.itemsize > 1  # fp8 has no min and max
+    ]
     return not ends or bool((torch.stack([pair.float() for pair in ends]) * 0 == 0).all())
 
 
-def _what_is_not_finite(files: list[Path], name: str, dtype: torch.dtype) -> str:
-    """The message for weights of which some are not. Reads the files again, tensor by tensor: there it is known what is whose."""
-    from safetensors import safe_open
-
-    infinite = []
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            infinite += [
-                (key, file) for key in sorted(opened.keys()) if not _whole(opened.get_tensor(key)).isfinite().all()
-            ]
-    if not infinite:
-        return (
-            f"model.path={name}: weights that are finite in its files are too large for {dtype}, where they become infinite. "
-            "Set model.dtype to what they were saved in: bfloat16 or float32."
+def _misfits(report: dict[str, Any]) -> str:
+    """What transformers' loading report says does not fit; empty if everything does."""
+    shapes = [
+        f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    return "; ".join(
+        f"{len(names)} {problem}, such as {sorted(names)[0]}"
+        for names, problem in (
+            (report["missing_keys"], "weights of the architecture are not in the files"),
+            (report["unexpected_keys"], "weights in the files have no place in the architecture"),
+            (shapes, "weights have another shape"),
+            (list(report["error_msgs"]), "errors"),
         )
-    key, file = infinite[0]
-    return (
-        f"model.path={name}: NaN or infinite numbers are in {len(infinite)} of its tensors, the first being {key} in {file}. "
-        "Nothing can be learnt from such weights. Use another copy of the model, or an earlier checkpoint of it."
+        if names
     )
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor as numbers of which finite ones can be told: fp8 lacks that operation."""
-    return weight.float() if weight.itemsize == 1 else weight
+def _packed_weight(files: list[Path], model: torch.nn.Module) -> tuple[str, str, Path] | None:
+    """The name, dtype and file of the first weight that is stored as integers or complex numbers and would be read as real ones.
+
+    Reads only the headers of the files.
+    """
+    from safetensors import safe_open
+
+    floating = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(floating.intersection(opened.keys())):
+                if "F" not in (dtype := opened.get_slice(key).get_dtype()):
+                    return key, dtype, file
+    return None
+
+
+def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
+    """Why some weights are not finite. Reads the files again, tensor by tensor, to name the tensor and its file."""
+    from safetensors import safe_open
+
+    broken = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(opened.keys()):
+                weight = opened.get_tensor(key)
+                if not (weight.float() if weight.itemsize == 1 else weight).isfinite().all():  # fp8 has no isfinite
+                    broken.append((key, file))
+    if not broken:
+        return (
+            f"weights that are finite in its files are too large for {dtype}, where they become infinite. Set model.dtype to "
+            "what they were saved in: bfloat16 or float32."
+        )
+    key, file = broken[0]
+    return (
+        f"NaN or infinite numbers are in {len(broken)} of its tensors, the first being {key} in {file}. Nothing can be learnt "
+        "from such weights. Use another copy of the model, or an earlier checkpoint of it."
+    )
 
 
 def _fetch(origin: Origin) -> list[str]:
-    """Make the safetensors files that hold the model (by its index, where there is one) local, and find broken ones. Returns
-    their names."""
+    """Make the model's safetensors files local, check that each opens, and return their names (those of its index, if any)."""
     from safetensors import SafetensorError, safe_open
 
     files = ["model.safetensors"]
@@ -196,9 +184,8 @@ def _fetch(origin: Origin) -> list[str]:
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
     if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
         raise ConfigError(
-            f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are "
-            "read. fxtune reads safetensors only: convert them (save_pretrained of transformers writes "
-            "safetensors)."
+            f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are read. fxtune "
+            "reads safetensors only: convert them (save_pretrained of transformers writes safetensors)."
         )
     fetch(origin, files)
     for file in files:
@@ -207,7 +194,6 @@ def _fetch(origin: Origin) -> list[str]:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise StorageError(
-                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or "
-                "copy it again."
+                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or copy it again."
             ) from error
     return files

@@ -21,7 +21,7 @@ from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.root import Config, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
-from fxtune.models import load as models
+from fxtune.models.save import save_model
 from fxtune.objectives.causal_lm import backward, is_finite, one_pass
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
@@ -382,7 +382,7 @@ class Trainer:
         if self.exam:
             self._ask("after")
         with SIGNALS.interruptible():  # what is there then is whole or absent
-            models.save(
+            save_model(
                 self.model,
                 self.tokenizer,
                 output,

@@ -15,6 +15,7 @@ from fxtune.cli import evaluate
 from fxtune.data.config import QuestionsConfig
 from fxtune.errors import ConfigError, NumbersError, StorageError
 from fxtune.models import load as models
+from fxtune.models.save import save_model
 from fxtune.training import trainer
 
 
@@ -42,7 +43,7 @@ def with_adapter(small, cwd, **changes):
     """`small` with an adapter that its own recipe made, and whose adapter_config.json says something else, too."""
     small.data.eval_fraction = 0.2
     small.techniques.lora.r, small.techniques.lora.target_modules = 4, ["q_proj", "v_proj"]
-    adapter = models.save(
+    adapter = save_model(
         trained(built(small.techniques, small.model)), models.load_tokenizer(small.model), cwd / "adapter"
     )
     file = adapter / "adapter_config.json"

@@ -14,7 +14,8 @@ from support.architectures import ADAPTERS, built, logits, lora, on_disk, random
 from fxtune.cli.merge import merge, run
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import DType, ModelConfig, load_tokenizer, save
+from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.rope import Rope
 
 
@@ -27,7 +28,7 @@ def adapted(base, folder, dtype=DType.float32, scaled=False, **options):
     model, pipeline = ModelConfig(path=str(base), dtype=dtype), lora(**options)
     pipeline.rope = Rope(enabled=scaled, factor=4.0)
     mine = trained(built(pipeline, model, dtype=dtype.value))
-    return mine, save(mine, load_tokenizer(model), folder)
+    return mine, save_model(mine, load_tokenizer(model), folder)
 
 
 def plain(folder):
@@ -304,7 +305,7 @@ def test_attention_that_is_not_installed_is_not_needed(tmp_path):
 
 
 def test_an_adapter_of_random_weights_has_no_base(tmp_path):
-    adapter = save(
+    adapter = save_model(
         built(lora(), random_model("llama")),
         load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
         tmp_path / "adapter",

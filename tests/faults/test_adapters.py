@@ -19,7 +19,8 @@ from support.killing import tail
 from fxtune.cli import merge as merging
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import ModelConfig, load_tokenizer, save
+from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
 
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
@@ -35,7 +36,9 @@ def base(tmp_path_factory) -> Path:
 def whole(base) -> Path:
     """A trained adapter of `base`, with a norm that it trained in full."""
     model = ModelConfig(path=str(base))
-    return save(trained(built(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter")
+    return save_model(
+        trained(built(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter"
+    )
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     """A base in float16 would take the second without a word, and have infinite weights."""
     base = on_disk(tmp_path / "base", dtype=dtype)
     model = ModelConfig(path=str(base))
-    adapter = save(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     change(
         adapter,
         **{name: lambda tensor: torch.full_like(tensor, size) for name in (UP, UP.replace("lora_A", "lora_B"))},

@@ -350,7 +350,7 @@ def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monke
 def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
     """Its folder holds part of it, and an export from before lies where it goes."""
     with monkeypatch.context() as patch:
-        patch.setattr("fxtune.models.load.write_card", lambda *_: tell())
+        patch.setattr("fxtune.models.save.write_card", lambda *_: tell())
         with pytest.raises(
             Stopped, match=r"all 6 steps are done and saved in run\. The same command finishes the run"
         ):

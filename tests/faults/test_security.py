@@ -41,6 +41,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, StorageError, UserError
 from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode
@@ -273,7 +274,7 @@ def adapter(cwd, stranger) -> Path:
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     model.name_or_path, model.base_revision, model.config_edited = name, None, edited
     model.peft_config["default"].base_model_name_or_path = str(stranger)
-    return models.save(model, load_tokenizer(config), cwd / "adapter")
+    return save_model(model, load_tokenizer(config), cwd / "adapter")
 
 
 def change(path: Path, **values: object) -> None:
@@ -866,7 +867,7 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
         run.mkdir()
         (run / name).symlink_to(cwd / "private")
         with contextlib.suppress(StorageError):
-            models.save(model, tokenizer, run / "model")
+            save_model(model, tokenizer, run / "model")
         assert [path.name for path in (cwd / "private").iterdir()] == ["notes"]
         assert (cwd / "private" / "notes").read_text() == "mine"
 

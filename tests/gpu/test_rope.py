@@ -11,7 +11,8 @@ from support import reference
 from support.architectures import word_tokenizer
 
 from fxtune.distributed.world import World
-from fxtune.models.load import DType, ModelConfig, load_config, save
+from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.models.save import save_model
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
@@ -40,7 +41,7 @@ def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_tran
         assert names[0] == names[1], seen
         with torch.no_grad():
             wanted[shape] = built.eval()(input_ids=ids.cuda()).logits.float().cpu()
-        folder = save(built, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
+        folder = save_model(built, word_tokenizer(4096, eos_token="t2", unk_token="t0"), tmp_path / shape)
         script += (
             f"ids = ((torch.arange({LENGTH}) * 7919 + 3) % 4096).unsqueeze(0).cuda()\n"
             f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda().eval()\n"

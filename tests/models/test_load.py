@@ -25,7 +25,8 @@ from support.architectures import (
 )
 
 from fxtune.errors import ConfigError, StorageError, UserError
-from fxtune.models.load import DType, Init, ModelConfig, build, load_config, load_tokenizer, resolve_dtype, save
+from fxtune.models.load import DType, Init, ModelConfig, build, load_config, load_tokenizer, resolve_dtype
+from fxtune.models.save import save_model
 from fxtune.system import hub
 from fxtune.techniques.pipeline import Pipeline
 
@@ -111,8 +112,11 @@ def test_an_architecture_is_laid_over_the_config_of_path(base):
     [
         ({"architecture": {"model_type": "llama"}}, "init=random"),
         ({"path": None}, "model.path is null"),
-        ({"init": Init.random, "architecture": {"model_type": "lama"}}, "Did you mean llama?"),
-        ({"init": Init.random, "architecture": {"model_type": "llama", "hiden_size": 8}}, "Did you mean hidden_size?"),
+        ({"init": Init.random, "architecture": {"model_type": "lama"}}, "did you mean `llama`?"),
+        (
+            {"init": Init.random, "architecture": {"model_type": "llama", "hiden_size": 8}},
+            "did you mean `hidden_size`?",
+        ),
         (
             {
                 "init": Init.random,
@@ -187,7 +191,7 @@ def test_a_hub_model_is_pinned_to_the_commit_that_was_resolved(base, tmp_path, m
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(hub, "ask", lambda name, revision: (commit, None))
+    monkeypatch.setattr(hub, "resolve_commit", lambda name, revision: (commit, None))
     loaded = load("some/model", revision="main")
     assert (loaded.name_or_path, loaded.base_revision) == ("some/model", commit)
     assert asked[-1] == (commit, ["model.safetensors"])
@@ -270,7 +274,7 @@ def test_a_folder_that_is_no_model_says_so(copy):
         (json.dumps({**config, "dtype": ["float32"]}), "cannot be used"),
         (json.dumps({**config, "model_type": "lamma"}), "cannot be used"),
         (json.dumps({"model_type": "vit"}), "no causal language model"),
-        (json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}), "quantised already"),
+        (json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}), "quantized already"),
     ):
         (copy / "config.json").write_text(content)
         with pytest.raises(ConfigError) as caught:
@@ -328,7 +332,7 @@ def test_a_full_model_saved_is_loaded_by_plain_transformers(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = trained(load(base))
-    folder = save(model, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "out")
+    folder = save_model(model, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model))
     assert AutoTokenizer.from_pretrained(folder).pad_token == "t1"
     assert not list(tmp_path.glob(".*")), "nothing staged is left"
@@ -337,7 +341,7 @@ def test_a_full_model_saved_is_loaded_by_plain_transformers(base, tmp_path):
 def test_saving_again_replaces_and_a_full_disk_leaves_the_old_one(base, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(ModelConfig(path=str(base)))
     model = load(base)
-    save(model, tokenizer, tmp_path / "out")
+    save_model(model, tokenizer, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
     def full(*_, **__):
@@ -345,7 +349,7 @@ def test_saving_again_replaces_and_a_full_disk_leaves_the_old_one(base, tmp_path
 
     monkeypatch.setattr(tokenizer, "save_pretrained", full)
     with pytest.raises(StorageError, match="No space left"):
-        save(trained(model), tokenizer, tmp_path / "out")
+        save_model(trained(model), tokenizer, tmp_path / "out")
     monkeypatch.undo()
     limits, _ = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(
@@ -353,11 +357,11 @@ def test_saving_again_replaces_and_a_full_disk_leaves_the_old_one(base, tmp_path
     )  # the weights themselves do not fit: another library's error
     try:
         with pytest.raises(StorageError, match="File too large"):
-            save(model, tokenizer, tmp_path / "out")
+            save_model(model, tokenizer, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    save(model, tokenizer, tmp_path / "out")
+    save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -366,7 +370,7 @@ def test_the_card_says_what_made_the_adapter_and_how_to_load_it(base, tmp_path):
     model = ModelConfig(path=str(base))
     pipeline = lora()
     pipeline.rope.enabled, pipeline.rope.factor = True, 2.0
-    adapter = save(
+    adapter = save_model(
         trained(built(pipeline, model)),
         load_tokenizer(model),
         tmp_path / "adapter",
@@ -400,7 +404,7 @@ def test_the_card_says_what_made_the_adapter_and_how_to_load_it(base, tmp_path):
 
 def test_an_adapter_has_no_config_beside_it_unless_the_base_s_was_edited(base, tmp_path):
     model = ModelConfig(path=str(base))
-    adapter = save(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
     assert sorted(path.name for path in adapter.iterdir()) == [
         "README.md",
         "adapter_config.json",
@@ -414,7 +418,7 @@ def test_an_adapter_has_no_config_beside_it_unless_the_base_s_was_edited(base, t
 
 def test_what_is_no_adapter_is_refused_before_anything_is_loaded(base, tmp_path):
     run = tmp_path / "run"
-    adapter = save(
+    adapter = save_model(
         built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), run / "adapter"
     )
     with pytest.raises(ConfigError, match=f"no PEFT adapter.*such as {adapter}"):
@@ -422,7 +426,7 @@ def test_what_is_no_adapter_is_refused_before_anything_is_loaded(base, tmp_path)
 
 
 def test_the_adapter_s_config_is_the_same_in_every_process(base, tmp_path):
-    adapter = save(
+    adapter = save_model(
         built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter"
     )
     modules = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]

@@ -71,7 +71,6 @@ def watch(file: str, last_operation: int = 0) -> None:
     from fxtune.checkpoint.manager import Checkpoints
     from fxtune.checkpoint.run_folder import RunFolder
     from fxtune.data.batches import build
-    from fxtune.models import load
     from fxtune.training import evaluation, trainer
     from fxtune.training.answers import AnswerEvaluation
     from fxtune.training.builder import RunBuilder
@@ -96,7 +95,7 @@ def watch(file: str, last_operation: int = 0) -> None:
         (Checkpoints, "save", "copying"),
         (folder, "write", "saving"),
         (folder, "remove", "pruning"),
-        (load, "save", "exporting"),
+        (trainer, "save_model", "exporting"),
         (RunFolder, "finish", "finishing"),
     ):
         trace.phase(owner, name, phase)

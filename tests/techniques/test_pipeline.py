@@ -9,7 +9,8 @@ import torch
 from support.architectures import CPU, FAMILIES, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.errors import ConfigError
-from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.base import Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -43,7 +44,7 @@ def test_all_techniques_together_are_proven_train_and_come_back(family, tmp_path
     evidence = pipeline.prove(mine, make_probe(mine))
     assert {one.technique for one in evidence} == {"rope", "attention", "precision", "lora", "checkpointing"}
     expected = logits(trained(mine))
-    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(adapter), dtype=torch.float32)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-6, atol=1e-6)
 

@@ -16,7 +16,8 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models import load as models
-from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -189,7 +190,7 @@ def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
 
     model = ModelConfig(path=str(base))
     mine = trained(built(qlora(kind, **options), model))
-    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     weights = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
     ours = dict(mine.named_parameters())

@@ -17,7 +17,8 @@ from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.fp8_ends import head_of
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
-from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.objectives.causal_lm import Loss
 from fxtune.techniques.base import Switch
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
@@ -152,7 +153,7 @@ def test_its_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_pa
     base = on_disk(tmp_path / "base", **WIDE)
     model = ModelConfig(path=str(base))
     mine = trained(made(fp8(fused, **options), model))
-    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
     assert "fp8" not in (adapter / "adapter_config.json").read_text()
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     ours = dict(mine.named_parameters())

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, random_model
 
 from fxtune.errors import ConfigError
-from fxtune.models.load import ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope, RopeType
 
@@ -291,7 +292,7 @@ def test_a_saved_model_carries_its_scaling(tmp_path):
 
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
     long = built(scaled(), model)
-    save(long, load_tokenizer(model), tmp_path / "out")
+    save_model(long, load_tokenizer(model), tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(observed(again)[0], observed(long)[0])
     assert again.config.max_position_embeddings == 256

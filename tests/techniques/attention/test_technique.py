@@ -23,6 +23,7 @@ from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.load import load_config
+from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.attention import packed as packed_attention
@@ -261,7 +262,7 @@ def test_a_saved_model_is_one_for_plain_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = unchecked("flash4", "llama")
-    models.save(
+    save_model(
         model, TOKENIZER, tmp_path / "saved", card={"data": "", "figures": {}, "facts": Facts.of(CPU), "config": {}}
     )
     assert "fxtune" not in (tmp_path / "saved" / "config.json").read_text()

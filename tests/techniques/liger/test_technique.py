@@ -33,7 +33,8 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels import liger_operators
-from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
@@ -270,7 +271,7 @@ def test_adapters_and_checkpoints_go_on_top_and_the_saved_adapter_fits_the_plain
     assert {one.technique for one in evidence} >= {"liger", "lora", "checkpointing"}
     assert "LigerLlamaMLP" not in "".join(name for name, _ in mine.named_parameters())
     expected = logits(trained(mine))
-    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-5, atol=1e-5)
 

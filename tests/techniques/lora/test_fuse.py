@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from support.architectures import CPU, FAMILIES, SIZES, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.errors import ConfigError
-from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer, save
+from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
@@ -451,7 +452,7 @@ def test_what_is_saved_is_a_plain_adapter_and_training_goes_on_from_it(tmp_path)
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
     plain, fused = built(lora(fused=Switch.off), model), trained(built(lora(fused=Switch.on), model))
     tokenizer = load_tokenizer(model)
-    one, other = (save(each, tokenizer, tmp_path / name) for each, name in ((plain, "plain"), (fused, "fused")))
+    one, other = (save_model(each, tokenizer, tmp_path / name) for each, name in ((plain, "plain"), (fused, "fused")))
     theirs, mine = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
     assert {name: value.shape for name, value in theirs.items()} == {name: value.shape for name, value in mine.items()}
     assert (one / "adapter_config.json").read_text() == (other / "adapter_config.json").read_text()

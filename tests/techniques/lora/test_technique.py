@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from support.architectures import ADAPTERS, FAMILIES, built, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import DType, ModelConfig, load_tokenizer, save
+from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.models.save import save_model
 from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import make_probe
 
@@ -51,7 +52,7 @@ def test_it_starts_as_its_base_and_plain_peft_loads_what_was_trained(kind, dtype
     start = logits(mine)
     expected = logits(trained(mine))
     assert (expected - start).abs().max() > 0.01
-    adapter = save(mine, load_tokenizer(model), tmp_path / "adapter")
+    adapter = save_model(mine, load_tokenizer(model), tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype.value))
     theirs = logits(PeftModel.from_pretrained(plain, adapter))
     # peft rounds modules_to_save to the base's bfloat16; everything else is bit for bit the same
@@ -113,7 +114,7 @@ def test_an_adapter_that_does_not_start_as_its_base_is_noticed():
 @pytest.fixture
 def adapter(base, tmp_path):
     model = ModelConfig(path=str(base))
-    return save(trained(built(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
+    return save_model(trained(built(lora(), model)), load_tokenizer(model), tmp_path / "adapter")
 
 
 def test_training_starts_from_an_adapter(base, adapter):

@@ -1,0 +1,71 @@
+"""Writes a trained model or adapter to a folder that plain transformers or plain peft loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fxtune.errors import StorageError
+from fxtune.models.model_card import write_card
+from fxtune.system.atomic_files import replace_folder
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
+    """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
+
+    With adapters: PEFT's layout (adapter_model.safetensors, adapter_config.json). It has no place for an edited config of the
+    base (RoPE scaling), so that is written beside it as config.json: the card says so, and with_adapter_rope() reads it.
+    Without adapters: the whole model in safetensors, and a config.json with all of rope_parameters and the raised
+    max_position_embeddings, the keys that transformers 5 and vLLM read.
+
+    The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing one. Raises
+    StorageError if the disk refuses it.
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(folder)
+    staging, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    try:
+        for leftover in (staging, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        staging.mkdir(parents=True)
+        _write_weights(model, staging)
+        _write_tokenizer(tokenizer, staging)
+        origin = {"base": model.name_or_path, "revision": model.base_revision}
+        write_card(staging, {"title": folder.name, **origin, **(card or {})})
+        readable = (staging / "README.md").stat().st_mode
+        for file in staging.iterdir():
+            file.chmod(readable)  # safetensors makes its files readable by their owner alone
+            with file.open("rb") as opened:  # before the renaming: a power cut must not leave empty files
+                os.fsync(opened.fileno())
+        replace_folder(staging, folder, old)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise StorageError(
+            f"The trained model cannot be written to {folder}: {error}. Free space there or mend its permissions."
+        ) from error
+    return folder
+
+
+def _write_weights(model: Any, folder: Path) -> None:
+    if not type(model).__module__.startswith("peft."):
+        model.save_pretrained(folder)
+        return
+    for adapter in model.peft_config.values():
+        if isinstance(adapter.target_modules, set):  # whose order differs between processes
+            adapter.target_modules = sorted(adapter.target_modules)
+    # By default peft asks the hub whether the base's vocabulary was resized. Ours never is.
+    model.save_pretrained(folder, save_embedding_layers=False)
+    if model.config_edited:
+        model.config.save_pretrained(folder)
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception where a disk refuses a file
+        if "os error" not in str(error):
+            raise
+        raise OSError(str(error)) from error

@@ -34,6 +34,7 @@ from fxtune.models.structure import observed, parameter_counts
 from fxtune.objectives.causal_lm import Loss, backward
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system.console import say, table, tick
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
@@ -49,7 +50,6 @@ SAMPLE = 4096
 WHOLE = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
 MANY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-GIB = 2**30
 
 
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[str] = None) -> None:

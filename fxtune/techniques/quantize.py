@@ -42,13 +42,13 @@ from fxtune.kernels.quantized import (
 )
 from fxtune.models.structure import observed, skeleton
 from fxtune.system.profiler import operators, short
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
     from fxtune.techniques.lora.technique import Lora
 
-GIB = 2**30
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
 """The oldest compute capability that the kernels are built for."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from fxtune.system.host import process_age
+from fxtune.system.units import GIB
 
-GIB = 2**30
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 
 # Dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. Those print the figure with 2:4 sparsity for

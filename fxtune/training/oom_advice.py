@@ -13,13 +13,13 @@ from enum import Enum
 from fxtune.errors import ConfigError
 from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.estimate.memory import CONTEXT, Need
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize import Type
 
-GIB = 1 << 30
 MOST = 3
 WORTH = 0.01
 """Share of the need below which a change is not worth a line."""

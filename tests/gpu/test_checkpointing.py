@@ -13,13 +13,13 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 
-GIB = 1 << 30
 BIG = dict(
     reference.SHAPES["llama"],
     hidden_size=2048,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import reference
 
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile import residual_pass
@@ -21,7 +22,6 @@ from fxtune.techniques.lora.technique import Lora, Matmul
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import Autocast, Precision
 
-GIB = 2**30
 LAYERS_OF_8B = dict(
     model_type="llama",
     hidden_size=4096,

@@ -25,6 +25,7 @@ from fxtune.config.root import Config, OutOfMemory, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
 from fxtune.models.load import DType, Init, ModelConfig
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import CompileMode, Scope
@@ -32,7 +33,6 @@ from fxtune.tracking.display import display
 from fxtune.tracking.tracker import Display, TrackingConfig
 from fxtune.training import trainer as train
 
-GIB = 1 << 30
 SHAPE = dict(
     reference.SHAPES["llama"],
     vocab_size=1024,

@@ -10,12 +10,12 @@ import torch
 from support import reference
 
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import WHAT, Liger
 from fxtune.techniques.pipeline import Pipeline
 
 WORDS = 128256
-GIB = 2**30
 FUSED = dict(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(WHAT, Switch.off))
 
 

@@ -12,10 +12,9 @@ from support import reference
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.load import DType
+from fxtune.system.units import GIB
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
-
-GIB = 2**30
 
 
 def pipeline(**options) -> Pipeline:

@@ -11,6 +11,7 @@ from support import reference
 from fxtune.distributed.world import World
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized
 from fxtune.models.load import DType, Init, ModelConfig, load_config
+from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -22,7 +23,6 @@ KINDS = {
     "nf4_torchao": ("nf4", "torchao"),
     "int8_torchao": ("int8", "torchao"),
 }
-GIB = 2**30
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

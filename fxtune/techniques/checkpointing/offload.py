@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from fxtune.errors import MemoryShortError
+from fxtune.system.units import GIB
 
-GIB = 1 << 30
 PIECE = 1 << 26
 """Bytes of a piece of host memory; less where a tensor is smaller."""
 LEAST = 1 << 20

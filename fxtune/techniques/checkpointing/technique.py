@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.models.structure import backbone, decoder_layers, skeleton
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing import verify as witness
@@ -53,7 +54,6 @@ from fxtune.techniques.lora import fuse
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
-GIB = 1 << 30
 HOST_SHARE = 0.8
 """Of the host's memory, what offloaded tensors may fill."""
 TILES = (4, 16)

@@ -20,6 +20,7 @@ from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
+from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.offload import Offload
@@ -599,7 +600,6 @@ TECHNIQUES = {
     "liger": {"fused_linear_cross_entropy": "on"},
 }
 PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
-GIB = 1 << 30
 
 
 def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:

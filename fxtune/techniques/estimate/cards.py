@@ -1,0 +1,120 @@
+"""One table of GPUs: the peak FLOP/s of their datasheets, and the rates that kernels reach on them.
+
+Peaks are dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. For most cards since Ampere those print
+the figure with 2:4 sparsity, which is halved here. Peaks of GeForce and workstation cards are with float32 accumulation, as in
+training. MFU is measured against them.
+
+Rates are measured on an H200 and scaled by datasheets for other cards. The step-time estimate compares recomputation, matmuls
+and transfers by them. Only their ratios matter, so an unknown card takes the rates of its generation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fxtune.system.facts import MachineFacts
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs and bytes a second that kernels reach."""
+
+    matmul: float
+    """FLOPs of matrix products in 16 bits."""
+    fp8: float
+    attention: float
+    """FLOPs of causal attention, forward and backward together."""
+    memory: float
+    """Bytes read and written on the device."""
+    link: float
+    """Bytes to or from pinned host memory."""
+
+
+H200 = Rates(690e12, 1150e12, 600e12, 4.0e12, 50e9)
+H100 = Rates(650e12, 1100e12, 570e12, 2.8e12, 50e9)
+B200 = Rates(1500e12, 2800e12, 1100e12, 6.5e12, 50e9)
+A100 = Rates(250e12, 250e12, 150e12, 1.6e12, 24e9)
+L40S = Rates(240e12, 420e12, 140e12, 0.75e12, 24e9)
+RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9)
+CPU = Rates(1e12, 1e12, 0.5e12, 50e9, 50e9)
+GENERATIONS = {8: A100, 9: H200, 10: B200, 12: L40S}
+"""Rates by the major number of the compute capability."""
+
+
+@dataclass(frozen=True)
+class Card:
+    pattern: str
+    """A regular expression for the card's name."""
+    bfloat16: float | None = None
+    """Peak TFLOP/s, here and below. None: the card has no such unit, or sources differ."""
+    tf32: float | None = None
+    float32: float | None = None
+    half: float | None = None
+    """float16, where it differs from bfloat16."""
+    rates: Rates | None = None
+    """None: those of the generation."""
+
+
+CARDS = (
+    Card(r"\bG?B300\b"),
+    Card(r"\bGB200\b", 2500.0, 1250.0, 80.0, rates=B200),
+    Card(r"\bB200\b", 2250.0, 1125.0, 75.0, rates=B200),
+    Card(r"\bGH200\b", 989.4, 494.7, 66.9, rates=Rates(690e12, 1150e12, 600e12, 3.4e12, 300e9)),
+    Card(r"\bH200\b.*\bNVL\b", 835.5, 417.5, 60.0, rates=H200),
+    Card(r"\bH200\b", 989.4, 494.7, 66.9, rates=H200),
+    Card(r"\bH100\b.*\bNVL\b", 835.5, 417.5, 60.0, rates=H100),
+    Card(r"\bH100\b.*\bPCIe\b", 756.5, 378.0, 51.0, rates=Rates(480e12, 800e12, 400e12, 1.7e12, 50e9)),
+    Card(r"\bH[18]00\b", 989.4, 494.7, 66.9, rates=H100),
+    Card(r"\bH20\b", 148.0, 74.0, 44.0),
+    Card(r"\bA[18]00\b", 312.0, 156.0, 19.5, rates=A100),
+    Card(r"\bA30\b", 165.0, 82.0, 10.3),
+    Card(r"\bA40\b", 149.7, 74.8, 37.4),
+    Card(r"\bA10\b", 125.0, 62.5, 31.2),
+    Card(r"\bA10G\b", 70.0, 35.0, 31.5),
+    Card(r"\bL40S\b", 362.0, 183.0, 91.6, rates=L40S),
+    Card(r"\bL40\b", 181.0, 90.5, 90.5),
+    Card(r"\bL4\b", 121.0, 60.0, 30.3),
+    Card(r"\bRTX 6000 Ada\b", 364.2, 182.1, 91.1),
+    Card(r"\bRTX A6000\b", 154.8, 77.4, 38.7),
+    Card(r"\bRTX 5090\b", 209.5, 104.8, 104.8),
+    Card(r"\bRTX 4090\b", 165.2, 82.6, 82.6, rates=Rates(150e12, 290e12, 120e12, 0.9e12, 24e9)),
+    Card(r"\bRTX 3090 Ti\b", 80.0, 40.0, 40.0, rates=RTX_3090),
+    Card(r"\bRTX 3090\b", 71.0, 35.6, 35.6, rates=RTX_3090),
+    Card(r"\bV100-SXM", float32=15.7, half=125.0),
+    Card(r"\bV100-PCIE", float32=14.0, half=112.0),
+    Card(r"\bT4\b", float32=8.1, half=65.0),
+    Card(r"\bMI3(?:00|25)X\b", 1307.4, 653.7, 163.4),
+)
+"""The first pattern that matches a name wins."""
+PARTIAL_CHIP = re.compile(r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE)
+"""Names of cards with a part of the chip's units, for which the chip's peak is wrong."""
+
+
+def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
+    """Dense peak FLOP/s of a device (`torch.cuda.get_device_name()`) for matmuls in `dtype`; None where it is not known.
+
+    `dtype`: a torch dtype or its name; `"tf32"` for float32 matmuls on the tensor cores.
+    """
+    card = None if PARTIAL_CHIP.search(device_name) else _card(device_name)
+    name = str(dtype).removeprefix("torch.")
+    if card is None or name not in ("bfloat16", "float16", "tf32", "float32"):
+        return None
+    peak: float | None = (card.half or card.bfloat16) if name == "float16" else getattr(card, name)
+    return peak and peak * 1e12
+
+
+def rates(machine: MachineFacts) -> Rates:
+    """The rates of the machine's device."""
+    if machine.device != "cuda":
+        return CPU
+    card = _card(machine.device_name)
+    if card and card.rates:
+        return card.rates
+    return GENERATIONS.get((machine.capability or (9, 0))[0], H200)
+
+
+def _card(device_name: str) -> Card | None:
+    return next((card for card in CARDS if re.search(card.pattern, device_name)), None)

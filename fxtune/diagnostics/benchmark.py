@@ -33,8 +33,9 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
 from fxtune.system.profiler import times
+from fxtune.system.units import GIB
 from fxtune.tracking.display import Display
-from fxtune.tracking.throughput import GIB, memory_gib
+from fxtune.tracking.throughput import memory_gib
 from fxtune.tracking.tracker import Display as DisplayKind
 from fxtune.tracking.tracker import TrackingConfig
 from fxtune.training.interval import Interval

@@ -32,62 +32,9 @@ from torch import nn
 
 from fxtune.system.host import process_age
 from fxtune.system.units import GIB
+from fxtune.techniques.estimate.cards import peak_flops
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
-
-# Dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. Those print the figure with 2:4 sparsity for
-# most cards since Ampere: it is halved here. GeForce and workstation cards: with float32 accumulation, as training has it.
-# The first pattern that matches wins. bfloat16 and float16 are equal where only one is given; None: the card has no such unit.
-_H100: dict[str, float | None] = {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9}
-_NVL: dict[str, float | None] = {"bfloat16": 835.5, "tf32": 417.5, "float32": 60.0}
-_PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
-    (r"\bG?B300\b", {}),  # Blackwell Ultra: sources differ, so no figure
-    (r"\bGB200\b", {"bfloat16": 2500.0, "tf32": 1250.0, "float32": 80.0}),
-    (r"\bB200\b", {"bfloat16": 2250.0, "tf32": 1125.0, "float32": 75.0}),
-    (r"\bGH200\b", _H100),
-    (r"\bH200\b.*\bNVL\b", _NVL),
-    (r"\bH200\b", _H100),
-    (r"\bH100\b.*\bNVL\b", _NVL),
-    (r"\bH100\b.*\bPCIe\b", {"bfloat16": 756.5, "tf32": 378.0, "float32": 51.0}),
-    (r"\bH[18]00\b", _H100),
-    (r"\bH20\b", {"bfloat16": 148.0, "tf32": 74.0, "float32": 44.0}),
-    (r"\bA[18]00\b", {"bfloat16": 312.0, "tf32": 156.0, "float32": 19.5}),
-    (r"\bA30\b", {"bfloat16": 165.0, "tf32": 82.0, "float32": 10.3}),
-    (r"\bA40\b", {"bfloat16": 149.7, "tf32": 74.8, "float32": 37.4}),
-    (r"\bA10\b", {"bfloat16": 125.0, "tf32": 62.5, "float32": 31.2}),
-    (r"\bA10G\b", {"bfloat16": 70.0, "tf32": 35.0, "float32": 31.5}),
-    (r"\bL40S\b", {"bfloat16": 362.0, "tf32": 183.0, "float32": 91.6}),
-    (r"\bL40\b", {"bfloat16": 181.0, "tf32": 90.5, "float32": 90.5}),
-    (r"\bL4\b", {"bfloat16": 121.0, "tf32": 60.0, "float32": 30.3}),
-    (r"\bRTX 6000 Ada\b", {"bfloat16": 364.2, "tf32": 182.1, "float32": 91.1}),
-    (r"\bRTX A6000\b", {"bfloat16": 154.8, "tf32": 77.4, "float32": 38.7}),
-    (r"\bRTX 5090$", {"bfloat16": 209.5, "tf32": 104.8, "float32": 104.8}),
-    (r"\bRTX 4090$", {"bfloat16": 165.2, "tf32": 82.6, "float32": 82.6}),
-    (r"\bRTX 3090 Ti$", {"bfloat16": 80.0, "tf32": 40.0, "float32": 40.0}),
-    (r"\bRTX 3090$", {"bfloat16": 71.0, "tf32": 35.6, "float32": 35.6}),
-    (r"\bV100-SXM", {"bfloat16": None, "float16": 125.0, "tf32": None, "float32": 15.7}),
-    (r"\bV100-PCIE", {"bfloat16": None, "float16": 112.0, "tf32": None, "float32": 14.0}),
-    (r"\bT4\b", {"bfloat16": None, "float16": 65.0, "tf32": None, "float32": 8.1}),
-    (r"\bMI3(?:00|25)X\b", {"bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4}),
-)
-_OTHER_SILICON = re.compile(
-    r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE
-)  # same name, less of the chip
-
-
-def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """Dense peak FLOP/s of a device (`torch.cuda.get_device_name()`) for matmuls in `dtype`; None where it is not known.
-
-    `dtype`: a torch dtype or its name; `"tf32"` for float32 matmuls on the tensor cores.
-    """
-    if _OTHER_SILICON.search(device_name):
-        return None
-    name = str(dtype).removeprefix("torch.")
-    for pattern, figures in _PEAKS:
-        if re.search(pattern, device_name):
-            figure = figures.get(name, figures.get("bfloat16") if name == "float16" else None)
-            return figure and figure * 1e12
-    return None
 
 
 @dataclass(frozen=True)

@@ -248,13 +248,13 @@ def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tup
     """The forecast of one length, with as many layers' inputs on the host as it holds."""
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
     from fxtune.techniques.estimate.memory import forecast
-    from fxtune.techniques.estimate.step_time import within
+    from fxtune.techniques.estimate.step_time import limit_senders
 
     facts, keeping = facts_of(length, args, here)
     layers = facts.text["num_hidden_layers"]
     whole = sum(keeping.sending(layers))
     keeping, need = (
-        within(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
+        limit_senders(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
     )
     senders = sum(keeping.sending(layers))
     return Row(

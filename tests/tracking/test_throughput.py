@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.tracking.throughput import Meter, StartupTimer, TrainingCost, memory_gib, peak_flops, training_cost
+from fxtune.tracking.throughput import Meter, StartupTimer, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(
     vocab_size=96,
@@ -122,52 +122,6 @@ def test_what_the_formulas_do_not_cover_has_no_cost():
 
     assert training_cost(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))) is None
     assert training_cost(torch.nn.Linear(3, 3)) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA H200", torch.bfloat16, 989.4),
-        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
-        ("NVIDIA H100 NVL", "bfloat16", 835.5),
-        ("NVIDIA GH200 480GB", "tf32", 494.7),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
-        ("NVIDIA A100 80GB PCIe", "tf32", 156),
-        ("NVIDIA A10", "bfloat16", 125),
-        ("NVIDIA A10G", "bfloat16", 70),
-        ("NVIDIA L4", "bfloat16", 121),
-        ("NVIDIA L40S", "bfloat16", 362),
-        ("NVIDIA RTX A6000", "bfloat16", 154.8),
-        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
-        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6),
-        ("NVIDIA GeForce RTX 5090", "bfloat16", 209.5),
-        ("NVIDIA B200", "bfloat16", 2250),
-        ("NVIDIA GB200", "bfloat16", 2500),
-        ("AMD Instinct MI300X", "bfloat16", 1307.4),
-        ("Tesla T4", "float16", 65),
-        ("Tesla V100-SXM2-32GB", "float32", 15.7),
-    ],
-)
-def test_peaks(name, dtype, tflops):
-    assert peak_flops(name, dtype) == pytest.approx(tflops * 1e12)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"),
-        ("", "bfloat16"),
-        ("NVIDIA GeForce RTX 4090 D", "bfloat16"),
-        ("Tesla T4", "bfloat16"),
-        ("Some New Card", "float32"),
-        ("NVIDIA H200", torch.float64),
-        ("NVIDIA GeForce GTX 1080 Ti", "float16"),
-    ],
-)
-def test_unknown_peaks_are_none_not_guesses(name, dtype):
-    assert peak_flops(name, dtype) is None
 
 
 class Plan:

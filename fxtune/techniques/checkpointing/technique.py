@@ -221,7 +221,7 @@ class Checkpointing(Technique):
         keeping = self.keeping()
         need, limit = forecast(facts, keeping).host, HOST_SHARE * facts.host_memory
         if facts.device == "cuda" and need > limit and self.policy is not Policy.auto:
-            fit = step_time.within(facts, keeping, limit)[0].senders or 0
+            fit = step_time.limit_senders(facts, keeping, limit)[0].senders or 0
             what = "inputs" if self.offload_what is What.inputs else "kept tensors"
             yield (
                 f"offload: the {what} of {sum(keeping.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host memory, "
@@ -297,21 +297,21 @@ class Checkpointing(Technique):
             replace(facts, free_memory=int(ROOM * facts.free_memory)), ways, host
         ) or step_time.fastest(facts, ways, host)
         if choice is None:  # by the forecast, which may be wrong by some percent: the smallest is tried
-            smallest = [step_time.within(facts, replace(way, level=levels[0]), host) for way, levels in ways]
+            smallest = [step_time.limit_senders(facts, replace(way, level=levels[0]), host) for way, levels in ways]
             keeping, need = min((one for one in smallest if one[1].host <= host), key=lambda one: one[1].device)
             self._become(keeping, facts)
             return (
                 f"{self.told()}: the smallest there is, and it needs some {_room(facts, need)} ({_shares(need)}). It may run "
                 "out of memory: shorten data.sequence_length, or quantise the base."
             )
-        self._become(choice.keeping, facts)
+        self._become(choice.plan, facts)
         everything = forecast(facts, RecomputePlan())
         less = (
             "" if everything.device <= facts.free_memory else f"; everything would need {everything.device / GIB:.1f}"
         )
         return (
             f"{self.told()}: {_room(facts, choice.need)} ({_shares(choice.need)}), which by arithmetic adds "
-            f"{choice.added / choice.step:.0%} to the layers' time{less}"
+            f"{choice.overhead / choice.step:.0%} to the layers' time{less}"
         )
 
     def _ways(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:

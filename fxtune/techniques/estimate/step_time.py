@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from fxtune.models.dims import Shape
 from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.memory import Need, forecast, is_fused, number_bytes, quantized_type, sent_bytes
+from fxtune.techniques.estimate.memory import LayerBytes, Need, forecast, is_fused, number_bytes, quantized_type
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -98,7 +98,7 @@ def overhead(facts: Facts, plan: RecomputePlan) -> float:
             again += SLOWER * ROWS * plan.tiles / tokens * (layer.wide + layer.down)
         total += again
         if sends:
-            size = sent_bytes(facts, plan, level) * tokens
+            size = LayerBytes(facts, plan).sent(level) * tokens
             travel = size / card.link
             # Copies also read and write the device's memory, so they are never free.
             total += max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory

@@ -28,8 +28,8 @@ from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import forecast, kept_bytes
+from fxtune.techniques.estimate import cards, step_time
+from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -377,7 +377,7 @@ def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecas
     tables = (
         24 * 4 * (2 * 16 + 2) + 24 * 8
     )  # cos, sin and positions, which all layers share; everything: the norms' factors
-    assert 0 <= kept - 24 * kept_bytes(facts, pipeline.checkpointing.keeping(), level) <= tables, kept
+    assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.keeping()).kept(level) <= tables, kept
 
 
 @pytest.mark.usefixtures("_anew")
@@ -701,7 +701,7 @@ def test_more_memory_never_takes_longer():
         times = []
         for gib in range(24, 400, 24):
             facts = card(gib, length, rows)
-            times.append(step_time.added(facts, chosen(facts)[0].keeping()))
+            times.append(step_time.overhead(facts, chosen(facts)[0].keeping()))
         assert all(less >= more - 1e-9 for less, more in pairwise(times))
         assert times[0] > times[-1] == 0
 
@@ -721,7 +721,7 @@ def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():
         for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
             facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
             kept = [forecast(facts, RecomputePlan(level)).kept for level in LEVELS]
-            times = [step_time.added(facts, RecomputePlan(level)) for level in LEVELS]
+            times = [step_time.overhead(facts, RecomputePlan(level)) for level in LEVELS]
             assert kept == sorted(kept)
             assert times == sorted(times, reverse=True)
             assert times[-1] == 0
@@ -733,31 +733,15 @@ def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_compu
     def late(length: int) -> float:
         facts = card(139, length)
         keeping = RecomputePlan("narrow", sent="kept")
-        extra = step_time.added(facts, keeping) - step_time.added(facts, RecomputePlan("narrow"))
-        return extra / (32 * step_time.work(facts).forward)
+        extra = step_time.overhead(facts, keeping) - step_time.overhead(facts, RecomputePlan("narrow"))
+        return extra / (32 * step_time.layer_time(facts).forward)
 
     assert late(65536) < 0.02
     assert late(4096) > 0.05
 
 
-@pytest.mark.parametrize("name", ["H200", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "some card", "cpu"])
-def test_a_card_has_rates_of_its_own_or_of_its_generation(name):
-    facts = card(80, 4096, device_name=name, capability=(8, 6), device="cpu" if name == "cpu" else "cuda")
-    found = step_time.rates(facts)
-    assert (
-        found
-        == {
-            "H200": step_time.RATES["H200"],
-            "NVIDIA H100 PCIe": step_time.RATES["H100 PCIe"],
-            "some card": step_time.GENERATIONS[8],
-            "NVIDIA A100-SXM4-80GB": step_time.RATES["A100"],
-            "cpu": step_time.CPU,
-        }[name]
-    )
-
-
 def test_recomputed_products_are_those_that_torch_counts():
-    """FLOPs of a step by torch's counter: a level's are more than the next one's by what pace.work() says of it."""
+    """FLOPs of a step by torch's counter: a level's are more than the next one's by what step_time.layer_time() says of it."""
     from torch.utils.flop_counter import FlopCounterMode
 
     flops = {}
@@ -768,11 +752,11 @@ def test_recomputed_products_are_those_that_torch_counts():
             model(**make_probe(model)).logits.sum().backward()
         flops[level] = counter.get_total_flops()
     facts = replace(facts_of(random_model("llama")), rows=(24,))
-    work = step_time.work(facts)
-    card_flops = step_time.CPU.matmul
+    layer = step_time.layer_time(facts)
+    card_flops = cards.CPU.matmul
     assert flops["wide"] == flops["everything"]
-    assert flops["narrow"] - flops["wide"] == pytest.approx(2 * work.wide * card_flops)  # two layers
-    assert flops["attention"] - flops["narrow"] == pytest.approx(2 * work.narrow * card_flops)
+    assert flops["narrow"] - flops["wide"] == pytest.approx(2 * layer.wide * card_flops)  # two layers
+    assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)
 
 
 def test_the_forecast_is_the_arithmetic_of_its_formula():

@@ -28,11 +28,12 @@ from rich.text import Text
 
 from fxtune.cli.options import write_json
 from fxtune.diagnostics import package_checks, system_report
-from fxtune.diagnostics.system_report import GIB, Finding, State
+from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.host import cores
 from fxtune.system.redact import redact
+from fxtune.system.units import GIB
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config

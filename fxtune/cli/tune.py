@@ -31,9 +31,10 @@ from fxtune.errors import ConfigError, HardwareError, did_you_mean
 from fxtune.system.console import say, table
 from fxtune.system.host import cache_home
 from fxtune.system.redact import redact_arguments
+from fxtune.system.units import GIB
 from fxtune.tuning import recipe_writer, trial
 from fxtune.tuning.search import TOLERANCE, Search
-from fxtune.tuning.search_space import AXES, GIB, Candidate, SearchContext, apply_deltas
+from fxtune.tuning.search_space import AXES, Candidate, SearchContext, apply_deltas
 from fxtune.tuning.trial import TrialCache
 
 if TYPE_CHECKING:

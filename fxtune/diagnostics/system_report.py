@@ -20,9 +20,9 @@ from typing import Optional
 
 from fxtune.system.host import cores, memory
 from fxtune.system.redact import redact
+from fxtune.system.units import GIB
 from fxtune.tracking import wandb_client
 
-GIB = 2**30
 TIMEOUT = 3.0
 """Seconds that a server has to answer."""
 LOW_DISK = 5 * GIB

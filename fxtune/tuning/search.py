@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from fxtune import __version__
 from fxtune.errors import ConfigError
 from fxtune.system import code_digest
+from fxtune.system.units import GIB
 from fxtune.tuning import search_space, trial
-from fxtune.tuning.search_space import AXES, GIB, MICRO_BATCH, Candidate, Deltas, SearchContext, hydra_value
+from fxtune.tuning.search_space import AXES, MICRO_BATCH, Candidate, Deltas, SearchContext, hydra_value
 from fxtune.tuning.trial import Outcome, TrialCache, TrialResult
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ import torch
 
 from fxtune.errors import ConfigError
 from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.system.units import GIB
 from fxtune.techniques.attention.backends import BACKENDS
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import policy
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""
-GIB = 2**30
 MARGIN = 0.15
 """Error of the memory forecast: a candidate is left out if it needs this share more than the free memory."""
 MAX_EAGER_TOKENS = 2048

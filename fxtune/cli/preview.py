@@ -1,8 +1,8 @@
 """`fxtune preview`: the first samples as the model will see them, after template, split and packing.
 
-Nothing here is made for the preview: tokenizer, tables and plan are those of the training run, and what is printed is
-read back from the plan's first batches. Most runs that learn nothing, or the wrong thing, can be told from this page:
-an answer that is not supervised, a missing end-of-turn token, a template applied twice, rows that are mostly padding.
+Tokenizer, tables and plan are those of the training run, and the page is read back from the plan's first batches. It shows why
+most runs learn nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is
+applied twice, rows that are mostly padding.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
     from fxtune.config.root import Config
 
 DOCUMENTS = 6
-"""How many documents are shown in all."""
-DOCUMENTS_A_ROW = 3
+"""Documents shown in all."""
+DOCUMENTS_PER_ROW = 3
 HEAD, TAIL = 300, 150
-"""Tokens of a long document that are shown, from its beginning and from its end."""
+"""Tokens shown from the beginning and the end of a long document."""
 WIDE = 80
-"""Columns of a terminal that takes the table of all sources."""
-SUPERVISED, SPECIAL, ASIDE = "green", "bold magenta", "dim"
-_LONGEST_CHARACTER = 4
-"""Bytes, and so at most tokens, of one UTF-8 character."""
+"""Columns of a terminal that fits the table of all sources."""
+SUPERVISED, SPECIAL, NOTE = "green", "bold magenta", "dim"
+MAX_CHARACTER_BYTES = 4
+"""Bytes of one UTF-8 character, and so the most tokens it can take."""
 
 
 class Signs(NamedTuple):
-    """What marks things where there is no colour."""
+    """Marks for terminals without colour."""
 
     begin: str
     end: str
     newline: str
     more: str
+    rule: str
 
 
-UNICODE, ASCII = Signs("⟦", "⟧", "↵", "…"), Signs("[[", "]]", "\\n", "...")
+UNICODE, ASCII = Signs("⟦", "⟧", "↵", "…", "─"), Signs("[[", "]]", "\\n", "...", "-")
 
 
 def run(config: Config, console: Optional[Console] = None) -> None:
-    """Print samples and figures of the run that `config` describes. Errors as the run itself would have them."""
+    """Print samples and statistics of the data of a run. Raises as the run itself does."""
     console = console or screen.console()
     tokenizer = load_tokenizer(config.model)
     data = prepare_data(
@@ -61,21 +62,18 @@ def run(config: Config, console: Optional[Console] = None) -> None:
         seed=config.run.seed,
     )
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
-    samples(data.training, TokenTexts(tokenizer, signs), console)
-    figures(data.training, console)
-    for note in data.training.notes():
-        console.print(screen.plain(note), soft_wrap=True)
+    print_samples(data.training, TokenTexts(tokenizer, signs), console)
+    print_statistics(data.training, console)
+    notes = data.training.notes()
     if data.evaluation:
         held = data.evaluation.summary()
-        console.print(
-            f"Held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised "
-            "tokens.",
-            soft_wrap=True,
-            highlight=False,
-        )
+        supervised = f"{held['supervised_tokens']:,} supervised tokens"
+        notes = [*notes, f"Held out for evaluation: {held['documents']:,} documents, {supervised}."]
+    for note in notes:
+        console.print(screen.plain(note), soft_wrap=True)
 
 
-def samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
+def print_samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
     """The first rows of the first step."""
     signs = texts.signs
     console.print(
@@ -84,8 +82,8 @@ def samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
             (f"{signs.begin}supervised{signs.end}", SUPERVISED),
             " tokens, which the model learns to produce; ",
             ("special tokens", SPECIAL),
-            f"; {signs.newline} a newline; \\x1b a character or byte that has no picture; ",
-            (f"{signs.more} what is left out or padding", ASIDE),
+            f"; {signs.newline} a newline; \\x1b a character or byte that cannot be printed; ",
+            (f"{signs.more} tokens left out, or padding", NOTE),
             ".",
         )
     )
@@ -96,81 +94,69 @@ def samples(plan: Plan, texts: TokenTexts, console: Console) -> None:
             if not left:
                 return
             width, used = batch.input_ids.shape[1], sum(piece.length for piece in pieces)
-            console.print(
-                Rule(
-                    f"step 0, row {row_number}: {_count(len(pieces), 'document')}, {used:,} tokens of {width:,}",
-                    characters="─" if signs is UNICODE else "-",
-                    align="left",
-                )
-            )
-            shown = min(len(pieces), DOCUMENTS_A_ROW, left)
+            title = f"step 0, row {row_number}: {_count(len(pieces), 'document')}, {used:,} tokens of {width:,}"
+            console.print(Rule(title, characters=signs.rule, align="left"))
+            shown = min(len(pieces), DOCUMENTS_PER_ROW, left)
             begin = 0
             for piece in pieces[:shown]:
-                here = slice(begin, begin + piece.length)
-                console.print(_heading(plan, piece, batch.position_ids[row, here].tolist()))
-                supervised = [False, *(batch.targets[row, here][:-1] != IGNORE_INDEX).tolist()]
-                console.print(texts.document(batch.input_ids[row, here].tolist(), supervised))
+                span = slice(begin, begin + piece.length)
+                console.print(_heading(plan, piece, batch.position_ids[row, span].tolist()))
+                supervised = [False, *(batch.targets[row, span][:-1] != IGNORE_INDEX).tolist()]
+                console.print(texts.document(batch.input_ids[row, span].tolist(), supervised))
                 begin += piece.length
-            for rest in (
-                f"{len(pieces) - shown:,} more of this row's documents" if shown < len(pieces) else "",
-                _count(width - used, "pad") if used < width else "",
-            ):
-                if rest:
-                    console.print(Text(f"{signs.more} {rest}", ASIDE))
+            if shown < len(pieces):
+                console.print(Text(f"{signs.more} {len(pieces) - shown:,} more of this row's documents", NOTE))
+            if used < width:
+                console.print(Text(f"{signs.more} {_count(width - used, 'pad')}", NOTE))
             left -= shown
             row_number += 1
 
 
-def figures(plan: Plan, console: Console) -> None:
-    """What an epoch is made of, and what became of each source."""
-    seen = plan.summary()
-    rows: list[list[object]] = [
-        ["documents", f"{seen['documents']:,}"],
-        ["rows", f"{seen['rows']:,} ({_row_length(plan)})"],
-        ["tokens", f"{seen['tokens']:,}"],
-        ["supervised", f"{seen['supervised_share']:.1%} of the tokens ({seen['supervised_tokens']:,})"],
-        ["padding", f"{seen['padding_share']:.1%} of the rows"],
-        [
-            "split / truncated / dropped",
-            f"{seen['split']:,} / {seen['truncated']:,} / {seen['dropped']:,} documents longer than "
-            f"{plan.stream.settings.sequence_length:,} tokens",
-        ],
-        ["without targets", f"{seen['without_targets']:,} documents or pieces, left out"],
-        ["steps", f"{seen['steps']:,} ({seen['epochs']:.4g} epochs of {seen['steps_per_epoch']:,.1f} steps)"],
-    ]
-    if mixed := seen["mix"]:
-        rows.insert(
-            3,
-            [
-                "long documents",
-                f"{mixed['share']:.1%} of the tokens, {mixed['lowest']:.0%} to {mixed['highest']:.0%} "
-                f"in a step (over {mixed['threshold']:,} tokens each)",
-            ],
-        )
+def print_statistics(plan: Plan, console: Console) -> None:
+    """What an epoch consists of, and what became of each source."""
+    summary = plan.summary()
+    lengths, most = plan.sizes.row_lengths, plan.stream.settings.sequence_length
+    row_length = "as long as the longest of the micro-batch"
+    if lengths:
+        row_length = f"of {', '.join(f'{length:,}' for length in lengths)} tokens"
+    changed = " / ".join(f"{summary[name]:,}" for name in ("split", "truncated", "dropped"))
+    epochs = f"{summary['epochs']:.4g} epochs of {summary['steps_per_epoch']:,.1f} steps"
+    rows = {
+        "documents": f"{summary['documents']:,}",
+        "rows": f"{summary['rows']:,} ({row_length})",
+        "tokens": f"{summary['tokens']:,}",
+        "long documents": "",
+        "supervised": f"{summary['supervised_share']:.1%} of the tokens ({summary['supervised_tokens']:,})",
+        "padding": f"{summary['padding_share']:.1%} of the rows",
+        "split / truncated / dropped": f"{changed} documents longer than {most:,} tokens",
+        "without targets": f"{summary['without_targets']:,} documents or pieces, left out",
+        "steps": f"{summary['steps']:,} ({epochs})",
+    }
+    if mix := summary["mix"]:
+        spread = f"{mix['lowest']:.0%} to {mix['highest']:.0%} in a step"
+        rows["long documents"] = f"{mix['share']:.1%} of the tokens, {spread} (over {mix['threshold']:,} tokens each)"
     console.print()
-    console.print(screen.table("The first epoch", ["", ""], rows))
+    console.print(screen.table("The first epoch", ["", ""], [row for row in rows.items() if row[1]]))
     columns = ["source", "documents", "segments", "supervised tokens", "share", "times seen", "bad rows"]
     cells = [
         [
             source["name"],
-            f"{source['documents']:,}",
-            f"{source['segments']:,}",
-            f"{source['supervised_tokens']:,}",
+            *(f"{source[name]:,}" for name in ("documents", "segments", "supervised_tokens")),
             f"{source['share']:.1%}",
             f"{source['repeats']:.2f}",
             f"{table.bad_rows:,}",
         ]
-        for source, table in zip(seen["sources"], plan.tables, strict=True)
+        for source, table in zip(summary["sources"], plan.tables, strict=True)
     ]
     if console.width >= WIDE:
         console.print(screen.table("Sources", columns, cells))
         return
-    for name, *row in cells:  # seven columns would break every word
-        console.print(screen.table(f"Source {name}", ["", ""], list(zip(columns[1:], row, strict=True))))
+    for name, *values in cells:  # seven columns would break every word
+        console.print(screen.table(f"Source {name}", ["", ""], list(zip(columns[1:], values, strict=True))))
 
 
 class TokenTexts:
-    """Tokens as people can read them, one by one: no byte is lost, and none reaches the terminal as a command."""
+    """Readable text of each token: no byte is lost, and no control character reaches the terminal."""
 
     def __init__(self, tokenizer: Any, signs: Signs = UNICODE) -> None:
         self.tokenizer = tokenizer
@@ -180,13 +166,13 @@ class TokenTexts:
         }
 
     def document(self, ids: list[int], supervised: list[bool]) -> Text:
-        """A document's text; the middle of a long one is left out, with its count."""
+        """A document's text. The middle of a long one is replaced by its number of tokens."""
         if len(ids) <= HEAD + TAIL:
             return self._tokens(ids, supervised)
         left_out, learned = len(ids) - HEAD - TAIL, sum(supervised[HEAD:-TAIL])
         gap = f"\n{self.signs.more} {left_out:,} tokens left out, {learned:,} of them supervised {self.signs.more}\n"
         return Text.assemble(
-            self._tokens(ids[:HEAD], supervised[:HEAD]), (gap, ASIDE), self._tokens(ids[-TAIL:], supervised[-TAIL:])
+            self._tokens(ids[:HEAD], supervised[:HEAD]), (gap, NOTE), self._tokens(ids[-TAIL:], supervised[-TAIL:])
         )
 
     def _tokens(self, ids: list[int], supervised: list[bool]) -> Text:
@@ -196,7 +182,7 @@ class TokenTexts:
             if supervised[at] != learned:
                 text.append(self.signs.end if learned else self.signs.begin, SUPERVISED)
                 learned = not learned
-            shown, count = self._next(ids[at : at + _LONGEST_CHARACTER], supervised[at : at + _LONGEST_CHARACTER])
+            shown, count = self._next(ids[at : at + MAX_CHARACTER_BYTES], supervised[at : at + MAX_CHARACTER_BYTES])
             text.append(shown, SPECIAL if ids[at] in self.special else SUPERVISED if learned else "")
             at += count
         if learned:
@@ -204,7 +190,7 @@ class TokenTexts:
         return text
 
     def _next(self, ids: list[int], supervised: list[bool]) -> tuple[str, int]:
-        """Text of the first token and how many tokens it took: a character can be spread over several."""
+        """The text of the next character, and its number of tokens: one character can be several tokens."""
         if ids[0] in self.special:
             return self._printable(str(self.tokenizer.convert_ids_to_tokens(ids[0]))), 1
         for count in range(1, len(ids) + 1):
@@ -213,14 +199,12 @@ class TokenTexts:
             text = self.tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if text and "\ufffd" not in text:
                 token = self.tokenizer.convert_ids_to_tokens(ids[0])
-                space = (
-                    " " if token.startswith("▁") and not text.startswith(" ") else ""
-                )  # SentencePiece drops a first space
-                return space + self._printable(text), count
+                dropped = token.startswith("▁") and not text.startswith(" ")  # SentencePiece drops a first space
+                return " " * dropped + self._printable(text), count
         return self._bytes(ids[0]), 1
 
     def _bytes(self, index: int) -> str:
-        """A token that is no whole character."""
+        """A token that is part of a character."""
         token = self.tokenizer.convert_ids_to_tokens(index)
         if token is None:
             return f"<no token {index}>"
@@ -240,7 +224,7 @@ class TokenTexts:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes (GPT-2's `bytes_to_unicode`), and their bytes."""
+    """The characters that stand for bytes in byte-level BPE (GPT-2's `bytes_to_unicode`), and their bytes."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {**{chr(byte): byte for byte in shown}, **{chr(256 + n): byte for n, byte in enumerate(hidden)}}
@@ -251,25 +235,12 @@ _BYTES = _byte_characters()
 
 def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     table = plan.tables[piece.source]
-    whole = int(table.offsets[piece.document + 1] - table.offsets[piece.document])
-    part = (
-        ""
-        if piece.length == whole
-        else f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {whole:,}"
-    )
-    return Text.assemble(
-        (f"document {piece.document:,} of ", ASIDE),
-        Text(screen.plain(table.name).plain, ASIDE),
-        (f"{part}: positions {positions[0]:,}-{positions[-1]:,}", ASIDE),
-    )
-
-
-def _row_length(plan: Plan) -> str:
-    lengths = plan.sizes.row_lengths
-    return (
-        f"of {', '.join(f'{n:,}' for n in lengths)} tokens" if lengths else "as long as the longest of the micro-batch"
-    )
+    total = int(table.offsets[piece.document + 1] - table.offsets[piece.document])
+    title = f"document {piece.document:,} of {screen.plain(table.name)}"
+    if piece.length < total:
+        title += f", its tokens {piece.first:,}-{piece.first + piece.length - 1:,} of {total:,}"
+    return Text(f"{title}: positions {positions[0]:,}-{positions[-1]:,}", NOTE)
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

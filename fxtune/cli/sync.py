@@ -1,7 +1,7 @@
-"""`fxtune sync RUN_FOLDER`: send W&B what it does not have of a run, whatever kept it from getting there.
+"""`fxtune sync RUN_FOLDER`: send W&B the rows of a run that it does not have yet.
 
-The rows come from the run's metrics.jsonl. Those that W&B has are left out, so it may be given again, and a run that was
-online in part becomes whole without a step twice.
+The rows come from the run's metrics.jsonl. Rows that W&B has are left out, so the command can be repeated, and a run that was
+online for a part of the time becomes complete, with each step once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxtune.tracking import tracker
 
 
 def run(folder: str) -> None:
-    """Raises ConfigError: no run there, no API key, no wandb; StorageError: W&B cannot be reached or does not take it."""
+    """Raises ConfigError without a run, an API key or wandb, StorageError if W&B cannot be reached or refuses the rows."""
     from importlib.util import find_spec
 
     if find_spec("wandb") is None:
@@ -24,7 +24,9 @@ def run(folder: str) -> None:
     try:
         tracker.upload(Path(folder), say)
     except Timeout as error:
-        raise StorageError(f"{folder} is in use by a run that is alive. It sends its figures itself: wait.") from error
+        raise StorageError(
+            f"{folder} is in use by a run that still works and sends its metrics itself: wait."
+        ) from error
     except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error}. Mend its permissions.") from error
+        raise StorageError(f"{folder} cannot be read: {error}. Change its permissions.") from error
     say(f"W&B has all of {folder}")

@@ -1,6 +1,6 @@
-"""Merging: one model with the adapter's logits, loaded by plain transformers; nothing is ever written over.
+"""`fxtune merge`: one model with the adapter's logits, which plain transformers loads; nothing is ever overwritten.
 
-Of weights that are no numbers, and of disks: faults/test_adapters.py."""
+For weights that are not finite and for disks, see tests/faults/test_adapters.py."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def plain(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
-PLAIN = {  # what peft saves, as a recipe of fxtune's does not: base, options of LoraConfig
+PEFT_ONLY = {  # adapters that peft saves and no recipe of fxtune does: config of the base, options of LoraConfig
     "regular expression": ({}, {"target_modules": r".*\.1\..*\.(q|k)_proj"}),
     "patterns": ({}, {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 3}}),
     "some layers": ({}, {"layers_to_transform": [1]}),
     "rsLoRA with DoRA": ({}, {"use_rslora": True, "use_dora": True}),
-    "two modules": ({}, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "full modules": ({}, {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "biases": ({"model_type": "qwen2", "vocab_size": 160}, {"bias": "all"}),
-    "biases of its own": ({"model_type": "qwen2", "vocab_size": 160}, {"lora_bias": True}),
+    "biases of the adapter": ({"model_type": "qwen2", "vocab_size": 160}, {"lora_bias": True}),
     "parameters": ({}, {"target_parameters": ["q_proj.weight"], "target_modules": []}),
     "embedding": ({}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "head": ({}, {"target_modules": ["lm_head", "q_proj"]}),
     "tokens": ({}, {"trainable_token_indices": [3, 46, 70]}),
     "tied embedding": ({"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied head": ({"tie_word_embeddings": True}, {"target_modules": ["lm_head", "q_proj"]}),
-    "tied head, whole": ({"tie_word_embeddings": True}, {"modules_to_save": ["lm_head"]}),
+    "tied full head": ({"tie_word_embeddings": True}, {"modules_to_save": ["lm_head"]}),
     "tied tokens": ({"tie_word_embeddings": True}, {"trainable_token_indices": [3, 46, 70]}),
 }
 
@@ -73,21 +73,21 @@ def by_peft(base, folder, **options):
     return model
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", PEFT_ONLY)
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_that_plain_peft_saved_is_merged_as_peft_runs_it(kind, tmp_path):
-    base, options = PLAIN[kind]
+def test_an_adapter_that_peft_saved_is_merged_as_peft_runs_it(kind, tmp_path):
+    base, options = PEFT_ONLY[kind]
     theirs = by_peft(on_disk(tmp_path / "base", **base), tmp_path / "adapter", **options)
     merged = plain(merge(tmp_path / "adapter", tmp_path / "merged"))
     expected = logits(theirs)
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
-    assert (expected - logits(plain(tmp_path / "base"))).abs().max() > 1e-3, "the adapter does something"
+    assert (expected - logits(plain(tmp_path / "base"))).abs().max() > 1e-3, "the adapter has an effect"
     tied = merged.lm_head.weight is merged.get_input_embeddings().weight
     assert merged.config.tie_word_embeddings == tied
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weights_of_another_base_beside_an_adapter_are_not_taken_for_its_own(tmp_path):
+def test_an_adapter_saved_with_weights_of_another_base_is_refused(tmp_path):
     """peft saves an embedding that has an adapter, and both ends of a model whose vocabulary was resized."""
     by_peft(on_disk(tmp_path / "base"), tmp_path / "adapter", target_modules=["embed_tokens"])
     for vocabulary in (128, 130):
@@ -104,40 +104,40 @@ def test_weights_of_another_base_beside_an_adapter_are_not_taken_for_its_own(tmp
             merge(tmp_path / "adapter", tmp_path / "merged")
 
 
-REFUSED = {  # what an adapter_config.json says: the error, what is said of it
-    "an invocation": (
+REFUSED = {  # changes of adapter_config.json, the error, its message
+    "aLoRA": (
         {"alora_invocation_tokens": [1, 2]},
         ConfigError,
         "is an aLoRA adapter .*alora_invocation_tokens",
     ),
-    "a start of random numbers": (
+    "random start": (
         {"init_lora_weights": "pissa_niter_4"},
         ConfigError,
         "nobody who has the base alone finds it",
     ),
-    "what no peft knows": (
+    "unknown option": (
         {"some_new_key": True},
         ConfigError,
         r"options that peft \S+ does not know .*: some_new_key\.",
     ),
-    "no kind": ({"peft_type": None}, StorageError, "does not say what kind of adapter it is"),
-    "no kind that there is": ({"peft_type": "MAGIC"}, ConfigError, "is a MAGIC adapter"),
+    "no type": ({"peft_type": None}, StorageError, "does not say what kind of adapter it is"),
+    "unknown type": ({"peft_type": "MAGIC"}, ConfigError, "is a MAGIC adapter"),
     "NaN": ({"lora_alpha": float("nan")}, ConfigError, "lora_alpha=nan is no number to scale"),
     "infinity": ({"lora_alpha": 1e39}, ConfigError, r"lora_alpha=1e\+39 is no number to scale"),
-    "NaN of one": (
+    "NaN of one module": (
         {"alpha_pattern": {"q_proj": float("nan")}},
         ConfigError,
         r"alpha_pattern\.q_proj=nan is no number",
     ),
-    "a number for a table": ({"rank_pattern": 3}, ConfigError, "rank_pattern=3 is no table"),
-    "a number for names": ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
-    "a table for names": (
+    "number for a table": ({"rank_pattern": 3}, ConfigError, "rank_pattern=3 is no table"),
+    "number for names": ({"target_modules": 3}, ConfigError, "target_modules=3 is no list of names"),
+    "table for names": (
         {"modules_to_save": {"norm": 1}},
         ConfigError,
         "modules_to_save={'norm': 1} is no list of names",
     ),
-    "a bias that peft does not have": ({"bias": "some"}, ConfigError, "does not fit its base: .*some"),
-    "a module of modules": (
+    "unknown bias": ({"bias": "some"}, ConfigError, "does not fit its base: .*some"),
+    "list of modules": (
         {"target_modules": ["layers"]},
         ConfigError,
         r"Target module ModuleList\(.* \.\.\. .*supported",
@@ -146,18 +146,18 @@ REFUSED = {  # what an adapter_config.json says: the error, what is said of it
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_options_that_cannot_be_meant_or_obeyed_are_refused(what, base, tmp_path):
-    changes, error, told = REFUSED[what]
+def test_bad_options_of_an_adapter_are_refused(what, base, tmp_path):
+    changes, error, message = REFUSED[what]
     by_peft(base, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(error, match=told) as caught:
+    with pytest.raises(error, match=message) as caught:
         merge(tmp_path / "adapter", tmp_path / "merged")
     assert len(str(caught.value)) < 1500
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_option_that_no_peft_knows_and_that_is_off_is_no_matter(base, tmp_path):
+def test_an_unknown_option_that_is_off_is_ignored(base, tmp_path):
     by_peft(base, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "some_new_key": False, "another": None}))
@@ -165,7 +165,7 @@ def test_an_option_that_no_peft_knows_and_that_is_off_is_no_matter(base, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_peft_cannot_fold_is_said(base, tmp_path):
+def test_what_peft_cannot_merge_is_an_error(base, tmp_path):
     by_peft(base, tmp_path / "adapter", lora_bias=True)
     with pytest.raises(ConfigError, match=r"cannot be merged: .*the base layer has no bias.*Use it with peft"):
         merge(tmp_path / "adapter", tmp_path / "merged")
@@ -180,7 +180,7 @@ def test_a_merged_model_has_the_adapter_s_logits(kind, base, tmp_path):
     assert not [name for name in merged.state_dict() if "lora" in name or "base_layer" in name]
 
 
-def test_adapters_on_a_mixture_s_experts_are_merged_too(tmp_path):
+def test_adapters_on_experts_are_merged(tmp_path):
     base = on_disk(tmp_path / "base", model_type="mixtral", num_local_experts=4)
     mine, adapter = adapted(base, tmp_path / "adapter")
     merged = plain(merge(adapter, tmp_path / "merged"))
@@ -191,7 +191,7 @@ def test_adapters_on_a_mixture_s_experts_are_merged_too(tmp_path):
 
 
 @pytest.mark.parametrize("trained_in", [DType.float32, DType.bfloat16])
-def test_over_a_base_stored_in_bfloat16_it_is_rounded_once(trained_in, tmp_path):
+def test_the_sum_is_rounded_once_to_a_bfloat16_base(trained_in, tmp_path):
     base = on_disk(tmp_path / "half", dtype=torch.bfloat16)
     mine, adapter = adapted(base, tmp_path / "adapter", trained_in)
     merged = plain(merge(adapter, tmp_path / "merged"))
@@ -202,7 +202,7 @@ def test_over_a_base_stored_in_bfloat16_it_is_rounded_once(trained_in, tmp_path)
     assert torch.equal(merged.model.layers[0].mlp.up_proj.weight, exact.bfloat16())
 
 
-def test_scaled_rope_and_the_tokenizer_come_along(base, tmp_path):
+def test_scaled_rope_and_the_tokenizer_are_kept(base, tmp_path):
     from transformers import AutoTokenizer
 
     mine, adapter = adapted(base, tmp_path / "adapter", scaled=True)
@@ -213,7 +213,9 @@ def test_scaled_rope_and_the_tokenizer_come_along(base, tmp_path):
     card = (tmp_path / "merged" / "README.md").read_text()
     assert f"| merged from | {adapter} |" in card
     assert "peft" not in card
-    assert len({file.stat().st_mode for file in (tmp_path / "merged").iterdir()}) == 1, "readable by all or by none"
+    assert len({file.stat().st_mode for file in (tmp_path / "merged").iterdir()}) == 1, (
+        "all files have the same permissions"
+    )
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -223,7 +225,7 @@ def test_tied_weights_stay_tied(tmp_path):
     torch.testing.assert_close(logits(merged), logits(mine), rtol=0, atol=1e-5)
 
 
-def test_the_recipe_s_newest_run_is_merged_beside_its_adapter(base, cwd):
+def test_the_newest_run_of_the_recipe_is_merged_into_its_folder(base, cwd):
     for name in ("mine", "mine-2", "mine-two"):
         adapted(base, cwd / "runs" / name / "adapter")
     shutil.rmtree(cwd / "runs" / "mine-2" / "adapter")
@@ -235,21 +237,21 @@ def test_the_recipe_s_newest_run_is_merged_beside_its_adapter(base, cwd):
     config.run.dir = str(cwd / "runs" / "mine-two")
     assert run(config) == cwd / "runs" / "mine-two" / "merged"
     config.run.dir = str(cwd / "runs" / "mine-2")
-    with pytest.raises(ConfigError, match="No adapter lies in"):
+    with pytest.raises(ConfigError, match="No adapter in"):
         run(config)
     (cwd / "runs" / "mine-2" / "model").mkdir()
-    with pytest.raises(ConfigError, match=r"mine-2/model is a whole model already: .*nothing to merge"):
+    with pytest.raises(ConfigError, match=r"mine-2/model was trained without adapters, so there is nothing to merge"):
         run(config)
 
 
-def test_a_run_s_name_is_no_pattern(base, cwd):
+def test_a_run_name_is_not_read_as_a_pattern(base, cwd):
     adapted(base, cwd / "runs" / "a[1]" / "adapter")
     config = Config()
     config.run.name = "a[1]"
     assert run(config).resolve() == cwd / "runs" / "a[1]" / "merged"
 
 
-def test_what_cannot_be_merged_leaves_no_folder(base, tmp_path):
+def test_a_failed_merge_leaves_no_folder(base, tmp_path):
     _, adapter = adapted(base, tmp_path / "adapter")
     out = tmp_path / "out"
     (tmp_path / "taken").mkdir()
@@ -284,7 +286,7 @@ def test_what_cannot_be_merged_leaves_no_folder(base, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", 3, {"": "float32"}], ids=str)
-def test_a_base_stored_in_what_nobody_trains_is_refused(dtype, tmp_path):
+def test_a_base_in_an_unsupported_dtype_is_refused(dtype, tmp_path):
     folder = on_disk(tmp_path / "base")
     by_peft(folder, tmp_path / "adapter")
     config = json.loads((folder / "config.json").read_text())
@@ -295,7 +297,7 @@ def test_a_base_stored_in_what_nobody_trains_is_refused(dtype, tmp_path):
         merge(tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_attention_that_is_not_installed_is_not_needed(tmp_path):
+def test_attention_kernels_of_the_base_are_not_needed(tmp_path):
     folder = on_disk(tmp_path / "base")
     theirs = by_peft(folder, tmp_path / "adapter")
     config = json.loads((folder / "config.json").read_text())
@@ -304,7 +306,7 @@ def test_attention_that_is_not_installed_is_not_needed(tmp_path):
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
 
 
-def test_an_adapter_of_random_weights_has_no_base(tmp_path):
+def test_an_adapter_trained_on_random_weights_has_no_base(tmp_path):
     adapter = save_model(
         built(lora(), random_model("llama")),
         load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),

@@ -1,4 +1,4 @@
-"""What preview prints against the data that it is about."""
+"""What a user sees of `fxtune preview`, compared with the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxtune.data.config import MixConfig, OnLong, SourceConfig
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
-def shown(config, width: int = 400, **console) -> str:
+def page_of(config, width: int = 400, **console) -> str:
     file = io.StringIO()
     preview.run(config, Console(file=file, width=width, **console))
     return file.getvalue()
@@ -41,11 +41,11 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_answers_and_their_end_of_turn_stand_between_the_marks_and_nothing_else_does(small, tmp_path, packing):
+def test_only_answers_and_their_end_of_turn_are_marked_as_supervised(small, tmp_path, packing):
     turns = [(f"what is {i} plus one", f"it is {i + 1}") for i in range(5)]
     small.data.sources, small.data.packing = [chat(tmp_path, *turns)], packing
-    page = shown(small)
-    page = page[page.index("\n") :]  # the legend has a mark too
+    page = page_of(small)
+    page = page[page.index("\n") :]  # the legend has a mark, too
     learned = re.findall("⟦(.*?)⟧", page, re.DOTALL)
     assert len(learned) >= 3
     assert set(learned) <= {f"{reply}<|im_end|>" for _, reply in turns}
@@ -56,16 +56,16 @@ def test_answers_and_their_end_of_turn_stand_between_the_marks_and_nothing_else_
 
 def test_supervised_tokens_are_green_and_special_ones_magenta_on_a_terminal(small, tmp_path):
     small.data.sources = [chat(tmp_path, ("hello", "goodbye"))]
-    page = shown(small, force_terminal=True, color_system="standard", no_color=False)
+    page = page_of(small, force_terminal=True, color_system="standard", no_color=False)
     page = page.replace("\x1b[0m\x1b[32m", "")  # from one supervised token to the next
     assert re.search(r"\x1b\[32m⟦goodbye\x1b\[0m\x1b\[1;35m<\|im_end\|>⟧", page)
     assert re.search(r"\x1b\[1;35m<\|im_start\|>\x1b\[0muser↵\nhello", page)
 
 
-def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
+def test_boundaries_padding_and_statistics_are_those_of_the_plan(small, tmp_path):
     small.data.sources, small.data.packing = [chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(8)])], True
     small.data.sequence_length = 128
-    page = shown(small)
+    page = page_of(small)
     rows = re.findall(r"row \d+: (\d+) documents?, (\d+) tokens of 128", page)
     pads = [int(n) for n in re.findall(r"… (\d+) pads?\n", page)]
     assert [128 - int(used) for _, used in rows] == pads
@@ -74,7 +74,7 @@ def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
     for count, _ in rows:
         if int(count) > 3:
             assert f"… {int(count) - 3} more of this row's documents" in page
-    plan = preview.prepare(
+    plan = preview.prepare_data(
         small.data, load_tokenizer(small.model), micro_batch_size=4, global_batch_size=8, max_steps=6, epochs=100
     ).training
     summary = plan.summary()
@@ -82,10 +82,10 @@ def test_boundaries_padding_and_figures_are_those_of_the_plan(small, tmp_path):
     assert f"{summary['padding_share']:.1%} of the rows" in page
 
 
-def test_long_documents_are_cut_with_a_count_and_pieces_say_so(small, tmp_path):
+def test_the_middle_of_a_long_document_is_counted_and_pieces_are_named(small, tmp_path):
     words = " ".join(f"word{i}" for i in range(700))
     small.data.sources, small.data.sequence_length = [chat(tmp_path, ("count", words))], 4096
-    page = shown(small)
+    page = page_of(small)
     left, learned = (
         int(n.replace(",", ""))
         for n in re.search(r"… ([\d,]+) tokens left out, ([\d,]+) of them supervised …", page).groups()
@@ -96,25 +96,25 @@ def test_long_documents_are_cut_with_a_count_and_pieces_say_so(small, tmp_path):
     assert "word350" not in page
 
     small.data.sequence_length = 64
-    page = shown(small)
+    page = page_of(small)
     assert re.search(r"own.jsonl, its tokens [\d,]+-[\d,]+ of [\d,]+: positions 0-63", page)
     assert re.search(r"own.jsonl: 1 documents longer than 64 tokens were split into \d+ pieces", page)
     small.data.on_long = OnLong.truncate
-    assert "its tokens 0-63 of" in shown(small)
+    assert "its tokens 0-63 of" in page_of(small)
 
 
-def test_odd_bytes_are_readable_and_never_reach_the_terminal(small, tmp_path):
+def test_control_characters_are_readable_and_never_reach_the_terminal(small, tmp_path):
     small.data.sources = [chat(tmp_path, ("naïve 🦊 \x1b[31mred\x07 [bold]x[/bold]", "日本語\u202eevil\ttab\nline"))]
-    page = shown(small)
+    page = page_of(small)
     assert "naïve 🦊 \\x1b[31mred\\x07 [bold]x[/bold]" in page
     assert "日本語\\u202eevil" in page
     assert "↵\nline<|im_end|>⟧" in page
     assert not set("\x1b\x07\u202e\ufffd") & set(page)
 
 
-def test_a_torn_character_is_shown_as_its_bytes(tokenizer):
+def test_a_part_of_a_character_is_shown_as_its_bytes(tokenizer):
     ids = tokenizer("🦊", add_special_tokens=False).input_ids
-    assert len(ids) > 1  # else this tests nothing
+    assert len(ids) > 1  # otherwise this tests nothing
     texts = TokenTexts(tokenizer)
     assert texts.document(ids, [False] * len(ids)).plain == "🦊"
     torn = texts.document(ids[1:], [False] * (len(ids) - 1)).plain
@@ -124,7 +124,7 @@ def test_a_torn_character_is_shown_as_its_bytes(tokenizer):
     assert re.fullmatch(r"(\\x..)+⟦(\\x..)+⟧", half)
 
 
-def test_a_terminal_without_unicode_gets_a_page_too(small, tmp_path):
+def test_a_terminal_without_unicode_gets_ascii_marks(small, tmp_path):
     small.data.sources = [chat(tmp_path, ("hello", "goodbye"))]
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
@@ -133,20 +133,20 @@ def test_a_terminal_without_unicode_gets_a_page_too(small, tmp_path):
     assert b"[[goodbye<|im_end|>]]" in raw.getvalue()
 
 
-def test_held_out_documents_and_weights_are_told(small, chats, tmp_path):
+def test_held_out_documents_and_source_weights_are_page_of(small, chats, tmp_path):
     own = chat(tmp_path, *[(f"say {i}", f"{i}") for i in range(30)])
     own.weight = 1.0
     small.data.sources = [own, SourceConfig(path=str(chats), weight=3.0)]
     small.data.eval_fraction = 0.2
-    page = shown(small)
+    page = page_of(small)
     assert re.search(r"own\.jsonl +│ .*│ 2\d\.\d%", page)
     assert re.search(r"chats\.jsonl +│ .*│ 7\d\.\d%", page)
     assert re.search(r"Held out for evaluation: \d+ documents, [\d,]+ supervised tokens", page)
 
 
-def test_a_mix_of_short_and_long_documents_is_shown(small):
+def test_a_mix_of_short_and_long_documents_is_page_of(small):
     small.data.packing, small.data.sequence_length, small.data.mix = True, 128, MixConfig(0.4, 64)
-    page = shown(small)
+    page = page_of(small)
     assert re.search(
         r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page
     )
@@ -154,7 +154,7 @@ def test_a_mix_of_short_and_long_documents_is_shown(small):
         r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page
     )
     small.data.mix.long_share = None
-    assert "long documents" not in shown(small)
+    assert "long documents" not in page_of(small)
 
 
 def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):
@@ -167,4 +167,4 @@ def test_the_command_previews_a_recipe(cwd, capsys, monkeypatch):
 
 def test_a_narrow_terminal_breaks_no_word(small, chats):
     small.data.sources = [SourceConfig(path=str(chats))]
-    assert "supervised tokens" in shown(small, width=50).partition("Source")[2]
+    assert "supervised tokens" in page_of(small, width=50).partition("Source")[2]

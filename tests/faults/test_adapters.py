@@ -201,20 +201,20 @@ def test_nothing_that_is_there_is_written_over(make, adapter, tmp_path):
 
 
 def test_what_another_merge_has_written_meanwhile_is_not_written_over(adapter, tmp_path, monkeypatch):
-    out, fold = tmp_path / "out", merging._fold
+    out, fold = tmp_path / "out", merging._add_adapter
 
     def folded(*given):
         (out / "kept").mkdir(parents=True)
         return fold(*given)
 
-    monkeypatch.setattr(merging, "_fold", folded)
+    monkeypatch.setattr(merging, "_add_adapter", folded)
     with pytest.raises(StorageError, match="out exists"):
         merge(adapter, out)
     assert (out / "kept").exists()
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "adapter/adapter_config.json/x", "nul\0"])
-def test_a_name_that_no_folder_can_have_is_refused_before_any_work(name, adapter, tmp_path):
+def test_a_name_that_no_add_adapterer_can_have_is_refused_before_any_work(name, adapter, tmp_path):
     with pytest.raises(StorageError, match="cannot be a folder for the merged model"):
         merge(adapter, tmp_path / name)
 

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/make
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
 import plain_tune
-from make.gather import SUFFIXES, documents, find, standard_roots
+from gather import SUFFIXES, documents, find, standard_roots
 from pretrain import common, micro_batch, random_llama, split, texts, train_for, train_tokenizer
 
 LEAST = 100_000_000

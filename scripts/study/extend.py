@@ -33,8 +33,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/make
-from make.gather import Document, documents, find, standard_roots
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
+from gather import Document, documents, find, standard_roots
 from pretrain import common, line, micro_batch, random_llama, split, texts, train_for, train_tokenizer
 from retrieval import Fillers, Passkeys, accuracy
 from retrieval import documents as retrieval_documents

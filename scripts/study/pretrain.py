@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/make
-from make.gather import Document, is_held_out
-from make.make_base import WORDS
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
+from gather import Document, is_held_out
+from make_base import WORDS
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_BYTES = 20_000_000

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/make
-from make.corpus import invent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
+from corpus import invent
 
 DIGITS = 5
 

@@ -85,7 +85,7 @@ def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
     Path("../gone").rmdir()
     for words in (["recipes"], RUN):
         assert command.main(words) == 6
-        assert capfd.readouterr().err.startswith("fxtune: The working directory is not there any more.")
+        assert capfd.readouterr().err.startswith("fxtune: The working directory does not exist any more.")
 
 
 def test_a_link_to_data_that_is_not_there_is_named(cwd):
@@ -150,7 +150,7 @@ def test_a_signal_that_argparse_turns_into_an_error_of_its_own_is_told(tmp_path)
     """Broken off half-way, what it does at its end (parse_known_intermixed_args) meets attributes that are not there yet."""
     (tmp_path / "broken_off.py").write_text("""
 import argparse, os, signal, sys
-from fxtune.__main__ import main
+from fxtune.cli.main import main
 
 def broken_off(*_):
     try:

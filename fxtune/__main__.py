@@ -3,13 +3,14 @@
 import os
 import sys
 
-if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.realpath(os.curdir):
-    # `python -m` searches the working directory first: a wandb.py among a user's data must not be imported.
-    if os.path.realpath(sys.path[0]) != os.path.dirname(os.path.dirname(os.path.realpath(__file__))):
-        del sys.path[0]
-        os.environ["PYTHONSAFEPATH"] = "1"  # for child processes
+PACKAGES = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-from fxtune.cli.main import main
+if __name__ == "__main__" and os.path.realpath(os.curdir) == os.path.realpath(sys.path[0]) != PACKAGES:
+    # `python -m` searches the working directory first: a wandb.py among a user's data must not be imported.
+    del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"  # for child processes
+
+from fxtune.cli.main import main  # noqa: E402  after the check of sys.path
 
 if __name__ == "__main__":
     sys.exit(main())

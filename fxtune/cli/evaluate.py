@@ -19,13 +19,14 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
-from fxtune.objectives.causal_lm import mean_loss
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system import console as screen
 from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, exact_match, load_questions
 from fxtune.training.builder import RunBuilder
-from fxtune.training.oom_advice import Stage
+from fxtune.training.evaluation import evaluate
+from fxtune.training.oom_advice import MemoryPhase
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -47,17 +48,17 @@ def run(config: Config) -> dict[str, Any]:
     plan = _held_out(config, tokenizer)
     questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
     built = setting.build()
-    loss = setting.loss(built)
-    setting.prove(loss)
+    language_model = setting.language_model(built)
+    setting.prove(language_model)
 
     def does_not_fit(part: str, rows: int, why: str) -> HardwareError:
-        return setting.out_of_memory(out_of_memory_message(part, rows, why), Stage.forward, rows)
+        return setting.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
-    def held_out_loss(rows: int) -> float:
+    def held_out_figures(rows: int) -> dict[str, float]:
         assert plan is not None
         loader = Loader(plan.with_micro_batch_size(rows), config.loader, setting.world.device)
         try:
-            return mean_loss(loss, loader, setting.techniques.precision)
+            return evaluate(language_model, CausalLM(), loader, setting.techniques.precision)
         finally:
             loader.close()
 
@@ -67,8 +68,8 @@ def run(config: Config) -> dict[str, Any]:
     )
     figures: dict[str, Any] = {}
     if plan is not None:
-        mean = halving.run("evaluation", config.train.micro_batch_size, held_out_loss)
-        figures.update({"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))})
+        means = halving.run("evaluation", config.train.micro_batch_size, held_out_figures)
+        figures.update({f"eval/{name}": value for name, value in means.items()})
     answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, halving)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)

@@ -31,14 +31,14 @@ from fxtune.data.read.formats import RowFormat
 from fxtune.diagnostics import parity
 from fxtune.errors import CheckError, StorageError
 from fxtune.models.structure import observed, parameter_counts
-from fxtune.objectives.causal_lm import Loss, backward
-from fxtune.optim.optimizer import Optimizer
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
-from fxtune.training.oom_advice import Stage
+from fxtune.training.oom_advice import MemoryPhase
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -58,7 +58,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[s
     `loss`: also compare with plain transformers; `each`: and with each technique off in turn; `json`: a file for all of it.
     """
     setting = RunBuilder(config)
-    with setting.oom_context("Checking", Stage.training):
+    with setting.oom_context("Checking", MemoryPhase.training):
         _run(setting, loss or each, each, json)
 
 
@@ -66,7 +66,7 @@ def _run(setting: RunBuilder, loss: bool, each: bool, file: Optional[str]) -> No
     _, data = setting.read()
     for note in [*setting.config.techniques.ignored_options(), *setting.decided]:
         say(note)
-    made = setting.loss(setting.build())
+    made = setting.language_model(setting.build())
     seen = [*setting.observe(made), *observe_data(data), *observe_step(setting, made, data.training)]
     del made
     gc.collect()
@@ -119,34 +119,33 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
     )
 
 
-def observe_step(setting: RunBuilder, loss: Loss, plan: Plan) -> Iterator[Evidence]:
+def observe_step(setting: RunBuilder, language_model: LanguageModel, plan: Plan) -> Iterator[Evidence]:
     """One micro-batch of real data, forward and backward, and one step of the optimizer. The model is of no use afterwards."""
-    device, model = setting.world.device, loss.model
+    device, model = setting.world.device, language_model.model
     batch = plan.batch(0, 0).to(device)
-    if isolated := _isolation(setting, loss, batch):
+    if isolated := _isolation(setting, language_model, batch):
         yield isolated
-    optimizer = Optimizer(model, setting.config.optimizer)
+    scale = parity.loss_scale(setting, batch.supervised)
+    train_step = setting.train_step(language_model, CausalLM(), scale, recorded=False)
+    optimizer = train_step.optimizer
     before = {name: _sample(parameter) for parameter, name in optimizer.names.items()}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model.train()
-    scale = parity.loss_scale(setting, batch.supervised)
-    found = backward(loss, [batch], batch.supervised, setting.techniques.precision, scale)
-    scale.unscale(list(optimizer.names))
+    metrics = train_step.backward([batch], batch.supervised)
     gradients = {name: parameter.grad for parameter, name in optimizer.names.items()}
     yield _trained(setting, model, gradients)
-    norm = optimizer.clip(setting.config.train.max_grad_norm)
-    finite = torch.isfinite(norm) & torch.isfinite(found)
+    train_step.clip(metrics)
     size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     yield Evidence(
         "loss",
         "loss and gradient of the first batch are finite",
-        f"{found.item():.4f} nats a supervised token (guessing among all {size:,} tokens: {math.log(size):.2f}), "
-        f"gradient of norm {norm.item():.3g}",
-        bool(finite),
+        f"{metrics['loss'].item():.4f} nats a supervised token (guessing among all {size:,} tokens: {math.log(size):.2f}), "
+        f"gradient of norm {metrics['grad_norm'].item():.3g}",
+        bool(metrics["finite"]),
     )
     del gradients
-    optimizer.step(setting.config.optimizer.lr, finite)
+    train_step.update(metrics, setting.config.optimizer.lr)
     moved = _owners(
         {name: not torch.equal(_sample(parameter), before[name]) for parameter, name in optimizer.names.items()}
     )
@@ -207,7 +206,7 @@ def _owners(tensors: dict[str, bool]) -> dict[str, bool]:
     return owners
 
 
-def _isolation(setting: RunBuilder, loss: Loss, batch: Batch) -> Evidence | None:
+def _isolation(setting: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
     """Change every token of one document of a real row, and see whether the loss of the others moves. None: nothing to see.
 
     Technique.verify does this on a few tokens; kernels may take another path at the real length.
@@ -225,11 +224,11 @@ def _isolation(setting: RunBuilder, loss: Loss, batch: Batch) -> Evidence | None
     if not setting.facts.packing or not pairs:
         return None
     inside = document == pairs[0]
-    size = loss.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    size = language_model.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     changed = torch.where(inside.view_as(batch.input_ids), (batch.input_ids + 1) % size, batch.input_ids)
-    with observed(loss.model), torch.no_grad(), setting.techniques.precision.context(setting.world.device):
+    with observed(language_model.model), torch.no_grad(), setting.techniques.precision.context(setting.world.device):
         own, others = (
-            [loss.sum(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
+            [language_model.summed_loss(replace(part, input_ids=ids)).item() for ids in (batch.input_ids, changed)]
             for part in (_only(batch, inside), _only(batch, ~inside))
         )
     moved, leaked = (abs(after - before) for before, after in (own, others))

@@ -1,7 +1,7 @@
-"""How fast a recipe is as it stands: the steps of training itself, taken with a clock beside them.
+"""How fast a recipe is as it stands: the training step itself (TrainStep), timed.
 
-`measure` builds a Trainer as a run does (the same refusals, proofs, data path, optimizer) in a folder that is thrown away, takes
-warm-up steps, which compile, tune and fill caches, and then the steps that count. Nothing is evaluated, asked or saved.
+`measure` builds what a run builds (the same refusals, proofs, data path, optimizer), takes warm-up steps, which compile, tune and
+fill caches, and then the measured steps. Nothing is evaluated, asked or saved, and there is no run folder.
 The device is waited for where training waits (every `train.log_every` steps) and at both ends, nowhere else; the time of each
 step is that between two marks on the device's own stream.
 
@@ -11,14 +11,11 @@ Tokens are those of real documents. Slots of a row that hold none are padding, c
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,21 +23,21 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from filelock import FileLock
 
-from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.config.root import Config, OutOfMemory
+from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.profiler import times
 from fxtune.system.units import GIB
-from fxtune.tracking.display import Display
 from fxtune.tracking.throughput import memory_gib
 from fxtune.tracking.tracker import Display as DisplayKind
 from fxtune.tracking.tracker import TrackingConfig
-from fxtune.training.interval import Interval
-from fxtune.training.oom_advice import Stage
-from fxtune.training.trainer import Trainer
+from fxtune.training.builder import RunBuilder
+from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.step import Metrics, TrainStep
+from fxtune.training.step_monitor import StepStatistics
 from fxtune.tuning import trial
 
 STEPS = 10
@@ -125,13 +122,17 @@ def measure(
     began = time.perf_counter()
     age = age or ((lambda: time.perf_counter() - began) if _COMMANDS else process_age())
     _COMMANDS.append(True)
-    config = alone(config, warm_up + steps + PROFILED * profile)
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    with tempfile.TemporaryDirectory(prefix="fxtune-bench-") as scratch:
-        folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
-        trainer = Trainer(config, folder, Display(), plain)
-        with closing(trainer), trainer.tracker, trainer.setting.oom_context("Measuring", Stage.training):
-            return _measured(trainer, steps, warm_up, age, profile)
+    builder = RunBuilder(alone(config, warm_up + steps + PROFILED * profile))
+    plan = builder.read()[1].training
+    model = builder.language_model(builder.build())
+    builder.prove(model)
+    train_step = builder.train_step(model, CausalLM())
+    loader = Loader(plan, config.loader, builder.world.device)
+    try:
+        with builder.oom_context("Measuring", MemoryPhase.training):
+            return _measured(builder, train_step, loader, steps, warm_up, age, profile)
+    finally:
+        loader.close()
 
 
 def alone(config: Config, steps: int) -> Config:
@@ -148,12 +149,29 @@ def alone(config: Config, steps: int) -> Config:
     return config
 
 
-def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], float], profile: bool) -> Measured:
-    device, plan, log_every = trainer.world.device, trainer.plan, trainer.config.train.log_every
-    interval, meter, marks = Interval(scaled=trainer.loss_scale.active), trainer.meter(), Marks(device)
-    taken, since_start = trainer.steps(), []
-    for _, _, outcome in islice(taken, warm_up):
-        interval.add(*outcome)
+def _steps(builder: RunBuilder, train_step: TrainStep, loader: Loader) -> Iterator[tuple[StepBatches, Metrics]]:
+    """Take the steps of the loader's plan, each when it is requested."""
+    plan = loader.plan
+    train_step.model.model.train()
+    for step in loader.steps():
+        yield step, train_step(plan, step, builder.learning_rate(step.index, plan.steps))
+
+
+def _measured(
+    builder: RunBuilder,
+    train_step: TrainStep,
+    loader: Loader,
+    steps: int,
+    warm_up: int,
+    age: Callable[[], float],
+    profile: bool,
+) -> Measured:
+    device, plan, log_every = builder.world.device, loader.plan, builder.config.train.log_every
+    interval, marks = StepStatistics(scaled=train_step.loss_scale.active), Marks(device)
+    meter = builder.meter(train_step.model.model, plan)
+    taken, since_start = _steps(builder, train_step, loader), []
+    for _, metrics in islice(taken, warm_up):
+        interval.add(metrics)
         _wait(device)
         since_start.append(age())
     interval.settle()
@@ -165,10 +183,10 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         meter.read()  # begins anew
         marks.add()
         due = False
-        for number, (step, _, outcome) in enumerate(islice(taken, steps), 1):
+        for number, (step, metrics) in enumerate(islice(taken, steps), 1):
             if due:
                 interval.settle()  # as training does: for the step before this one, which is under way
-            interval.add(*outcome)
+            interval.add(metrics)
             meter.add(step.index, step.wait_seconds)
             marks.add()
             due = number % log_every == 0
@@ -190,9 +208,9 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
     counted = range(warm_up, warm_up + steps)
     tokens, supervised = (sum(count(step) for step in counted) for count in (plan.tokens, plan.supervised))
     low, middle, high = np.percentile(marks.seconds(), (5, 50, 95))
-    losses = [row[0] if math.isfinite(row[0]) else None for row in interval.rows]
+    losses = [record.loss if math.isfinite(record.loss) else None for record in interval.records]
     finite = [loss for loss in losses[warm_up:] if loss is not None]
-    compiled = trainer.techniques.compile
+    compiled = builder.techniques.compile
     step_peak = figures["train/memory_gib"]
     return Measured(
         tokens_per_second=tokens / seconds,
@@ -218,10 +236,10 @@ def _measured(trainer: Trainer, steps: int, warm_up: int, age: Callable[[], floa
         steps=steps,
         warm_up=warm_up,
         rows=_rows(plan, counted),
-        decided=trainer.decided,
-        techniques=json.loads(json.dumps(trainer.techniques.options())),
-        device=trainer.facts.device_name,
-        packages=trainer.facts.packages,
+        decided=builder.decided,
+        techniques=json.loads(json.dumps(builder.techniques.options())),
+        device=builder.facts.device_name,
+        packages=builder.facts.packages,
         kernels=kernels,
     )
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.objectives.causal_lm import backward
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.base import Switch
 from fxtune.techniques.pipeline import Pipeline
@@ -222,6 +222,7 @@ class _Comparison:
                 model.enable_input_require_grads()
             try:
                 loss = self._documents(model, pipeline)
+                self.scale.unscale([parameter for parameter in model.parameters() if parameter.requires_grad])
                 return self._result(model, loss)
             except torch.OutOfMemoryError as error:
                 if sparing:
@@ -264,10 +265,7 @@ class _Comparison:
                 title = f"{name}, {whole // size} x {size}{' as configured' if size == self.plan.sizes.micro_batch_size else ''}"
                 self.tell(f"{title} ...")
                 try:
-                    loss = backward(
-                        setting.loss(model), self._batches(size), self.supervised, pipeline.precision, self.scale
-                    )
-                    yield self._compared(title, self._result(model, loss), self.bounds)
+                    yield self._compared(title, self._step(setting, model, size), self.bounds)
                 except torch.OutOfMemoryError:
                     if size <= self.plan.sizes.micro_batch_size:
                         raise
@@ -277,6 +275,12 @@ class _Comparison:
         finally:
             del model
             _forget()
+
+    def _step(self, setting: RunBuilder, model: nn.Module, size: int) -> _Result:
+        """The training step's loss and gradients, in micro-batches of `size` rows."""
+        train_step = setting.train_step(setting.language_model(model), CausalLM(), self.scale, recorded=False)
+        loss = train_step.backward(self._batches(size), self.supervised)["loss"]
+        return self._result(model, loss)
 
     def _build(self, pipeline: Pipeline) -> Any:
         setting = self.setting
@@ -291,7 +295,6 @@ class _Comparison:
 
     def _result(self, model: nn.Module, loss: torch.Tensor) -> _Result:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.scale.unscale(list(trained.values()))
         gradients = {}
         for name, parameter in trained.items():
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

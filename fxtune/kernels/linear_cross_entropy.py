@@ -1,26 +1,32 @@
-"""Cross-entropy of a linear head without its logits: chunk by chunk, loss and gradient in one pass.
+"""Cross-entropy and log-probabilities of a linear head without its logits: loss and gradient chunk by chunk.
 
-The logits of 64k tokens over 128k words are 16.8 GB in bfloat16, and plain autograd keeps them, their float32 copy and their
-gradient. But the gradient of a summed cross-entropy is known as soon as the logits are, softmax - onehot, up to a factor
-that is one number. So each chunk of rows is taken from hidden states to gradients at once, in one buffer that the next
-chunk overwrites:
+The logits of 64k tokens over a vocabulary of 128k are 16.8 GB in bfloat16. Plain autograd keeps them, their float32 copy and
+their gradient. But the gradient of a cross-entropy, softmax - onehot, is known as soon as the logits are, up to one factor for
+each row. So a chunk of rows goes from hidden states to gradients at once, in one buffer that the next chunk overwrites:
 
     logits = h W^T                          one matmul, in the head's dtype
     loss, logits <- softmax - onehot        one kernel in float32, in place (cross_entropy_triton.py; plain torch on a CPU)
     dh = logits W,   dW += logits^T h       two matmuls; no dW where the head is frozen, neither of them in evaluation
 
-The backward pass multiplies by that one number. Memory: the buffer, dh, and dW in float32 where it is wanted. Time: the two or
-three matmuls that nothing can spare, and the kernel's three passes over the buffer, 5 % of them at d = 4096.
-Liger's kernel of the same idea (arXiv 2410.10989) takes small chunks (256 rows for Llama 3 at 8k tokens, which no matmul likes)
-and reads the number of its rows back from the device, which stops the host.
+`linear_cross_entropy` returns the sum over all rows; its backward pass multiplies the stored gradients by one number. Memory: the
+buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any implementation needs, and the
+kernel's three passes over the buffer, 5 % of the matmuls' time at d = 4096.
 
-An autograd.Function and not a torch.library operator: it runs outside of what is compiled, its gradients are by-products of
-its forward pass, and it writes them in place; an operator would have to return them as outputs.
+`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. A row's dh depends on that row alone,
+so with a frozen head the stored dh is scaled row by row, at the same cost as the sum. dW adds up all rows with their upstream
+gradients, which are unknown in the forward pass: with a trained head the backward pass computes each chunk again, one matmul more.
+
+Liger's kernel of the same idea (arXiv 2410.10989) takes small chunks (256 rows for Llama 3 at 8k tokens, too few for a fast
+matmul) and reads the number of rows back from the device, which stops the host.
+
+These are autograd.Functions and not torch.library operators: they run outside of compiled code, their gradients are by-products of
+the forward pass, and they write them in place; an operator would have to return them as outputs.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,76 +37,83 @@ from fxtune.kernels.fp8 import dequantize_weight, quantize_rows, scaled_mm
 from fxtune.kernels.matmul import CUBLAS, mm
 
 BUFFER = 2**30
-"""Bytes of one chunk's logits, unless told otherwise: 4,096 rows of 128k words in bfloat16."""
+"""Default size in bytes of one chunk's logits: 4,096 rows of a vocabulary of 128k in bfloat16."""
 IGNORED = -100
-"""The label of a row without one: torch.nn.functional.cross_entropy's ignore_index."""
-PART = 64 * 2**20
-"""Numbers that are taken up to float32 at once where gradients are scaled or added up."""
+"""The label of a row without a target: torch.nn.functional.cross_entropy's ignore_index."""
+BLOCK = 64 * 2**20
+"""Numbers that are converted to float32 at a time where gradients are scaled or added up."""
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits are computed from hidden states: `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` if cap > 0."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+    """Soft cap of Gemma 2; 0: none."""
+    chunk_rows: int | None = None
+    """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
+    fp8_scales: torch.Tensor | None = None
+    """float32 [1, vocabulary]. Given, `weight` holds the codes of a frozen fp8 head (fp8_ends.py), whose logits are an fp8 product."""
+    by: str = CUBLAS
+    """GEMM backend of 16-bit products without a third term (matmul.py)."""
+
+    def compute_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """The dtype of the matmuls: autocast's, or else the weight's."""
+        if self.fp8_scales is not None:
+            return torch.bfloat16
+        device = weight.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    cap: float = 0.0,
-    chunk_rows: int | None = None,
-    fp8_scales: torch.Tensor | None = None,
-    by: str = CUBLAS,
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
-    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary) or IGNORED, for a row
-    without loss or gradient; `bias`: [vocabulary].
-    The logits are `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` where `cap` is above 0 (Gemma 2).
-    `chunk_rows`: logits of so many rows are held at once; None: as many as fit into BUFFER bytes.
-    `fp8_scales`: float32 [1, vocabulary]; `weight` are then the codes of a frozen head in fp8 (kernels/fp8_ends.py), whose logits
-    are a product in fp8. `by`: who multiplies in 16 bits where nothing is added, see kernels/matmul.py.
+    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary), or IGNORED for a row
+    without loss or gradient; `bias`: [vocabulary]; `options`: the fields of HeadOptions.
 
-    Matmuls run in autocast's dtype, or else in the weight's. The device is never waited for.
-    A label outside of the vocabulary gives nan on a GPU and IndexError or RuntimeError on a CPU.
+    Never waits for the device. A label outside of the vocabulary gives nan on a GPU and IndexError or RuntimeError on a CPU.
     """
-    dtype = _compute_dtype(weight, fp8_scales)
-    inputs = (hidden, weight, bias)
-    wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
+    head = HeadOptions(**options)
+    dtype = head.compute_dtype(weight)
+    wanted = _require_grad(hidden, weight, bias)
     if any(wanted):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, by)
+        loss: torch.Tensor = _SummedLoss.apply(hidden, weight, bias, labels, dtype, head)
         return loss
-    return _run(*inputs, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, wanted)[0].sum()
+    return _losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)[0].sum()
 
 
-def row_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    cap: float = 0.0,
-    chunk_rows: int | None = None,
-    fp8_scales: torch.Tensor | None = None,
-    by: str = CUBLAS,
+def linear_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
-    """The loss of each row, [rows] in float32, without a gradient. Arguments as for linear_cross_entropy()."""
-    dtype = _compute_dtype(weight, fp8_scales)
-    return _run(hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, [False, False, False])[0]
+    """The log-probability of each row's label in nats, [rows] in float32, 0 for an IGNORED row; differentiable in each row.
+
+    Arguments as for linear_cross_entropy().
+    """
+    head = HeadOptions(**options)
+    dtype = head.compute_dtype(weight)
+    wanted = _require_grad(hidden, weight, bias)
+    if any(wanted):
+        log_probs: torch.Tensor = _LogProbs.apply(hidden, weight, bias, labels, dtype, head)
+        return log_probs
+    return -_losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)[0]
 
 
-def rows_at_once(vocabulary: int, dtype: torch.dtype) -> int:
+def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
     """How many rows' logits fit into BUFFER bytes: a multiple of 128, from 128 to 65,536."""
     fit = BUFFER // (vocabulary * dtype.itemsize)
     return min(max(fit // 128 * 128, 128), 65536)
 
 
-def equal(rows: int, most: int) -> list[int]:
-    """Rows of each chunk, none above `most`: as many in each, since a last chunk of few rows would be a slow matmul."""
+def chunk_sizes(rows: int, most: int) -> list[int]:
+    """Rows of each chunk, none above `most`, all about equal: a last chunk of few rows would be a slow matmul."""
     step = -(-rows // -(-rows // most)) if rows else 1
     return [min(step, rows - start) for start in range(0, rows, step)]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -109,14 +122,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         dtype: torch.dtype,
-        scale: float,
-        cap: float,
-        chunk_rows: int | None,
-        fp8_scales: torch.Tensor | None,
-        by: str,
+        head: HeadOptions,
     ) -> torch.Tensor:
-        losses, *gradients = _run(
-            hidden, weight, bias, labels, dtype, scale, cap, chunk_rows, fp8_scales, by, list(ctx.needs_input_grad[:3])
+        losses, *gradients = _losses_and_gradients(
+            hidden, weight, bias, labels, dtype, head, list(ctx.needs_input_grad[:3])
         )
         ctx.save_for_backward(*gradients)
         return losses.sum()
@@ -124,37 +133,65 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), *[None] * 7)
+        return (*(one if one is None else _scaled(one, factor) for one in ctx.saved_tensors), None, None, None)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        dtype: torch.dtype,
+        head: HeadOptions,
+    ) -> torch.Tensor:
+        ctx.head, ctx.dtype, ctx.trained = head, dtype, any(ctx.needs_input_grad[1:3])
+        wanted = [not ctx.trained, False, False]
+        losses, d_hidden, _, _ = _losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)
+        ctx.save_for_backward(*((hidden, weight, bias, labels) if ctx.trained else (d_hidden,)))
+        return -losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.trained:
+            return _scaled(ctx.saved_tensors[0], -upstream), None, None, None, None, None
+        wanted = list(ctx.needs_input_grad[:3])
+        hidden, weight, bias, labels = ctx.saved_tensors
+        _, *gradients = _losses_and_gradients(hidden, weight, bias, labels, ctx.dtype, ctx.head, wanted, -upstream)
+        return *gradients, None, None, None
 
 
 @torch.no_grad()
-def _run(
+def _losses_and_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     dtype: torch.dtype,
-    scale: float,
-    cap: float,
-    chunk_rows: int | None,
-    fp8_scales: torch.Tensor | None,
-    by: str,
+    options: HeadOptions,
     wanted: list[bool],
+    upstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, Any, Any]:
-    """The loss of each row, and the gradient of their sum after hidden, weight and bias, each None unless wanted."""
+    """The loss of each row, and the gradients of their sum for hidden, weight and bias, each None unless `wanted`.
+
+    `upstream`: [rows], factors of the rows in that sum; None: 1.
+    """
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    fp8_scales, exact = options.fp8_scales, torch.float64 if dtype is torch.float64 else torch.float32
     losses = hidden.new_empty(rows, dtype=exact)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
     d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if wanted[1] else None
     d_bias = weight.new_zeros(vocabulary, dtype=exact) if wanted[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = _head(weight, fp8_scales, dtype, wanted[0]), None if bias is None else bias.to(dtype)
-        most = min(chunk_rows or rows_at_once(vocabulary, dtype), max(rows, 1))
-        sizes = equal(rows, most)
-        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must
-        # not: oneDNN's bfloat16 matmul reads what lies between two rows, and nan times its zeros is nan (torch 2.13). Neither
-        # for fp8, whose product takes no result with gaps, and whose vocabulary is a multiple of 16 as it is.
+        head, offset = _head_matrix(weight, fp8_scales, dtype, wanted[0]), None if bias is None else bias.to(dtype)
+        most = min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1))
+        sizes = chunk_sizes(rows, most)
+        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must not:
+        # oneDNN's bfloat16 matmul reads the gap between two rows, and nan times its zeros is nan (torch 2.13). Nor in fp8, whose
+        # product writes no result with gaps, and whose vocabulary is a multiple of 16 already.
         stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(max(sizes, default=1), stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
@@ -165,49 +202,51 @@ def _run(
                 if offset is not None:
                     logits += offset
             elif offset is None:
-                mm(inputs, head.t(), logits, by)
+                mm(inputs, head.t(), logits, options.by)
             else:
                 torch.addmm(offset, inputs, head.t(), out=logits)
-            _softmax_gradient(logits, labels[chunk], losses[chunk], scale, cap, any(wanted))
+            _softmax_gradient(logits, labels[chunk], losses[chunk], options.scale, options.cap, any(wanted))
+            if upstream is not None:
+                logits *= upstream[chunk, None]
             if d_hidden is not None and d_hidden.dtype is dtype:
-                mm(logits, head, d_hidden[chunk], by)
+                mm(logits, head, d_hidden[chunk], options.by)
             elif d_hidden is not None:
                 d_hidden[chunk] = logits @ head
             if d_weight is not None:
                 _add_outer(d_weight, logits, inputs)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=exact)
-    return losses, d_hidden, _as(d_weight, weight), _as(d_bias, bias)
+    return losses, d_hidden, _to_dtype_of(weight, d_weight), _to_dtype_of(bias, d_bias)
 
 
 def _softmax_gradient(
     logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, gradient: bool
 ) -> None:
-    """Write each row's loss into `losses`; where `gradient`, replace the logits by their gradient."""
+    """Write each row's loss into `losses`. With `gradient`, replace the logits by the gradient of that loss."""
     if logits.device.type == "cuda":
         from fxtune.kernels.cross_entropy_triton import softmax_gradient
 
         softmax_gradient(logits, labels, losses, scale, cap, gradient, IGNORED)
         return
-    none = labels == IGNORED
-    at = labels.where(~none, 0)[:, None]
+    ignored = labels == IGNORED
+    at = labels.where(~ignored, 0)[:, None]
     z = logits.to(losses.dtype) * scale
     slope = scale
     if cap:
-        bent = torch.tanh(z / cap)
-        z, slope = cap * bent, scale * (1 - bent * bent)  # type: ignore[assignment]
-    z = z - z.amax(-1, keepdim=True)  # first: differences of large logits are exact, their logarithms' are not
+        tanh = torch.tanh(z / cap)
+        z, slope = cap * tanh, scale * (1 - tanh * tanh)  # type: ignore[assignment]
+    z = z - z.amax(-1, keepdim=True)  # first, as differences of large logits are exact and those of logarithms are not
     total = z.exp().sum(-1, keepdim=True).log_()
-    losses.copy_((total - z.gather(1, at)).squeeze(1)).masked_fill_(none, 0.0)
+    losses.copy_((total - z.gather(1, at)).squeeze(1)).masked_fill_(ignored, 0.0)
     if gradient:
         z = (z - total).exp_()
         z.scatter_add_(1, at, z.new_full((len(z), 1), -1.0))
-        logits.copy_(z * slope).masked_fill_(none[:, None], 0.0)
+        logits.copy_(z * slope).masked_fill_(ignored[:, None], 0.0)
 
 
 def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) -> None:
-    """total += logits^T inputs, added up in `total`'s dtype, a block of the vocabulary at a time so that little is held."""
-    block = max(PART // total.shape[1], 128)
+    """total += logits^T inputs in `total`'s dtype, a block of the vocabulary at a time, so that temporaries stay small."""
+    block = max(BLOCK // total.shape[1], 128)
     for start in range(0, total.shape[0], block):
         part = logits[:, start : start + block].t()
         if logits.dtype is total.dtype:
@@ -219,37 +258,40 @@ def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) 
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """gradient * factor, multiplied in float32: one over the step's tokens is not a bfloat16 number."""
-    if gradient.is_cuda and gradient.dtype is not torch.float64:
+    """gradient * factor, multiplied in float32: one over the step's tokens is not a bfloat16 number.
+
+    `factor`: a scalar, or [rows].
+    """
+    if gradient.is_cuda and gradient.dtype is not torch.float64 and not factor.dim():
         from fxtune.kernels.cross_entropy_triton import scaled
 
         return scaled(gradient, factor)
     out = torch.empty_like(gradient)
-    block = max(PART // max(gradient[0].numel() if len(gradient) else 1, 1), 1)
-    for into, rows in zip(out.split(block), gradient.split(block), strict=True):
-        into.copy_(rows.to(factor.dtype) * factor)
+    block = max(BLOCK // max(gradient[0].numel() if len(gradient) else 1, 1), 1)
+    for start in range(0, len(gradient), block):
+        rows = slice(start, start + block)
+        out[rows] = gradient[rows].to(factor.dtype) * (factor[rows, None] if factor.dim() else factor)
     return out
 
 
-def _as(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+def _require_grad(*inputs: torch.Tensor | None) -> list[bool]:
+    return [torch.is_grad_enabled() and one is not None and one.requires_grad for one in inputs]
+
+
+def _to_dtype_of(like: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient if gradient is None or like is None else gradient.to(like.dtype)
 
 
-def _head(weight: torch.Tensor, fp8_scales: torch.Tensor | None, dtype: torch.dtype, gradient: bool) -> torch.Tensor:
-    """The head's matrix in `dtype`. Of one in fp8 only the hidden states' gradient has a use for it."""
+def _head_matrix(
+    weight: torch.Tensor, fp8_scales: torch.Tensor | None, dtype: torch.dtype, gradient: bool
+) -> torch.Tensor:
+    """The head's matrix in `dtype`. An fp8 head is dequantized for the gradient of the hidden states only."""
     if fp8_scales is None:
         return weight.to(dtype)
     return dequantize_weight(weight, fp8_scales, dtype) if gradient else weight
 
 
-def _compute_dtype(weight: torch.Tensor, fp8_scales: torch.Tensor | None) -> torch.dtype:
-    if fp8_scales is not None:
-        return torch.bfloat16
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def plain(
+def reference_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -258,12 +300,13 @@ def plain(
     scale: float = 1.0,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """The same with all logits at once, as autograd does it: what the operator is compared with. float32 losses [rows]."""
-    return F.cross_entropy(bent(F.linear(hidden, weight, bias), scale, cap).float(), labels, reduction="none")
+    """linear_log_probs() with all logits at once, by plain autograd: what tests compare with."""
+    logits = scale_and_cap(F.linear(hidden, weight, bias), scale, cap)
+    return -F.cross_entropy(logits.float(), labels, reduction="none")
 
 
-def bent(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
-    """Logits as the model means them: scaled, then soft-capped where `cap` is above 0."""
+def scale_and_cap(logits: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
+    """Logits as the model defines them: scaled, then soft-capped where `cap` is above 0."""
     if scale != 1.0:
         logits = logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,1 +1,1 @@
-"""What is minimised."""
+"""What training minimises. An objective is one file behind the contract in base.py."""

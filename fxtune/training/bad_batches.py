@@ -1,10 +1,10 @@
-"""Steps that went wrong, put aside for inspection: which samples they were made of, and the batches as the model got them.
+"""Bad steps kept for inspection: the samples of a step that was not finite or was a loss spike, and its batches.
 
-    RUN/skipped/step-00000123/samples.json        why, the step's figures, and each row's samples: source, document, text
+    RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and each row's samples: source, document, text
                               batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch, and so on
 
-The batch at a step is a function of (data plan, step), so nothing is kept while steps run: it is made again when the figures are
-read. A step counts from 0 as in the data plan; the step in the folder's name counts from 1, as in every log line.
+A step's batch is a function of (data plan, step), so nothing is kept while steps run: it is built again when the figures are read.
+Steps count from 0 in the data plan, and from 1 in folder names and log lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,83 +24,85 @@ from safetensors.torch import save_file
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
-from fxtune.training.interval import Taken
 
-MOST = 8
-"""Steps of a run whose batches are put aside, of each kind."""
-TEXT = 2000
-"""Characters of a sample's text that are written."""
-NAMED = 6
-"""Samples that a message names."""
+if TYPE_CHECKING:
+    from fxtune.training.step_monitor import StepRecord
+
+MAX_STEPS = 8
+"""Steps kept of each kind in a run."""
+MAX_TEXT = 2000
+"""Characters written of a sample's text."""
+MAX_NAMED = 6
+"""Samples named in a message."""
 
 
 class BadBatches:
-    """Those of the run in `folder`. `decode` turns token ids into text; `note` takes a line for the user."""
+    """Bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line for the user."""
 
     def __init__(
         self, folder: Path, plan: Plan, decode: Callable[[list[int]], str], note: Callable[[str], None]
     ) -> None:
         self.folder, self.plan, self.decode, self.note = folder, plan, decode, note
 
-    def tell(self, rows: list[Taken], skips_spikes: bool) -> None:
-        """One note for each kind of them, and their samples on the disk. Raises nothing: a full disk must not end the run."""
-        spikes = [row for row in rows if row.spike]
-        for kind, found, why in (
-            ("skipped", [row for row in rows if not row.spike], "its loss or gradient was not finite"),
-            ("spikes", spikes, "a loss spike" + ", skipped" * skips_spikes),
-        ):
-            if not found:
-                continue
-            first = found[0]
-            figures = f" (loss {first.loss:.4g}, above {first.limit:.4g})" if first.spike else ""
-            more = f", and {len(found) - 1} more steps like it" if len(found) > 1 else ""
-            kept = [place for row in found if (place := self._keep(kind, row, why))]
-            where = f" See {kept[0]}" + (f" and {len(kept) - 1} more there." if len(kept) > 1 else ".") if kept else ""
-            self.note(f"step {first.step + 1}: {why}{figures}{more}. Its samples: {self._named(first.step)}.{where}")
+    def report(self, kind: str, records: list[StepRecord], reason: str) -> None:
+        """Print one note on these steps, and write their samples to `kind`, a subfolder. Raises nothing: a full disk must not end
+        the run.
+        """
+        if not records:
+            return
+        first, more = records[0], len(records) - 1
+        figures = f" (loss {first.loss:.4g}, above {first.spike_limit:.4g})" if first.spike else ""
+        others = f", and {more} more steps like it" if more else ""
+        written = [path for record in records if (path := self._write(kind, record, reason))]
+        message = f"step {first.step + 1}: {reason}{figures}{others}. Its samples: {self._samples(first.step)}."
+        if written:
+            message += f" See {written[0]}" + f" and {len(written) - 1} more there" * (len(written) > 1) + "."
+        self.note(message)
 
-    def _named(self, step: int) -> str:
-        found = [pair for micro in range(self.plan.micro_batches(step)) for pair in self.plan.documents(step, micro)]
+    def _samples(self, step: int) -> str:
+        pairs = [pair for micro in range(self.plan.micro_batches(step)) for pair in self.plan.documents(step, micro)]
         by_source: dict[int, list[str]] = {}
-        for source, document in found[:NAMED]:
+        for source, document in pairs[:MAX_NAMED]:
             by_source.setdefault(source, []).append(str(document))
-        named = "; ".join(
-            f"{self.plan.tables[source].name} documents {', '.join(those)}" for source, those in by_source.items()
+        names = "; ".join(
+            f"{self.plan.tables[source].name} documents {', '.join(documents)}"
+            for source, documents in by_source.items()
         )
-        return named + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+        return names + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
-    def _keep(self, kind: str, row: Taken, why: str) -> Path | None:
-        """Where the step lies now, whole; None where there are MOST of them, or where the disk does not take it (said)."""
+    def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
+        """Write a step's samples and batches, and return their folder. None where there are MAX_STEPS already, or the disk is full
+        (which is noted).
+        """
         parent = self.folder / kind
-        place = parent / f"step-{row.step + 1:08d}"
-        staging = parent / f".{place.name}"
+        final = parent / f"step-{record.step + 1:08d}"
+        staging = parent / f".{final.name}"
         try:
-            if place.exists():  # done before, by a process that was killed after it
-                return place
-            if parent.exists() and len(list(parent.glob("step-*"))) >= MOST:
+            if final.exists():  # by a process that was killed afterwards
+                return final
+            if parent.exists() and len(list(parent.glob("step-*"))) >= MAX_STEPS:
                 return None
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            micro_batches = range(self.plan.micro_batches(row.step))
+            micro_batches = range(self.plan.micro_batches(record.step))
             for micro in micro_batches:
-                batch = self.plan.batch(row.step, micro)
-                tensors = {
-                    item.name: value
-                    for item in fields(Batch)
-                    if isinstance(value := getattr(batch, item.name), torch.Tensor)
-                }
+                batch = self.plan.batch(record.step, micro)
+                columns = {item.name: getattr(batch, item.name) for item in fields(Batch)}
+                tensors = {name: value for name, value in columns.items() if isinstance(value, torch.Tensor)}
                 save_file(tensors, staging / f"batch-{micro}.safetensors")
-            told = {
-                "step": row.step + 1,
-                "why": why,
-                **{name: _number(getattr(row, name)) for name in ("loss", "norm", "scale", "limit")},
-                "micro_batches": [self._rows(row.step, micro) for micro in micro_batches],
+            figures = dict(loss=record.loss, norm=record.grad_norm, scale=record.loss_scale, limit=record.spike_limit)
+            samples = {
+                "step": record.step + 1,
+                "why": reason,
+                **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+                "micro_batches": [self._rows(record.step, micro) for micro in micro_batches],
             }
-            (staging / "samples.json").write_text(json.dumps(told, indent=1, ensure_ascii=False), encoding="utf-8")
-            os.replace(staging, place)
-            return place
+            (staging / "samples.json").write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
+            os.replace(staging, final)
+            return final
         except (OSError, SafetensorError) as error:
             shutil.rmtree(staging, ignore_errors=True)
-            self.note(f"{place} could not be written ({error}); training goes on")
+            self.note(f"{final} could not be written ({error}); training goes on")
             return None
 
     def _rows(self, step: int, micro: int) -> list[list[dict[str, Any]]]:
@@ -117,12 +119,8 @@ class BadBatches:
                         "document": piece.document,
                         "first_token": piece.first,
                         "tokens": piece.length,
-                        "text": text[:TEXT],
+                        "text": text[:MAX_TEXT],
                     }
                 )
             rows.append(row)
         return rows
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

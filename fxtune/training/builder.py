@@ -1,5 +1,5 @@
-"""What a run is made of before its first step, in the order in which it comes to be. Training, evaluation, `fxtune verify`
-and `fxtune doctor` share it, so that what they say of a recipe is what training does with it.
+"""Builds a run up to its first step, in order. Training, evaluation, `fxtune verify`, `bench` and `doctor` all use it, so what they
+say about a recipe is what training does with it.
 """
 
 from __future__ import annotations
@@ -15,48 +15,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.checkpoint import folder as stored
+from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData, prepare_data
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.tokenize import cache_root
 from fxtune.distributed.world import World
 from fxtune.errors import HardwareError, HubError, UserError
 from fxtune.models import load as models
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.base import Objective
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as update_rule
+from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.schedule import learning_rate
 from fxtune.system.hub import locate
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe, require_acted
+from fxtune.techniques.precision import Autocast, LossScale
+from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import Display
 from fxtune.training import oom_advice
-from fxtune.training.oom_advice import Stage
+from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.resume_check import ResumeCheck
+from fxtune.training.step import TrainStep
 
 
 class RunBuilder:
-    """The machine, the techniques as they act on it, and on demand the data and the model.
+    """The machine and the techniques as they act on it; on demand the data, the model, and the training step.
 
-    Making one refuses what cannot work from configs alone: no weight is loaded, no row is read. Raises ConfigError with every
-    reason at once, HardwareError and StorageError as World.create() and load_config() do.
+    The constructor refuses what cannot work, from configs alone: no weight is loaded, no row is read. It raises ConfigError with
+    all reasons at once, and HardwareError and StorageError as World.create() and load_config() do.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        _afresh()
+        _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib)
         if config.run.deterministic:
-            os.environ.setdefault(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            )  # cuBLAS reads it once, when the first matmul runs
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
-        # Else each torch.empty is filled with NaN, to show who reads what nobody wrote: a pass over memory for every result.
+        # By default torch then fills each torch.empty with NaN, to reveal reads of unwritten memory: a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        with _obstacles_together(config):
+        with _all_missing_at_once(config):
             self.hf_config = models.load_config(config.model)
         self.facts = Facts.of(
             self.world,
@@ -74,15 +79,15 @@ class RunBuilder:
         self.techniques, self.decided = config.techniques.resolved(
             self.facts, list(update_rule.check(config.optimizer, self.facts))
         )
-        """Every `auto` decided, and what was decided and why."""
+        """The techniques with every `auto` decided, and lines on what was decided and why."""
         self.facts = replace(self.facts, techniques=self.techniques)
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
-        """The tokenizer and the data. They come before the weights: a bad row is found in seconds, an 8B model takes a minute
-        to load. `quarantine`: see tokenize().
+        """The tokenizer and the data. They come before the weights: a bad row is found in seconds, and an 8B model takes a
+        minute to load. `quarantine`: see tokenize().
         """
         config = self.config
-        with _obstacles_together(config):
+        with _all_missing_at_once(config):
             tokenizer = models.load_tokenizer(config.model)
         return tokenizer, prepare_data(
             config.data,
@@ -101,102 +106,128 @@ class RunBuilder:
         with self.oom_context("Building the model"):
             return self.techniques.build(self.config.model, self.hf_config, self.world, self.config.run.seed)
 
-    def loss(self, model: nn.Module) -> Loss:
-        """The loss of `model`, as the techniques want it."""
-        # It looks at the model as training will run it.
+    def language_model(self, model: nn.Module) -> LanguageModel:
+        """`model` with its loss head, as the techniques configure it."""
+        # Under autocast as in training: the constructor compares its logits with the model's own.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
-            return Loss(model, self.techniques.liger)
+            return LanguageModel(model, self.techniques.liger)
 
-    def prove(self, loss: Loss) -> list[Evidence]:
-        """What is observed of every technique on the model of `loss`, and of that. Raises ConfigError where one did not act."""
-        return require_acted(self.observe(loss))
+    def prove(self, model: LanguageModel) -> list[Evidence]:
+        """Evidence of every technique and of the loss. Raises ConfigError where one did not act."""
+        return require_acted(self.observe(model))
 
-    def observe(self, loss: Loss) -> list[Evidence]:
+    def observe(self, model: LanguageModel) -> list[Evidence]:
         """prove() without the error."""
         with self.oom_context("Trying the techniques on a small row"):
-            return [
-                *self.techniques.verify(loss.model, make_probe(loss.model, self.config.data.packing)),
-                *loss.evidence,
-            ]
+            probe = make_probe(model.model, self.config.data.packing)
+            return [*self.techniques.verify(model.model, probe), *model.evidence]
+
+    def train_step(
+        self,
+        model: LanguageModel,
+        objective: Objective,
+        loss_scale: LossScale | None = None,
+        recorded: bool = True,
+    ) -> TrainStep:
+        """The training step of `model` with a new optimizer.
+
+        `loss_scale`: None: that of training. `recorded`: whether passes may run as CUDA graphs, if techniques.compile says so.
+        """
+        config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
+        with self.oom_context("Making the optimizer"):
+            optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients)
+        loss_scale = loss_scale or precision.loss_scale(self.facts.dtype, self.world.device)
+        recorded = recorded and compile.records
+        return TrainStep(model, objective, optimizer, precision, loss_scale, config.train, config.run.seed, recorded)
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """The learning rate of step `step` of a run of `steps`."""
+        return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
+
+    def meter(self, model: nn.Module, plan: Plan, tokens: int = 0, supervised_tokens: int = 0) -> Meter:
+        """Counts the work of steps of `plan`, after `tokens` and `supervised_tokens` of earlier ones."""
+        autocast = self.techniques.precision.autocast
+        dtype = None if autocast is Autocast.none else autocast.value
+        return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype)
 
     @contextmanager
-    def oom_context(self, part: str, stage: Stage = Stage.weights) -> Iterator[None]:
-        """Raise out_of_memory() where memory runs out inside. `part`: what is done there."""
+    def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:
+        """Turn running out of memory inside into out_of_memory(). `part`: what is done there, for the message."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if found := out_of_memory_reason(error):
-                raise self.out_of_memory(f"{part} ran out of memory: {found}", stage) from error
+                raise self.out_of_memory(f"{part} ran out of memory: {found}", phase) from error
             raise
 
     def out_of_memory(
-        self, what: str, stage: Stage, rows: int | None = None, width: int | None = None
+        self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None
     ) -> HardwareError:
-        """The error that says `what` and lists what would help most. `rows`, `width`: of the batch that did not fit, if it was
-        not the largest that the recipe may have.
+        """The error with `message` and the changes that would help most. `rows`, `width`: of the batch that did not fit; None: the
+        largest that the recipe has.
         """
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length
         facts = replace(self.facts, micro_batch_size=rows, rows=(width,))
-        found = oom_advice.remedies(facts, self.techniques, self.config.optimizer, stage)
-        return HardwareError(f"{what}\n{oom_advice.told(*found, stage, rows, width)}")
+        need, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase)
+        return HardwareError(f"{message}\n{oom_advice.to_text(need, changes, phase, rows, width)}")
 
 
-def of_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
-    """The setting of the run in `folder`, and what watches that it is the same one where the run goes on: each `auto` is then
-    what it was when the run started, and not decided again. Raises what Setting and Sameness do.
+def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
+    """The builder of the run in `folder`, and the check that a resumed run is the same: there each `auto` keeps what was decided
+    when the run started. Raises what RunBuilder and ResumeCheck do.
     """
-    setting = RunBuilder(config)
-    goes_on = folder.resumed and any(stored.paths(folder.path / CHECKPOINTS))
-    same = ResumeCheck(folder.path, goes_on, config.run.deterministic, note)
-    if was := same.decided(config.techniques, setting.techniques):
-        setting = RunBuilder(replace(config, techniques=was))
-    same.open(config.model, config.optimizer, setting.techniques.options(), setting.facts)
-    return setting, same
+    builder = RunBuilder(config)
+    resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
+    check = ResumeCheck(folder.path, resumes, config.run.deterministic, note)
+    if techniques := check.decided(config.techniques, builder.techniques):
+        builder = RunBuilder(replace(config, techniques=techniques))
+    check.open(config.model, config.optimizer, builder.techniques.options(), builder.facts)
+    return builder, check
 
 
 @contextmanager
-def _obstacles_together(config: Config) -> Iterator[None]:
-    """Where the hub cannot be reached for one thing, name all that the recipe wants of it and that is not here, in one error:
-    whoever fetches them elsewhere goes there once.
+def _all_missing_at_once(config: Config) -> Iterator[None]:
+    """Where the hub cannot be reached for one thing, name all missing files and data sets of the recipe in one error, so that
+    they can be fetched elsewhere in one go.
     """
     try:
         yield
     except HubError as error:
-        model, data, found = config.model, config.data, [str(error)]
-        wanted: list[tuple[str, str | None, str | None]] = [
+        model, data, missing = config.model, config.data, [str(error)]
+        references: list[tuple[str, str | None, str | None]] = [
             ("model.adapter", model.adapter, None),
             ("model.tokenizer", model.tokenizer, None),
         ]
         if "model_type" not in model.architecture:
-            wanted.insert(0, ("model.path", model.path, model.revision))
-        for key, name, revision in wanted:
+            references.insert(0, ("model.path", model.path, model.revision))
+        for key, name, revision in references:
             if name is not None:
                 try:
                     locate(name, revision, key)
                 except UserError as other:
-                    found.append(str(other))
+                    missing.append(str(other))
         sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
         if data.questions.path is not None:
             sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
         cache = cache_root(data) / "datasets" if data.cache_dir else None
-        found += [f"data.sources: {why}" for source in sources.values() if (why := missing_reason(source, cache))]
-        found = list(dict.fromkeys(found))
-        if len(found) == 1:
+        missing += [f"data.sources: {why}" for source in sources.values() if (why := missing_reason(source, cache))]
+        missing = list(dict.fromkeys(missing))
+        if len(missing) == 1:
             raise
-        listed = "\n".join(f"  {why}" for why in found)
-        raise HubError(f"{len(found)} things of this recipe are not here:\n{listed}") from error
+        listed = "\n".join(f"  {why}" for why in missing)
+        raise HubError(f"{len(missing)} things of this recipe are not here:\n{listed}") from error
 
 
-def _afresh() -> None:
-    """Put away what a run before this one in the same process left on the card: the first of a sweep must not decide what
-    there is room for in the second, nor what its matmuls round to.
+def _reset_process() -> None:
+    """Free the GPU memory of an earlier run in this process and undo its global switches: the first run of a sweep must not decide
+    what fits in the second, nor what its matmuls round to.
     """
     if not torch.cuda.is_initialized():
         return
-    gc.collect()  # wrapped forwards refer to their own modules, so a model does not go with its last name
+    gc.collect()  # wrapped forwards refer to their own modules, so a model is freed by the collector only
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    # What techniques.precision sets, for a run that has it off.
+    # techniques.precision sets these, unless it is off.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False

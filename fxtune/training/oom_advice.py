@@ -1,7 +1,7 @@
-"""What would help where memory ran out: single changes of a recipe, and how much less each would need by memory.py's arithmetic.
+"""Advice where memory ran out: single changes of the recipe, and how much memory each would save by memory.py's estimate.
 
-Each change is taken alone, from the recipe as it is, with the model's sizes and the rows that did not fit. One that cannot be had
-here (a package that is not installed, a model that a technique does not serve) is left out: the techniques' own `check` says so.
+Each change is evaluated alone, for the recipe as it is, with the model's sizes and the rows that did not fit. A change that is not
+possible here (a package is missing, a technique does not support the model) is left out: the techniques' own `check` decides.
 """
 
 from __future__ import annotations
@@ -20,84 +20,82 @@ from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize import Type
 
-MOST = 3
-WORTH = 0.01
-"""Share of the need below which a change is not worth a line."""
+MAX_CHANGES = 3
+MIN_SHARE = 0.01
+"""A change that saves a smaller share of the need is left out."""
 
 
-class Stage(str, Enum):
-    """What ran out of memory, for what it holds."""
+class MemoryPhase(str, Enum):
+    """The part of a run that ran out of memory, by what it holds there."""
 
     weights = "weights"
-    """Building, loading, updating: weights, gradients, moments."""
+    """Weights, gradients and moments: building, loading, updating."""
     forward = "forward"
-    """And the loss: evaluation, answers."""
+    """These and the loss: evaluation, answers."""
     training = "training"
-    """And what layers keep for a backward pass."""
+    """These and the activations kept for the backward pass."""
 
 
 @dataclass(frozen=True)
-class Remedy:
-    change: str
-    """As it is typed."""
+class Change:
+    setting: str
+    """As the user types it."""
     saves: int
     """Bytes."""
 
 
-def remedies(facts: Facts, techniques: Pipeline, config: OptimizerConfig, stage: Stage) -> tuple[int, list[Remedy]]:
-    """The bytes that `stage` needs by the forecast, and up to three changes that make them fewer, the best one first.
+def advice(
+    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase
+) -> tuple[int, list[Change]]:
+    """The estimated bytes that `phase` needs, and up to three changes that save memory, the best one first.
 
     `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided.
     """
-    need = _bytes(techniques.memory_need(facts), stage) - (CONTEXT if facts.device == "cpu" else 0)
-    found = []
-    for change, other, pipeline in _ways(facts, techniques, config, stage):
+    need = _bytes(techniques.memory_need(facts), phase) - (CONTEXT if facts.device == "cpu" else 0)
+    changes = []
+    for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase):
         try:
-            ready, _ = pipeline.resolved(other)
+            ready, _ = pipeline.resolved(changed_facts)
         except ConfigError:
             continue
-        found.append(
-            Remedy(change, _bytes(techniques.memory_need(facts), stage) - _bytes(ready.memory_need(other), stage))
-        )
-    worth = [remedy for remedy in found if remedy.saves > WORTH * need]
-    return need, sorted(worth, key=lambda remedy: -remedy.saves)[:MOST]
+        saves = _bytes(techniques.memory_need(facts), phase) - _bytes(ready.memory_need(changed_facts), phase)
+        changes.append(Change(setting, saves))
+    changes = [change for change in changes if change.saves > MIN_SHARE * need]
+    return need, sorted(changes, key=lambda change: -change.saves)[:MAX_CHANGES]
 
 
-def told(need: int, found: list[Remedy], stage: Stage, rows: int, width: int) -> str:
-    """remedies() in words, some lines."""
-    if not found:
+def to_text(need: int, changes: list[Change], phase: MemoryPhase, rows: int, width: int) -> str:
+    """advice() as lines for the user."""
+    if not changes:
         return "What helps: shorter rows (data.sequence_length), a smaller model, or a device with more memory."
-    wide = max(len(remedy.change) for remedy in found)
-    lines = [f"  {remedy.change:<{wide}}  about {remedy.saves / GIB:.2g} GiB less" for remedy in found]
-    what = (
-        "the weights, their gradients and moments"
-        if stage is Stage.weights
-        else f"this model and {rows} x {width:,} tokens"
-    )
+    column = max(len(change.setting) for change in changes)
+    lines = [f"  {change.setting:<{column}}  about {change.saves / GIB:.2g} GiB less" for change in changes]
+    of_weights = phase is MemoryPhase.weights
+    of = "the weights, their gradients and moments" if of_weights else f"this model and {rows} x {width:,} tokens"
     return (
-        f"What would help most, each alone, by arithmetic for {what}, which need some {need / GIB:.2g} GiB:\n"
+        f"What would help most, each alone, by arithmetic for {of}, which need some {need / GIB:.2g} GiB:\n"
         + "\n".join(lines)
     )
 
 
-def _bytes(need: Need, stage: Stage) -> int:
-    if stage is not Stage.training:
-        need = replace(need, kept=0, layer=0, loss=need.loss if stage is Stage.forward else 0)
+def _bytes(need: Need, phase: MemoryPhase) -> int:
+    if phase is not MemoryPhase.training:
+        need = replace(need, kept=0, layer=0, loss=need.loss if phase is MemoryPhase.forward else 0)
     return need.device
 
 
-def _ways(
-    facts: Facts, techniques: Pipeline, config: OptimizerConfig, stage: Stage
+def _candidates(
+    facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
-    """(what to change, the facts then, the techniques then) of each change there is."""
+    """Each possible change: (the setting, the facts with it, the techniques with it)."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
     width = facts.row_length
-    if stage is Stage.training and facts.micro_batch_size > 1:
-        less = facts.micro_batch_size // 2
-        yield f"train.micro_batch_size={less}", replace(facts, micro_batch_size=less), techniques
-    if stage is Stage.training:
-        yield from ((change, facts, pipeline) for change, pipeline in _keeping_less(facts, techniques))
-    if stage is not Stage.weights and width > 2:
+    if phase is MemoryPhase.training and facts.micro_batch_size > 1:
+        half = facts.micro_batch_size // 2
+        yield f"train.micro_batch_size={half}", replace(facts, micro_batch_size=half), techniques
+    if phase is MemoryPhase.training:
+        yield from ((setting, facts, pipeline) for setting, pipeline in _more_checkpointing(techniques))
+    if phase is not MemoryPhase.weights and width > 2:
         yield (
             f"data.sequence_length={width // 2}",
             replace(facts, sequence_length=width // 2, rows=(width // 2,)),
@@ -109,30 +107,26 @@ def _ways(
         if config.name is OptimizerName.adamw and not list(update_rule.check(eight, facts)):
             yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
     elif not quantize.enabled or quantize.type is not Type.nf4:
-        change = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
-        yield (
-            change,
-            facts,
-            replace(techniques, quantize=replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False)),
-        )
+        setting = "techniques.quantize.enabled=true" if not quantize.enabled else "techniques.quantize.type=nf4"
+        nf4 = replace(quantize, enabled=True, type=Type.nf4, head=False, embeddings=False)
+        yield setting, facts, replace(techniques, quantize=nf4)
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))
     if facts.dtype == "float32":
         yield "model.dtype=bfloat16", replace(facts, dtype="bfloat16"), techniques
 
 
-def _keeping_less(facts: Facts, techniques: Pipeline) -> Iterator[tuple[str, Pipeline]]:
-    """Changes of what layers keep for their backward pass."""
-    keeps = techniques.checkpointing
-    full = replace(keeps, enabled=True, policy=Policy.full, every=1, save=[], recompute=[], mix={})
-    group = "techniques.checkpointing"
-    changes = [f"{group}.enabled=true"] if not keeps.enabled else []
-    changes += [f"{group}.policy=full"] if keeps.policy is not Policy.full else []
-    changes += [f"{group}.every=1"] if keeps.every > 1 else []
-    if changes:
-        yield " ".join(changes), replace(techniques, checkpointing=full)
-    else:
-        if not keeps.offload:
-            yield f"{group}.offload=true", replace(techniques, checkpointing=replace(full, offload=True))
-        tiles = max(4, 2 * keeps.mlp_tiles)
-        yield f"{group}.mlp_tiles={tiles}", replace(techniques, checkpointing=replace(keeps, mlp_tiles=tiles))
+def _more_checkpointing(techniques: Pipeline) -> Iterator[tuple[str, Pipeline]]:
+    """Settings with which layers keep less for their backward pass."""
+    checkpointing, group = techniques.checkpointing, "techniques.checkpointing"
+    full = replace(checkpointing, enabled=True, policy=Policy.full, every=1, save=[], recompute=[], mix={})
+    settings = [f"{group}.enabled=true"] if not checkpointing.enabled else []
+    settings += [f"{group}.policy=full"] if checkpointing.policy is not Policy.full else []
+    settings += [f"{group}.every=1"] if checkpointing.every > 1 else []
+    if settings:
+        yield " ".join(settings), replace(techniques, checkpointing=full)
+        return
+    if not checkpointing.offload:
+        yield f"{group}.offload=true", replace(techniques, checkpointing=replace(full, offload=True))
+    tiles = max(4, 2 * checkpointing.mlp_tiles)
+    yield f"{group}.mlp_tiles={tiles}", replace(techniques, checkpointing=replace(checkpointing, mlp_tiles=tiles))

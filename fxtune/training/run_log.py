@@ -1,4 +1,4 @@
-"""What a run says: its figures, to the tracker and the display; what it is made of, before its first step; what is said once."""
+"""Log lines of a run: figures for the tracker and the display, the introduction before the first step, and notes printed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxtune.training.builder import RunBuilder
 
 
 class RunLog:
-    """Of one run. `state.figures` is kept up to date: the last value of each."""
+    """The log of one run. Keeps the last value of each figure in `state.figures`."""
 
     def __init__(
         self,
@@ -31,38 +31,33 @@ class RunLog:
         startup: StartupTimer,
         compile: Compile,
     ) -> None:
-        self.folder, self.screen, self.tracker, self.state, self.startup, self.compile = (
-            folder,
-            screen,
-            tracker,
-            state,
-            startup,
-            compile,
-        )
-        self.told: set[str] = set()
+        self.folder, self.screen, self.tracker, self.state = folder, screen, tracker, state
+        self.startup, self.compile = startup, compile
+        self.done: set[str] = set()
+        """Notes that are printed once and were."""
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Record `figures` as of the steps that are done."""
+        """Log `figures` for the steps done so far."""
         self.state.figures.update({"train/step": self.state.step, **figures})
         self.tracker.log(self.state.step, figures)
         self.screen.log(self.state.step, figures)
 
     def started(self) -> None:
-        """Once, when the first steps are done: what the time went into before them."""
-        if "start-up" not in self.told:
-            self.told.add("start-up")
+        """After the first steps, once: where the start-up time went."""
+        if "start-up" not in self.done:
+            self.done.add("start-up")
             self.startup.done("first steps")
             self.screen.note(self.startup.summary())
 
     def compiled(self, after: str) -> None:
-        """Once after the first steps of each kind: what the compiler made of the model, and what it could not."""
-        if after in self.told or not self.compile.enabled:
+        """After the first steps of each kind (`training`, `evaluation`), once: the compiler's report."""
+        if after in self.done or not self.compile.enabled:
             return
-        self.told.add(after)
+        self.done.add(after)
         report = self.compile.report()
         try:
             self.folder.write("compile.json", report.plain())
-        except StorageError as error:  # a witness's report: training goes on
+        except StorageError as error:  # only a report is lost: training goes on
             self.screen.note(str(error))
         self.tracker.log(
             self.state.step,
@@ -77,7 +72,7 @@ class RunLog:
             self.screen.note(line)
 
     def stopped(self, steps: int, again: bool) -> str:
-        """Where a run of `steps` steps stands that was told to end, and is saved. `again`: the very same command goes on."""
+        """Where a stopped run of `steps` steps stands. `again`: the very same command resumes it."""
         step, folder = self.state.step, self.folder.path
         command = "The same command" + " with run.resume=auto" * (not again)
         if step == 0:
@@ -86,34 +81,34 @@ class RunLog:
             return f"saved after step {step} of {steps} in {folder}. {command} goes on from there."
         return f"all {steps} steps are done and saved in {folder}. {command} finishes the run."
 
-    def ended(self, exam: AnswerEvaluation | None, lines: Iterable[str]) -> None:
-        """The questions' answers, and `lines`."""
+    def ended(self, questions: AnswerEvaluation | None, lines: Iterable[str]) -> None:
+        """Show the answers, and print `lines`."""
         self.screen.finish()
-        if exam:
-            self.screen.answers(exam.shown())
-            self.screen.note(exam.verdict())
+        if questions:
+            self.screen.answers(questions.shown())
+            self.screen.note(questions.verdict())
         for line in lines:
             self.screen.note(line)
 
 
-def introduction(config: Config, setting: RunBuilder, data: PreparedData) -> Iterator[str]:
-    """Lines on what `auto` and null became here, and what the data came to."""
-    facts, device, loader = setting.facts, setting.world.device, config.loader.resolved(setting.world.device)
+def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
+    """Lines on what `auto` and null were resolved to, and on the data."""
+    facts, device, loader = builder.facts, builder.world.device, config.loader.resolved(builder.world.device)
     yield (
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned memory "
         f"{'on' if loader.pin_memory else 'off'}"
     )
     yield from config.techniques.ignored_options()
-    yield from setting.decided
+    yield from builder.decided
     yield from _plan(data.training, config.train.global_batch_size)
     if data.evaluation:
         held = data.evaluation.summary()
         yield (
             f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised tokens"
         )
-    if facts.dtype == "bfloat16" and not setting.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
+    if facts.dtype == "bfloat16" and not builder.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
         yield (
-            "The weights that are trained are bfloat16, where an update below 1/256 of a weight is lost: small learning rates "
+            "The trained weights are bfloat16, where an update below 1/256 of a weight is lost: small learning rates "
             "learn little. optimizer.stochastic_rounding=true loses none on average; model.dtype=float32 with "
             "techniques.precision.autocast=bfloat16 loses none, for twice the memory."
         )
@@ -121,8 +116,8 @@ def introduction(config: Config, setting: RunBuilder, data: PreparedData) -> Ite
 
 def _plan(plan: Plan, rows: int) -> Iterator[str]:
     yield from plan.notes()
-    seen = plan.summary()
+    summary = plan.summary()
     yield (
-        f"{seen['steps']} steps of {rows} rows, {seen['epochs']:.2f} epochs; {seen['supervised_share']:.1%} of the tokens "
-        f"supervised, {seen['padding_share']:.1%} padding"
+        f"{summary['steps']} steps of {rows} rows, {summary['epochs']:.2f} epochs; {summary['supervised_share']:.1%} of the tokens "
+        f"supervised, {summary['padding_share']:.1%} padding"
     )

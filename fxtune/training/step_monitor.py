@@ -1,117 +1,249 @@
-"""Whether a run's numbers are sound: steps whose loss or gradient is not finite, and loss spikes.
+"""Per-step statistics: kept on the device until the next log line, then counted, logged, and checked for bad steps.
 
-What to do about them is decided on the device, where the step is; here they are counted, told with their samples, and too many of
-them end the run.
+Whether a step is skipped is decided on the device, in the step itself (step.py). Here skipped steps and loss spikes are counted and
+reported with their samples (bad_batches.py), and too many bad steps in a row end the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fxtune.config.root import Spikes, TrainConfig
 from fxtune.errors import NumbersError
 from fxtune.training.bad_batches import BadBatches
-from fxtune.training.interval import Interval, Taken
 from fxtune.training.spikes import SpikeWindow
+
+MONITORED = ("loss", "grad_norm", "finite", "loss_scale", "spike_limit")
+"""Metrics of every step (TrainStep); all others are the objective's."""
+
+
+@dataclass
+class StepRecord:
+    """The metrics of one step, on the host. `step` counts from 0."""
+
+    loss: float
+    grad_norm: float
+    finite: float
+    loss_scale: float
+    spike_limit: float
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of the objective."""
+
+    @property
+    def scale_too_large(self) -> bool:
+        """The gradient overflowed and the loss did not: the loss scale was too large and is halved, nothing else is wrong.
+        From 65536 that happens at most 16 times, so a run with other problems still ends.
+        """
+        return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
+
+    @property
+    def spike(self) -> bool:
+        return bool(self.finite) and self.loss > self.spike_limit
+
+    @property
+    def bad(self) -> bool:
+        """A spike, or not finite for another reason than the loss scale."""
+        return self.spike or not (self.finite or self.scale_too_large)
+
+    def to_json(self) -> list[Any]:
+        """`[loss, grad_norm, finite, loss_scale, spike_limit, step]`, and `metrics` if there are any; null: not finite."""
+        row: list[Any] = [_finite_or_none(getattr(self, name)) for name in MONITORED] + [self.step]
+        return [*row, {name: _finite_or_none(value) for name, value in self.metrics.items()}] if self.metrics else row
+
+    @staticmethod
+    def from_json(row: list[Any]) -> StepRecord:
+        values, (step, *rest) = row[: len(MONITORED)], row[len(MONITORED) :]
+        metrics = {name: _number_or_nan(value) for name, value in rest[0].items()} if rest else {}
+        return StepRecord(**dict(zip(MONITORED, map(_number_or_nan, values), strict=True)), step=step, metrics=metrics)
+
+
+class StepStatistics:
+    """Collects the metrics of steps without waiting for them; read() and settle() wait for the device.
+
+    `scaled`: a loss scale is in use, and is logged. `skips_spikes`: spikes do not update the weights.
+    """
+
+    def __init__(self, scaled: bool = False, skips_spikes: bool = False) -> None:
+        self.scaled, self.skips_spikes = scaled, skips_spikes
+        self.names: tuple[str, ...] = ()
+        self.pending: list[torch.Tensor] = []
+        """Metrics of each step, [len(names)] on the device."""
+        self.posted: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        """Those on their way to the host, [steps, len(names)], and the event of their arrival."""
+        self.records: list[StepRecord] = []
+        """Steps since the last log line."""
+        self.unreported: list[StepRecord] = []
+        """Bad steps that the user has not been told about."""
+        self.step = 0
+        """Steps of the run counted so far."""
+        self.skipped = 0
+        """Steps that did not update the weights."""
+        self.consecutive_bad = 0
+        """How many of the latest steps were not finite for another reason than the loss scale."""
+        self.spikes = 0
+
+    def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        """Take the metrics of the next step, scalars on the device."""
+        self.names = tuple(metrics)
+        self.pending.append(torch.stack([value.to(metrics["loss"].dtype) for value in metrics.values()]))
+
+    def post(self) -> None:
+        """Start copying the metrics so far to the host."""
+        if not self.pending:
+            return
+        values, arrived = torch.stack(self.pending), None
+        if values.is_cuda:
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.posted.append((values, arrived))
+        self.pending.clear()
+
+    def settle(self) -> None:
+        """Count the steps so far."""
+        self.post()
+        for values, arrived in self.posted:
+            if arrived is not None:
+                arrived.synchronize()
+            for row in values.tolist():
+                metrics = dict(zip(self.names, row, strict=True))
+                monitored = {name: metrics.pop(name) for name in MONITORED}
+                self._count(StepRecord(**monitored, step=self.step, metrics=metrics))
+                self.step += 1
+        self.posted.clear()
+
+    def _count(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self.spikes += record.spike
+        self.skipped += not record.finite or (record.spike and self.skips_spikes)
+        if record.finite:
+            self.consecutive_bad = 0
+        elif not record.scale_too_large:
+            self.consecutive_bad += 1
+        if record.bad:
+            self.unreported.append(record)
+
+    def read(self) -> dict[str, Any]:
+        """Means of loss, gradient norm and metrics over the steps since the last reading that updated the weights, or None."""
+        self.settle()
+        records, self.records = self.records, []
+        rows = [
+            {"loss": record.loss, "grad_norm": record.grad_norm, **record.metrics}
+            for record in records
+            if record.finite and not (record.spike and self.skips_spikes)
+        ]
+        names = ["loss", "grad_norm", *(records[-1].metrics if records else ())]
+        figures = {f"train/{name}": sum(row[name] for row in rows) / len(rows) if rows else None for name in names}
+        figures["train/skipped_steps"] = self.skipped
+        return {**figures, "train/loss_scale": records[-1].loss_scale} if self.scaled and records else figures
 
 
 class StepMonitor:
-    """Those of one run. `spikes` and `interval` are the loop's to use. `scaled`: a float16 loss scale is in play."""
+    """Watches the steps of a run for losses and gradients that are not finite and for spikes. `scaled`: a loss scale is in use."""
 
-    def __init__(self, config: TrainConfig, spikes: SpikeWindow, suspects: BadBatches, scaled: bool) -> None:
-        self.config, self.spikes, self.suspects = config, spikes, suspects
-        self.interval = Interval(scaled=scaled, skips_spikes=config.spikes is Spikes.skip)
+    def __init__(self, config: TrainConfig, spikes: SpikeWindow, bad_batches: BadBatches, scaled: bool) -> None:
+        self.config, self.spikes, self.bad_batches = config, spikes, bad_batches
+        self.statistics = StepStatistics(scaled=scaled, skips_spikes=config.spikes is Spikes.skip)
 
     def read(self) -> dict[str, Any]:
-        """The figures of the steps since the last reading; tells those that are suspect. Waits for the device."""
-        figures = self.interval.read()
-        self._tell()
+        """Figures of the steps since the last reading; reports bad ones. Waits for the device."""
+        figures = self.statistics.read()
+        self._report()
         return figures
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to count, to judge and to log on alike. Waits for the device."""
-        interval = self.interval
-        interval.settle()
-        self._tell()  # a kill after the save that this is for must not leave them untold
-        rows = [[value if math.isfinite(value) else None for value in row] for row in interval.rows]
+        """What a resumed run needs to count, judge and log as this one would. Waits for the device."""
+        statistics = self.statistics
+        statistics.settle()
+        self._report()  # before the save: if the run is killed after it, nobody else will
         return {
-            "skipped": interval.skipped,
-            "in_a_row": interval.in_a_row,
-            "spikes": interval.spikes,
-            "unlogged": rows,
+            "skipped": statistics.skipped,
+            "in_a_row": statistics.consecutive_bad,
+            "spikes": statistics.spikes,
+            "unlogged": [record.to_json() for record in statistics.records],
             "window": self.spikes.state(),
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Take back what `state` gave, after `step` steps."""
-        interval = self.interval
-        interval.step = step
-        interval.skipped, interval.in_a_row, interval.spikes = (
+        """Restore what state() returned after `step` steps."""
+        statistics = self.statistics
+        statistics.step = step
+        statistics.skipped, statistics.consecutive_bad, statistics.spikes = (
             state.get(name, 0) for name in ("skipped", "in_a_row", "spikes")
         )
-        interval.rows = [
-            Taken._make(math.nan if value is None else value for value in row) for row in state.get("unlogged", [])
-        ]
+        statistics.records = [StepRecord.from_json(row) for row in state.get("unlogged", [])]
         self.spikes.load(state.get("window", {}))
 
     @property
-    def too_many(self) -> bool:
-        """So many steps in a row were not finite that the run is to stop."""
-        return self.interval.in_a_row >= self.config.max_skipped_steps
+    def must_stop(self) -> bool:
+        """Whether train.max_skipped_steps steps in a row were not finite."""
+        return self.statistics.consecutive_bad >= self.config.max_skipped_steps
 
     @property
-    def last_sound(self) -> int:
-        """The number of steps up to the last one that was finite: how far the weights have come."""
-        return self.interval.step - self.interval.in_a_row
+    def last_finite(self) -> int:
+        """The number of steps up to the last finite one: the step that the weights belong to."""
+        return self.statistics.step - self.statistics.consecutive_bad
 
-    @property
-    def doubtful(self) -> bool:
-        """The steps so far end in one that was not finite, or none of them was taken."""
-        return self.interval.in_a_row > 0 or self.interval.skipped >= self.interval.step
-
-    def too_many_error(self, checkpoints: Path) -> NumbersError:
-        """The error of too_many. `checkpoints`: where the state is saved."""
-        interval = self.interval
+    def stop_error(self, checkpoints: Path) -> NumbersError:
+        """The error of must_stop. `checkpoints`: the folder where the state is saved."""
+        statistics = self.statistics
         return self._error(
-            f"The loss or the gradient was not finite in {interval.in_a_row} steps in a row, up to step {interval.step}. None of "
-            f"them touched the weights, and those are saved: {checkpoints}."
+            f"The loss or the gradient was not finite in {statistics.consecutive_bad} steps in a row, up to step "
+            f"{statistics.step}. None of them touched the weights, and those are saved: {checkpoints}."
         )
 
-    def refuse_broken(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
-        """Raise NumbersError where a run of `steps` steps ends in ones that were not finite, and its weights give no finite loss
-        either, on the batch of the last step that had one.
+    def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
+        """Raise NumbersError where a run of `steps` steps ends in steps that were not finite (or took none), and its weights give
+        no finite loss on the batch of the last finite step either.
         """
-        sound = self.last_sound - 1
-        if not self.doubtful or (sound >= 0 and self.interval.skipped < steps and gives_finite_loss(sound)):
+        skipped, last_finite = self.statistics.skipped, self.last_finite - 1
+        if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
+            return
+        if last_finite >= 0 and skipped < steps and gives_finite_loss(last_finite):
             return
         raise self._error(
-            f"{self.interval.skipped} of {steps} steps were skipped, the last ones for a loss or gradient that was not finite, "
-            f"and the weights give no finite loss elsewhere: nothing was exported. The state is saved: {checkpoints}."
+            f"{skipped} of {steps} steps were skipped, the last ones for a loss or gradient that was not finite, "
+            f"and the weights give no finite loss on other data: nothing was exported. The state is saved: {checkpoints}."
         )
 
-    def told(self, steps: int) -> list[str]:
+    def summary(self, steps: int) -> list[str]:
         """Lines for the end of the run."""
-        interval, lines = self.interval, []
-        if interval.skipped:
-            spikes = ", or their loss a spike" * interval.skips_spikes
-            last = f". The last {interval.in_a_row} too, but the weights give a finite loss" * bool(interval.in_a_row)
+        statistics, lines = self.statistics, []
+        if statistics.skipped:
+            spikes = ", or their loss a spike" * statistics.skips_spikes
+            last = f". The last {statistics.consecutive_bad} too, but the weights give a finite loss"
+            last *= bool(statistics.consecutive_bad)
             lines.append(
-                f"{interval.skipped} of {steps} steps were skipped: their loss or gradient was not finite"
-                f"{spikes}{last}."
+                f"{statistics.skipped} of {steps} steps were skipped: their loss or gradient was not finite{spikes}{last}."
             )
-        if interval.spikes:
-            lines.append(f"{interval.spikes} loss spikes: {self.suspects.folder / 'spikes'}")
+        if statistics.spikes:
+            lines.append(f"{statistics.spikes} loss spikes: {self.bad_batches.folder / 'spikes'}")
         return lines
 
-    def _tell(self) -> None:
-        rows, self.interval.suspects = self.interval.suspects, []
-        self.suspects.tell(rows, self.interval.skips_spikes)
+    def _report(self) -> None:
+        records, self.statistics.unreported = self.statistics.unreported, []
+        spikes = [record for record in records if record.spike]
+        not_finite = [record for record in records if not record.spike]
+        self.bad_batches.report("skipped", not_finite, "its loss or gradient was not finite")
+        self.bad_batches.report("spikes", spikes, "a loss spike" + ", skipped" * self.statistics.skips_spikes)
 
-    def _error(self, what: str) -> NumbersError:
-        half = ", use bfloat16 in place of float16" if self.interval.scaled else ""
+    def _error(self, message: str) -> NumbersError:
+        half = ", use bfloat16 in place of float16" if self.statistics.scaled else ""
         return NumbersError(
-            f"{what} Lower optimizer.lr{half}, or look at the data of these steps: {self.suspects.folder / 'skipped'}."
+            f"{message} Lower optimizer.lr{half}, or look at the data of these steps: {self.bad_batches.folder / 'skipped'}."
         )
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number_or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

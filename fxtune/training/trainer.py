@@ -1,58 +1,52 @@
 """Training: one loop for LoRA and full fine-tuning, read top to bottom.
 
-`Trainer.__init__` is the order in which a run comes to be, `run` is the loop, `step` is one optimizer step. There are no
-callbacks: the loop names what it calls. The device is waited for only where figures are logged, and then for a step that is past:
-the next one is under way by then. What is saved is in progress.py, what is said in journal.py.
+`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop, `step` is one optimizer step (step.py). There are no
+callbacks: the loop names what it calls. It waits for the device only where figures are logged, and then for a past step, with the
+next one already issued. run_state.py saves and resumes, run_log.py logs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-
-import torch
 
 from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.config.root import Config, OutOfMemory, Resume
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.models.save import save_model
-from fxtune.objectives.causal_lm import backward, is_finite, one_pass
-from fxtune.optim.optimizer import Optimizer
-from fxtune.optim.schedule import learning_rate
+from fxtune.objectives.base import Objective
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, out_of_memory_message
 from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
-from fxtune.techniques.compile.cuda_graphs import Recorder
-from fxtune.techniques.precision import Autocast
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
-from fxtune.tracking.throughput import Meter, StartupTimer
+from fxtune.tracking.throughput import StartupTimer
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
-from fxtune.training.builder import of_run
-from fxtune.training.evaluation import HeldOutEvaluation
-from fxtune.training.interval import Outcome
-from fxtune.training.oom_advice import Stage
+from fxtune.training.builder import build_for_run
+from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
+from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.run_log import RunLog, introduction
-from fxtune.training.run_state import Progress
-from fxtune.training.spikes import SpikeWindow
+from fxtune.training.run_state import RunState
+from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Train as `config` says and return the run's last figures. This is what `python -m fxtune +recipe=...` calls."""
+def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
+    """Train as `config` says and return the run's last figures. `python -m fxtune +recipe=...` calls this.
+
+    `objective`: what is minimised; None: CausalLM.
+    """
     with SIGNALS:
-        SIGNALS.check()  # the runs of a sweep end with the one that was told to
-        plain = redact(
-            json.loads(json.dumps(dataclasses.asdict(config)))
-        )  # enums become their values; it is written to files
-        folder = claim(config.run.name, config.run.dir, config.run.resume.value, plain)
+        SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
+        # Enums become their values: the recipe is written to files.
+        recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
+        folder = claim(config.run.name, config.run.dir, config.run.resume.value, recipe)
         screen = display(config.tracking.display.value)
         try:
             if folder.finished:
@@ -61,7 +55,7 @@ def run(config: Config) -> dict[str, Any]:
                 )
                 return folder.result()
             with SIGNALS.interruptible():
-                trainer = Trainer(config, folder, screen, plain)
+                trainer = Trainer(config, folder, screen, recipe, objective)
             return trainer.run()
         except UserError:
             folder.abandon()
@@ -72,98 +66,102 @@ def run(config: Config) -> dict[str, Any]:
 
 
 class Trainer:
-    def __init__(self, config: Config, folder: RunFolder, screen: Display, plain: dict[str, Any]):
-        self.config, self.folder, self.screen, self.plain = config, folder, screen, plain
+    """One run. `recipe`: the config as plain data, without secrets."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        screen: Display,
+        recipe: dict[str, Any],
+        objective: Objective | None = None,
+    ) -> None:
+        self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
+        self.objective = objective or CausalLM()
         self.startup = StartupTimer()
         # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
-        setting, same = of_run(config, folder, screen.note)
-        self.setting = setting
-        self.world, self.facts = setting.world, setting.facts
-        self.techniques, self.decided = setting.techniques, setting.decided
+        builder, resume_check = build_for_run(config, folder, screen.note)
+        self.builder = builder
+        self.world, self.facts, self.techniques = builder.world, builder.facts, builder.techniques
         if reasons := list(tracker.check(config.tracking, self.facts)):
             raise ConfigError("\n".join(reasons))
         self.startup.done("checks")
-        self.tokenizer, self.data = setting.read(quarantine=folder.path / "quarantine.jsonl")
+        self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
         self.plan = self.data.training
-        same.read(self.data.tables)
-        self.exam = AnswerEvaluation.open(
+        resume_check.read(self.data.tables)
+        self.questions = AnswerEvaluation.open(
             config.data.questions, self.tokenizer, folder.path, config.data.chat_template
         )
-        for line in (f"run folder: {folder.path}", *introduction(config, setting, self.data)):
+        for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.startup.done("data")
-        self.model = setting.build()
+        self.model = builder.build()
         self.startup.done("model")
-        self.loss = setting.loss(self.model)
-        evidence = setting.prove(self.loss)
-        same.built(self.model, setting.techniques.options())
-        folder.write("evidence.json", [dataclasses.asdict(seen) for seen in evidence])
+        self.language_model = builder.language_model(self.model)
+        evidence = builder.prove(self.language_model)
+        resume_check.built(self.model, builder.techniques.options())
+        folder.write("evidence.json", [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
         self.startup.done("proofs")
         # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
-        with setting.oom_context("Making the optimizer"):
-            self.optimizer = Optimizer(self.model, config.optimizer, self.techniques.compile.keep_gradients)
-        self.loss_scale = self.techniques.precision.loss_scale(self.facts.dtype, self.world.device)
-        pass_of = partial(one_pass, self.loss, self.techniques.precision, self.loss_scale)
-        self.recorder = (
-            Recorder(pass_of, self.world.device, self.optimizer.reached) if self.techniques.compile.records else None
+        self.train_step = builder.train_step(self.language_model, self.objective)
+        self.bad_batches = BadBatches(folder.path, self.plan, self.tokenizer.decode, screen.note)
+        self.monitor = StepMonitor(
+            config.train, self.train_step.spikes, self.bad_batches, self.train_step.loss_scale.active
         )
-        self.spikes = SpikeWindow(
-            self.world.device, config.train.spikes, config.train.spike_window, config.train.spike_threshold
+        self.run_state = RunState(
+            folder, config.checkpoint, recipe, self.model, self.train_step, self.monitor, screen.note
         )
-        suspects = BadBatches(folder.path, self.plan, self.tokenizer.decode, screen.note)
-        self.numbers = StepMonitor(config.train, self.spikes, suspects, self.loss_scale.active)
-        self.progress = Progress(
-            folder, config.checkpoint, plain, self.model, self.optimizer, self.loss_scale, self.numbers, screen.note
-        )
-        with setting.oom_context("Loading the checkpoint"):
-            self.state = self.progress.load(self.plan.fingerprint)
-        halves = config.train.out_of_memory is OutOfMemory.halve
+        with builder.oom_context("Loading the checkpoint"):
+            self.state = self.run_state.load(self.plan.fingerprint)
         self.halving = BatchSizes(
             self.world.device,
             self.state.rows,
-            screen.note if halves else None,
-            self._does_not_fit,
+            screen.note if config.train.out_of_memory is OutOfMemory.halve else None,
+            self._out_of_memory_error,
             self._drop_recordings,
         )
-        self.plan = suspects.plan = self.plan.with_micro_batch_size(
-            self.halving.rows("training", config.train.micro_batch_size)
-        )
-        self.held_out = (
-            HeldOutEvaluation(
-                self.data.evaluation, config.loader, self.world.device, self.loss, self.techniques.precision
+        self._cut_plan(self.halving.rows("training", config.train.micro_batch_size))
+        self.held_out: HeldOutEvaluation | None = None
+        if self.data.evaluation:
+            loader = partial(Loader, config=config.loader, device=self.world.device)
+            self.held_out = HeldOutEvaluation(
+                self.data.evaluation, loader, self.language_model, self.objective, self.techniques.precision
             )
-            if self.data.evaluation
-            else None
-        )
         self.loader: Loader | None = None
         self.tracker = tracker.Tracker(
             config.tracking,
             folder.path,
             config.run.name,
-            plain,
+            recipe,
             self.state.wandb_id,
             self.state.step,
             self.state.figures.get("train/step"),
             note=screen.note,
         )
-        self.state.wandb_id = (
-            self.tracker.wandb_id or self.state.wandb_id
-        )  # a stretch without W&B does not part the rest
-        self.journal = RunLog(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
-        self.reads_late = self.world.device.type == "cuda"
-        """A GPU must not stand still while a line is written, so its next step is issued first."""
-        self.due: float | None = None
-        """The learning rate of a step whose line is due: it is read when the next step is under way."""
+        # Kept where this part of the run has no W&B: a later part goes on with the same W&B run.
+        self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
+        self.log = RunLog(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
+        self.logs_late = self.world.device.type == "cuda"
+        """On a GPU a line is logged after the next step is issued, so that the device does not stand still."""
+        self.unlogged_lr: float | None = None
+        """The learning rate of a step whose log line is due; None: no line is due."""
 
     def run(self) -> dict[str, Any]:
-        """From the state that is there to the last step. Returns the last value of each metric."""
-        with SIGNALS.deferred(), self.tracker, self.progress, self.setting.oom_context("Training", Stage.training):
+        """Train from the current state to the last step. Returns the last value of each metric."""
+        with (
+            SIGNALS.deferred(),
+            self.tracker,
+            self.run_state,
+            self.builder.oom_context("Training", MemoryPhase.training),
+        ):
             try:
-                self.progress.check_room(self.plan.steps, self.facts.optimizer, whole=not self.techniques.lora.enabled)
+                self.run_state.check_room(
+                    self.plan.steps, self.facts.optimizer, export_all=not self.techniques.lora.enabled
+                )
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
-                if self.exam and self.state.step == 0:
-                    self._ask("before")
+                if self.questions and self.state.step == 0:
+                    self._ask_questions("before")
                 self.startup.done("optimizer and questions")
                 self._loop()
                 return self._finish()
@@ -174,239 +172,201 @@ class Trainer:
                 self.close()
 
     def close(self) -> None:
-        """End the processes that load data: last of all, for a signal's checkpoint does not wait for them."""
+        """End the loader processes. Last of all: the checkpoint of a signal does not wait for them."""
         for loading in (self.loader, self.held_out):
             if loading is not None:
                 loading.close()
 
     def _loop(self) -> None:
-        config, state, plan, interval = self.config, self.state, self.plan, self.numbers.interval
-        meter = self.work = self.meter()
-        if state.evaluation_due:  # a signal broke it off
+        config, state, plan, statistics = self.config, self.state, self.plan, self.monitor.statistics
+        meter = self.meter = self.builder.meter(self.model, plan, state.tokens, state.supervised_tokens)
+        if state.evaluation_due:  # a signal interrupted it
             self._evaluate()
-            self.progress.save()
-        for step, lr, outcome in self.steps():
-            if self.due is not None:
-                self._line(self.due)
-            interval.add(*outcome)
+            self.run_state.save()
+        for step, lr, metrics in self.steps():
+            if self.unlogged_lr is not None:
+                self._log_line(self.unlogged_lr)
+            statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == plan.steps
             evaluate, save = (
                 last or _due(state.step, every) for every in (config.train.eval_every, config.checkpoint.every)
             )
-            self.due = lr if last or state.step % config.train.log_every == 0 else None
+            self.unlogged_lr = lr if last or state.step % config.train.log_every == 0 else None
             state.evaluation_due = evaluate
             SIGNALS.check()
-            if self.due is not None:
-                interval.post()
-                if evaluate or save or not self.reads_late:
-                    self._line(self.due)
-            self._stop_on_bad_numbers()
+            if self.unlogged_lr is not None:
+                statistics.post()
+                if evaluate or save or not self.logs_late:
+                    self._log_line(self.unlogged_lr)
+            self._stop_if_not_finite()
             if evaluate:
                 with meter.paused():
                     save = self._evaluate() or save
             if save:
-                self.progress.save()
+                self.run_state.save()
 
-    def _stop(self, stop: Stopped) -> None:
-        """Save what the run has come to, and say how it goes on. Returns when it is on the disk."""
-        if self.due is not None:
-            self._line(self.due)
-        self.progress.secure()
-        stop.outcome = self.journal.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
-
-    def _line(self, lr: float) -> None:
-        """Log the steps up to state.step. Waits for the device to have done them."""
-        self.due = None
-        figures = self.numbers.read()
-        self.journal.started()
-        self.journal.log(
-            {
-                "train/epoch": self.plan.epoch(self.state.step),
-                "train/lr": lr,
-                **figures,
-                **self.work.read(),
-                **self.progress.checkpoints.save_timings(),
-            }
-        )
-        self.journal.compiled("training")
-
-    def steps(self) -> Iterator[tuple[StepBatches, float, Outcome]]:
-        """Take the optimizer steps that are left, each when it is asked for: which one, at what learning rate, what step() gave.
-
-        Training and `fxtune bench` share it, so what the one measures is what the other does.
-        """
+    def steps(self) -> Iterator[tuple[StepBatches, float, Metrics]]:
+        """Take the remaining optimizer steps one by one: the step, its learning rate, and its metrics on the device."""
         self.model.train()
         index = self.state.step
         while index < self.plan.steps:
             exhausted = None
             self.loader = Loader(self.plan, self.config.loader, self.world.device)
             for step in self.loader.steps(index):
-                lr, index = (
-                    learning_rate(self.config.schedule, self.config.optimizer.lr, step.index, self.plan.steps),
-                    step.index,
-                )
-                outcome = catch_out_of_memory(partial(self.step, step, lr))
-                if isinstance(outcome, MemoryExhausted):
-                    exhausted = outcome
+                index = step.index
+                lr = self.builder.learning_rate(index, self.plan.steps)
+                metrics = catch_out_of_memory(partial(self.step, step, lr))
+                if isinstance(metrics, MemoryExhausted):
+                    exhausted = metrics
                     break
-                yield step, lr, outcome
+                yield step, lr, metrics
                 index += 1
-            del step  # with what it holds on the device
+            del step  # and the batches on the device
             self.loader.close()
             if exhausted is not None:
                 self._halve(index, exhausted)
 
-    def meter(self) -> Meter:
-        """Of the work that the steps do, from what the run has seen so far."""
-        autocast = self.techniques.precision.autocast
-        return Meter(
-            self.model,
-            self.plan,
-            self.world.device,
-            self.state.tokens,
-            self.state.supervised_tokens,
-            dtype=None if autocast is Autocast.none else autocast.value,
-        )
-
-    def step(self, step: StepBatches, lr: float) -> Outcome:
-        """One optimizer step. Returns the mean loss in nats a supervised token, the gradient's norm before clipping, whether
-        both were finite (if not, nothing was updated), the loss scale that was used, and the loss above which this is a spike:
-        scalars on the device.
-        """
-        torch.manual_seed(
-            _derive(self.config.run.seed, step.index)
-        )  # dropout depends on the step alone, so resume is exact
-        supervised = self.plan.supervised(
-            step.index
-        )  # of all micro-batches together: the split cannot be seen in the loss
+    def step(self, step: StepBatches, lr: float) -> Metrics:
+        """TrainStep, with what a run adds to it: signals, the checkpoint in progress, running out of memory."""
+        take = self.train_step
         with SIGNALS.interruptible():  # nothing has changed yet, and compiling can take minutes
-            loss = backward(
-                self.loss, step.micro_batches, supervised, self.techniques.precision, self.loss_scale, self.recorder
-            )
-        self.loss_scale.unscale(list(self.optimizer.names))
-        norm = self.optimizer.clip(self.config.train.max_grad_norm)
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
-        limit = self.spikes.limit(loss)
-        self.progress.checkpoints.wait_for_copy()
-        with self.setting.oom_context(
-            f"The update of step {step.index + 1}"
-        ):  # some of it may be done: it is not tried again
-            self.optimizer.step(lr, self.spikes.taken_up(limit, loss, finite))
-        scale = self.loss_scale.scale
-        self.loss_scale.update(finite)
-        return Outcome(loss, norm, finite, scale, limit)
+            metrics = take.backward(step.micro_batches, self.objective.normalizer(self.plan, step.index), step.index)
+        take.clip(metrics)
+        self.run_state.checkpoints.wait_for_copy()
+        # Not repeated when it runs out of memory: some weights may be updated already.
+        with self.builder.oom_context(f"The update of step {step.index + 1}"):
+            take.update(metrics, lr)
+        return metrics
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
-        """Cut the steps from `index` on, of which the first did not fit and is taken again, into smaller micro-batches."""
-        self.halving.free_memory()  # which also waits for what is still added to gradients
-        self.optimizer.drop()  # they hold a part of the sum
+        """Cut the steps from `index` on into smaller micro-batches. The first of them did not fit, and is repeated."""
+        self.halving.free_memory()  # which also waits for gradients that are still being added up
+        self.train_step.optimizer.drop()  # they hold a part of the sum
         sizes = self.plan.sizes
-        again = f"Step {index + 1} is taken again; its {sizes.global_batch_size} rows and its loss stay as they are. "
+        again = f"Step {index + 1} is repeated; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
-        self.plan = self.numbers.suspects.plan = self.plan.with_micro_batch_size(
-            self.halving.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
-        )
+        self._cut_plan(self.halving.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again))
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
-    def _drop_recordings(self) -> None:
-        """They own memory that nothing else can use, and are made again."""
-        self.techniques.compile.drop()
-        if self.recorder:
-            self.recorder.drop()
+    def _cut_plan(self, micro_batch_size: int) -> None:
+        self.plan = self.bad_batches.plan = self.plan.with_micro_batch_size(micro_batch_size)
 
-    def _does_not_fit(self, part: str, rows: int, why: str) -> HardwareError:
-        """The error where `part` ran out of memory with `rows` rows at once, and no fewer can be tried. The state is saved."""
-        what = out_of_memory_message(part, rows, why)
+    def _drop_recordings(self) -> None:
+        """Free the memory that recorded passes own; they are recorded again."""
+        self.techniques.compile.drop()
+        if self.train_step.recorder:
+            self.train_step.recorder.drop()
+
+    def _out_of_memory_error(self, part: str, rows: int, why: str) -> HardwareError:
+        """The error where `part` ran out of memory with micro-batches of `rows` rows and no fewer can be tried. Saves the state."""
+        message = out_of_memory_message(part, rows, why)
         with SIGNALS.deferred():
-            if self.due is not None:
-                self._line(self.due)
+            if self.unlogged_lr is not None:
+                self._log_line(self.unlogged_lr)
             try:
-                self.progress.secure()
-                told = (
-                    f"Saved after step {self.state.step}: the same command goes on there, where there is more memory."
-                )
-                what += f"\n{told}" if self.state.step else ""
+                self.run_state.ensure_saved()
+                if self.state.step:
+                    message += (
+                        f"\nSaved after step {self.state.step}: the same command resumes there, given more memory."
+                    )
             except StorageError as error:
-                what += f"\n{error}"
+                message += f"\n{error}"
         if part == "training":
-            return self.setting.out_of_memory(what, Stage.training, rows, self.plan.max_row_length(self.state.step))
+            return self.builder.out_of_memory(
+                message, MemoryPhase.training, rows, self.plan.max_row_length(self.state.step)
+            )
         width = self.held_out.widest if part == "evaluation" and self.held_out else None
-        return self.setting.out_of_memory(what, Stage.forward, rows, width)
+        return self.builder.out_of_memory(message, MemoryPhase.forward, rows, width)
+
+    def _stop(self, stop: Stopped) -> None:
+        """Save the state, and say how the run is resumed. Returns when it is on the disk."""
+        if self.unlogged_lr is not None:
+            self._log_line(self.unlogged_lr)
+        self.run_state.ensure_saved()
+        stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
+
+    def _stop_if_not_finite(self) -> None:
+        """End the run where too many steps in a row were not finite, by the steps read so far."""
+        if self.monitor.must_stop:
+            self.monitor.statistics.settle()  # the step issued meanwhile may have been finite
+        if self.monitor.must_stop:
+            if self.unlogged_lr is not None:
+                self._log_line(self.unlogged_lr)
+            if self.monitor.last_finite > self.run_state.saved:  # its weights are in no checkpoint yet
+                self.run_state.save()
+            self.run_state.checkpoints.wait()
+            raise self.monitor.stop_error(self.run_state.checkpoints.folder)
+
+    def _log_line(self, lr: float) -> None:
+        """Log the steps up to state.step. Waits for the device to finish them."""
+        self.unlogged_lr = None
+        figures = self.monitor.read()
+        self.log.started()
+        self.log.log(
+            {
+                "train/epoch": self.plan.epoch(self.state.step),
+                "train/lr": lr,
+                **figures,
+                **self.meter.read(),
+                **self.run_state.checkpoints.save_timings(),
+            }
+        )
+        self.log.compiled("training")
 
     def _evaluate(self) -> bool:
-        """Log loss and perplexity of the held-out data. Returns whether this is the best so far, to be kept."""
+        """Evaluate on the held-out data and log the figures. Returns whether to keep this state as the best so far."""
         if self.held_out is None:
             self.state.evaluation_due = False
             return False
         with SIGNALS.interruptible():
-            loss = self.halving.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
+            figures = self.halving.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
         self.state.evaluation_due = False
-        self.journal.log({"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})
-        self.journal.compiled("evaluation")
-        if self.state.best_loss is not None and not loss < self.state.best_loss:
+        self.log.log({f"eval/{name}": value for name, value in figures.items()})
+        self.log.compiled("evaluation")
+        if self.state.best_loss is not None and not figures["loss"] < self.state.best_loss:
             return False
-        self.state.best_loss, self.state.best_step = loss, self.state.step
+        self.state.best_loss, self.state.best_step = figures["loss"], self.state.step
         return self.config.checkpoint.keep_best
 
-    def _ask(self, when: str) -> None:
-        assert self.exam is not None
+    def _ask_questions(self, when: str) -> None:
+        assert self.questions is not None
         with SIGNALS.interruptible():
-            right = self.exam.ask(self.model, when, self.halving)
-        self.journal.log({"questions/exact_match": right})
-
-    def _stop_on_bad_numbers(self) -> None:
-        """End the run where too many steps in a row were not finite, as far as they were read."""
-        if self.numbers.too_many:
-            self.numbers.interval.settle()  # a step that was under way meanwhile, and may have been sound again
-        if self.numbers.too_many:
-            if self.due is not None:
-                self._line(self.due)
-            if self.numbers.last_sound > self.progress.saved:  # its weights are in no checkpoint yet
-                self.progress.save()
-            self.progress.checkpoints.wait()
-            raise self.numbers.too_many_error(self.progress.checkpoints.folder)
+            share = self.questions.ask(self.model, when, self.halving)
+        self.log.log({"questions/exact_match": share})
 
     def _finish(self) -> dict[str, Any]:
         """Export what was trained, ask the questions again, say where everything is."""
         kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
-        self.numbers.refuse_broken(
-            self.plan.steps,
-            self.progress.checkpoints.folder,
-            lambda step: is_finite(
-                self.loss, self.plan.batch(step, 0).to(self.world.device), self.techniques.precision
-            ),
-        )
-        if self.exam:
-            self._ask("after")
-        with SIGNALS.interruptible():  # what is there then is whole or absent
-            save_model(
-                self.model,
-                self.tokenizer,
-                output,
-                card={
-                    "data": self.plan.fingerprint,
-                    "figures": self.state.figures,
-                    "facts": self.facts,
-                    "config": self.plain,
-                },
-            )
-        self.progress.checkpoints.wait()
-        if figures := self.progress.checkpoints.save_timings():
-            self.journal.log(figures)
+        self.monitor.refuse_broken_weights(self.plan.steps, self.run_state.checkpoints.folder, self._gives_finite_loss)
+        if self.questions:
+            self._ask_questions("after")
+        card = {
+            "data": self.plan.fingerprint,
+            "figures": self.state.figures,
+            "facts": self.facts,
+            "config": self.recipe,
+        }
+        with SIGNALS.interruptible():  # the export is complete or absent
+            save_model(self.model, self.tokenizer, output, card=card)
+        self.run_state.checkpoints.wait()
+        if figures := self.run_state.checkpoints.save_timings():
+            self.log.log(figures)
         self.tracker.summary(self.state.figures)
         self.folder.finish(self.state.figures)
-        recorded = [self.recorder.told()] if self.recorder else []
-        self.journal.ended(self.exam, [*self.numbers.told(self.plan.steps), *recorded, f"The {kind} is in {output}"])
+        recorder = self.train_step.recorder
+        recorded = [recorder.told()] if recorder else []
+        self.log.ended(
+            self.questions, [*self.monitor.summary(self.plan.steps), *recorded, f"The {kind} is in {output}"]
+        )
         return self.state.figures
+
+    def _gives_finite_loss(self, step: int) -> bool:
+        batch = self.plan.batch(step, 0).to(self.world.device)
+        return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _derive(seed: int, step: int) -> int:
-    """A seed for each step, far from those of its neighbours."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()) >> 1

@@ -11,27 +11,24 @@ Without words: LoRA on the built-in model.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
 import sys
-import tempfile
 import time
 from itertools import islice
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of a checkout that is not installed
 
-from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.config import compose as configs
 from fxtune.config.root import Spikes
+from fxtune.data.batches.loader import Loader
 from fxtune.diagnostics.benchmark import alone
-from fxtune.tracking.display import Display
-from fxtune.training.interval import Interval
-from fxtune.training.trainer import Trainer
+from fxtune.objectives.causal_lm import CausalLM
+from fxtune.training.builder import RunBuilder
+from fxtune.training.step import TrainStep
+from fxtune.training.step_monitor import StepStatistics
 
 ROUNDS = 1000
 BLOCK = 5
@@ -42,24 +39,24 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def guards(trainer: Trainer) -> tuple[float, float]:
+def guards(train_step: TrainStep, device: torch.device) -> tuple[float, float]:
     """Seconds a step, until the host goes on and until the device is done."""
-    device = trainer.world.device
-    loss, norm, scale = torch.ones((), device=device), torch.ones((), device=device), trainer.loss_scale.scale
-    interval = Interval()
+    loss, norm, scale = torch.ones((), device=device), torch.ones((), device=device), train_step.loss_scale.scale
+    statistics_, spikes = StepStatistics(), train_step.spikes
     for round_ in range(2):  # the first one warms up
         wait(device)
         began = time.perf_counter()
         for _ in range(ROUNDS):
             finite = torch.isfinite(norm) & torch.isfinite(loss)
-            limit = trainer.spikes.limit(loss)
-            trainer.spikes.taken_up(limit, loss, finite)
-            interval.add(loss, norm, finite, scale, limit)
+            limit = spikes.limit(loss)
+            spikes.updates_weights(limit, loss, finite)
+            metrics = dict(loss=loss, grad_norm=norm, finite=finite, loss_scale=scale, spike_limit=limit)
+            statistics_.add(metrics)
         host = time.perf_counter() - began
         wait(device)
         whole = time.perf_counter() - began
-        interval.settle()
-        assert round_ or interval.step == ROUNDS
+        statistics_.settle()
+        assert round_ or statistics_.step == ROUNDS
     return host / ROUNDS, whole / ROUNDS
 
 
@@ -69,25 +66,28 @@ def main() -> None:
     options, words = parser.parse_known_args()
     words = words or ["+recipe=quickstart"]
     config = alone(configs.load(words), 2 * options.steps + 4 * BLOCK)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = RunFolder(Path(scratch), resumed=False, lock=FileLock(Path(scratch) / ".lock"))
-        trainer = Trainer(config, folder, Display(), json.loads(json.dumps(dataclasses.asdict(config))))
-        device, taken = trainer.world.device, trainer.steps()
-        seconds: dict[Spikes, list[float]] = {Spikes.report: [], Spikes.off: []}
-        list(islice(taken, 2 * BLOCK))
-        while min(map(len, seconds.values())) < options.steps:
-            for kind, found in seconds.items():
-                trainer.spikes.kind = kind
-                for _ in range(BLOCK):
-                    wait(device)
-                    began = time.perf_counter()
-                    next(taken)
-                    wait(device)
-                    found.append(time.perf_counter() - began)
-        taken.close()
-        trainer.close()
-        trainer.spikes.kind = Spikes.report
-        host, whole = guards(trainer)
+    builder = RunBuilder(config)
+    device, plan = builder.world.device, builder.read()[1].training
+    model = builder.language_model(builder.build())
+    model.model.train()
+    train_step = builder.train_step(model, CausalLM())
+    loader = Loader(plan, config.loader, device)
+    taken = (train_step(plan, step, config.optimizer.lr) for step in loader.steps())
+    seconds: dict[Spikes, list[float]] = {Spikes.report: [], Spikes.off: []}
+    list(islice(taken, 2 * BLOCK))
+    while min(map(len, seconds.values())) < options.steps:
+        for kind, found in seconds.items():
+            train_step.spikes.kind = kind
+            for _ in range(BLOCK):
+                wait(device)
+                began = time.perf_counter()
+                next(taken)
+                wait(device)
+                found.append(time.perf_counter() - began)
+    taken.close()
+    loader.close()
+    train_step.spikes.kind = Spikes.report
+    host, whole = guards(train_step, device)
     with_, without = (statistics.median(found) for found in seconds.values())
     print(f"{device}, {' '.join(words)}: a step takes {with_ * 1e3:.1f} ms")
     print(

@@ -317,11 +317,11 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
     plain = json.loads(json.dumps(asdict(config)))
     trainer = Trainer(config, claim("longest", config.run.dir, "never", plain), Display(), plain)
     cuda = trainer.world.device.type == "cuda"
-    print("\n".join(trainer.decided), flush=True)
+    print("\n".join(trainer.builder.decided), flush=True)
     with trainer.tracker:
         began = time.perf_counter()
-        for _, _, (loss, *_) in trainer.steps():
-            value, now = loss.item(), time.perf_counter()  # waits for the step
+        for _, _, metrics in trainer.steps():
+            value, now = metrics["loss"].item(), time.perf_counter()  # waits for the step
             seconds, began = now - began, now
     compiled = trainer.techniques.compile
     if count == 1 and compiled.enabled:

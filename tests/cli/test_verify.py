@@ -13,7 +13,7 @@ from fxtune.cli import verify
 from fxtune.cli.main import main
 from fxtune.diagnostics import parity
 from fxtune.errors import CheckError
-from fxtune.objectives import causal_lm as loss
+from fxtune.objectives import language_model
 from fxtune.techniques import base
 from fxtune.techniques.checkpointing.technique import Checkpointing
 
@@ -159,8 +159,10 @@ def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_is_named(cwd, monkeypatch):
-    true = loss.Loss.sum
-    monkeypatch.setattr(loss.Loss, "sum", lambda self, batch: true(self, batch) * float("nan"))
+    true = language_model.LanguageModel.summed_loss
+    monkeypatch.setattr(
+        language_model.LanguageModel, "summed_loss", lambda self, batch: true(self, batch) * float("nan")
+    )
     code, found = verified(cwd)
     assert code == 1
     assert not row(found, "loss", "finite")["acted"]
@@ -257,7 +259,7 @@ def test_documents_that_see_each_other_are_outside(cwd, monkeypatch, capsys):
         rows = torch.arange(input_ids.shape[0] + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device) * length
         return true(model, input_ids, torch.arange(length, device=input_ids.device).expand_as(input_ids), rows)
 
-    for module in (base, loss):
+    for module in (base, language_model):
         monkeypatch.setattr(module, "model_inputs", one_document)
     code, found = verified(cwd, "--loss")
     assert code == 1

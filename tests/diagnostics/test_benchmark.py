@@ -16,6 +16,7 @@ from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
+from fxtune.training.step import TrainStep
 from fxtune.tuning import trial
 from fxtune.tuning.trial import Outcome, TrialResult
 
@@ -71,13 +72,13 @@ def tokens_of(config, steps) -> int:
 
 
 def test_times_fit_together(small, monkeypatch):
-    whole_step, slow = trainer.Trainer.step, iter([0.0, 0.0, 0.05, 0.05, 1.5, 0.05])
+    whole_step, slow = TrainStep.__call__, iter([0.0, 0.0, 0.05, 0.05, 1.5, 0.05])
 
-    def slower(self, step, lr):
+    def slower(self, plan, step, lr):
         benchmark.time.sleep(next(slow))
-        return whole_step(self, step, lr)
+        return whole_step(self, plan, step, lr)
 
-    monkeypatch.setattr(trainer.Trainer, "step", slower)
+    monkeypatch.setattr(TrainStep, "__call__", slower)
     found = benchmark.measure(small, steps=4, warm_up=2, age=iter([3.0, 4.5]).__next__)
     assert (found.first_step_seconds, found.second_step_seconds) == (3.0, 4.5)
     assert found.step_seconds_p5 < found.step_seconds < 1.2 < found.step_seconds_p95, (
@@ -107,17 +108,14 @@ def test_the_age_of_a_process_counts_from_before_python():
 
 
 def test_a_step_that_is_not_finite_is_told_and_is_no_loss(small, monkeypatch):
-    whole_step = trainer.Trainer.step
+    whole_step = TrainStep.__call__
 
-    def broken(self, step, lr):
-        outcome = whole_step(self, step, lr)
-        return (
-            outcome
-            if step.index != 3
-            else outcome._replace(loss=torch.tensor(float("nan")), finite=torch.tensor(False))
-        )
+    def broken(self, plan, step, lr):
+        metrics = whole_step(self, plan, step, lr)
+        bad = dict(loss=torch.tensor(float("nan")), finite=torch.tensor(False))
+        return {**metrics, **bad} if step.index == 3 else metrics
 
-    monkeypatch.setattr(trainer.Trainer, "step", broken)
+    monkeypatch.setattr(TrainStep, "__call__", broken)
     found = benchmark.measure(small, steps=2, warm_up=2)
     assert found.losses[3] is None
     assert found.loss == found.losses[2]

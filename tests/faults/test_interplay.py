@@ -23,7 +23,8 @@ from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.cli.main import main
 from fxtune.config.root import Config, Resume, Spikes
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.optim.optimizer import Optimizer
 from fxtune.system.oom import BatchSizes
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.tracking.tracker import Tracker
@@ -63,7 +64,7 @@ def state(run: str = "run") -> dict:
 
 def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
     """A forward pass of more than `rows` rows finds no memory; `once` is called the first time. Returns the rows of each."""
-    real, seen = Loss.sum, []
+    real, seen = LanguageModel.summed_loss, []
 
     def scarce(self, batch):
         seen.append(len(batch.input_ids))
@@ -73,7 +74,7 @@ def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         return real(self, batch)
 
-    monkeypatch.setattr(Loss, "sum", scarce)
+    monkeypatch.setattr(LanguageModel, "summed_loss", scarce)
     return seen
 
 
@@ -176,15 +177,15 @@ def test_memory_that_runs_out_as_a_signal_comes_is_no_halving(run_, monkeypatch)
 def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, said):
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     seen = short_of_memory(monkeypatch, 99)  # none yet
-    real, rows = evaluation.mean_loss, []
+    real, rows = evaluation.evaluate, []
 
-    def scarce(loss, loader, precision):
+    def scarce(model, objective, loader, precision):
         rows.append(loader.plan.sizes.micro_batch_size)
         if rows[-1] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(loss, loader, precision)
+        return real(model, objective, loader, precision)
 
-    monkeypatch.setattr(evaluation, "mean_loss", scarce)
+    monkeypatch.setattr(evaluation, "evaluate", scarce)
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped, match="saved after step 3 of 6"):
         trainer.run(run_)
@@ -201,7 +202,7 @@ def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_ne
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     saved = Checkpoints.save
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "mean_loss", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
+        patch.setattr(evaluation, "evaluate", lambda *_: raises(torch.OutOfMemoryError("CUDA out of memory.")))
         patch.setattr(Checkpoints, "save", lambda *given: (tell(), saved(*given))[1])
         with pytest.raises((HardwareError, Stopped)):
             trainer.run(run_)
@@ -247,9 +248,13 @@ def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, mon
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped):
         trainer.run(run_)
-    real = Loss.sum
-    at_step(monkeypatch, 4, lambda: monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * math.nan))
-    at_step(monkeypatch, 5, lambda: monkeypatch.setattr(Loss, "sum", real))
+    real = LanguageModel.summed_loss
+    at_step(
+        monkeypatch,
+        4,
+        lambda: monkeypatch.setattr(LanguageModel, "summed_loss", lambda *given: real(*given) * math.nan),
+    )
+    at_step(monkeypatch, 5, lambda: monkeypatch.setattr(LanguageModel, "summed_loss", real))
     trainer.run(run_)
     place = Path("run/skipped/step-00000005")
     assert len(load_file(place / "batch-0.safetensors")["input_ids"]) == 2
@@ -259,16 +264,18 @@ def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, mon
 def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monkeypatch):
     """Also where that window comes out of a checkpoint."""
     run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
-    real, index = Loss.sum, [0]
-    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0))
+    real, index = LanguageModel.summed_loss, [0]
+    monkeypatch.setattr(
+        LanguageModel, "summed_loss", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0)
+    )
     taken = trainer.Trainer.step
     monkeypatch.setattr(
         trainer.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
     )
     moved: list[bool] = []
-    update = trainer.Optimizer.step
+    update = Optimizer.step
     monkeypatch.setattr(
-        trainer.Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
+        Optimizer, "step", lambda self, lr, sound: (moved.append(bool(sound)), update(self, lr, sound))[1]
     )
     at_step(monkeypatch, 2, tell)
     with pytest.raises(Stopped, match="after step 2"):

@@ -520,7 +520,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_pat
     code = forks.start([*words, "checkpoint.every=0"], tmp_path).wait()
     assert code == 0, said()
     assert f"{newest.name}: weights.safetensors is not the file that was saved" in said()
-    assert f"Going on with run after step {int(whole.name[5:])} " in said()
+    assert f"Resuming run after step {int(whole.name[5:])} " in said()
 
 
 def test_a_quarantine_that_cannot_be_written_is_an_error_with_its_place(tmp_path, forks, said):

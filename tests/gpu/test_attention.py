@@ -10,7 +10,7 @@ from support.reference import LIMITS, SHAPES, apart, batch, build, ours, plain, 
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.pipeline import Pipeline
 
@@ -195,12 +195,12 @@ def test_the_host_never_waits(packed):
     """Forward and backward of a whole model: after the first step no call of the host waits for the device."""
     given = batch("llama", (700, 600, 500) if packed else (900,), rows=1 if packed else 2, packed=packed)
     model, pipeline, _, _ = build(using("flash4"), "llama", given)
-    loss = Loss(model, pipeline.liger)
-    loss.sum(given).backward()
+    loss = LanguageModel(model, pipeline.liger)
+    loss.summed_loss(given).backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss.sum(given).backward()
+        loss.summed_loss(given).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -78,9 +78,9 @@ class Measured:
         self.given = reference.batch(shape, lengths=(tokens // 2, tokens // 4, tokens // 4), supervised=1.0)
         torch.manual_seed(0)
         self.model, self.pipeline, self.evidence, self.notes = reference.build(made, shape, self.given, lora=lora)
-        from fxtune.objectives.causal_lm import Loss
+        from fxtune.objectives.language_model import LanguageModel
 
-        self.loss = Loss(self.model, self.pipeline.liger)
+        self.loss = LanguageModel(self.model, self.pipeline.liger)
         offload = getattr(self.model, "offload", None)
         # Proofs look at forward passes that have no backward pass, whose inputs nobody asks for.
         self.proving = (offload.stored - offload.fetched) if offload else 0
@@ -90,7 +90,7 @@ class Measured:
         for parameter in self.trained:
             parameter.grad = None
         with self.pipeline.precision.context(self.given.input_ids.device):
-            loss = self.loss.sum(self.given)
+            loss = self.loss.summed_loss(self.given)
         loss.backward()
         return loss.detach()
 

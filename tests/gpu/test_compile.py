@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import reference
 
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -129,12 +129,12 @@ def trained(
 
 def _milliseconds(techniques, model, optimizer) -> float:
     """A forward and backward pass, after the loop above warmed everything up."""
-    loss, given = Loss(model, techniques.liger), reference.batch("llama", seed=5)
+    loss, given = LanguageModel(model, techniques.liger), reference.batch("llama", seed=5)
     for _timed in (False, True):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(20):
-            loss.sum(given).backward()
+            loss.summed_loss(given).backward()
             optimizer.step(0.0, torch.tensor(False, device="cuda"))
         torch.cuda.synchronize()
     return (time.perf_counter() - begun) / 20 * 1000
@@ -227,12 +227,12 @@ def test_cuda_graphs_serve_small_models_best():
         given = reference.batch(small, (100, 90, 66))
         model, techniques, _, _ = reference.build(pipeline(copy.deepcopy(compiled), "sdpa"), small, given, lora=True)
         optimizer = Optimizer(model, OptimizerConfig(), techniques.compile.keep_gradients)
-        loss = Loss(model, techniques.liger)
+        loss = LanguageModel(model, techniques.liger)
         for _ in range(2):
             torch.cuda.synchronize()
             begun = time.perf_counter()
             for _ in range(20):
-                loss.sum(given).backward()
+                loss.summed_loss(given).backward()
                 optimizer.step(1e-5, torch.tensor(True, device="cuda"))
             torch.cuda.synchronize()
             took[name] = (time.perf_counter() - begun) / 20 * 1000

@@ -51,7 +51,7 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
         assert not (folder / "run" / "result.json").exists(), "it was done before it could be killed"
     done = run(words, folder, timeout=280, **caches)
     assert done.code == 0, done.text[-3000:]
-    assert ("Going on with" in done.text) == killed
+    assert ("Resuming" in done.text) == killed
     return Ending.of(folder / "run", [])
 
 

@@ -126,11 +126,11 @@ def test_the_frozen_weights_are_stored_once():
 
 def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]:
     """Seconds and peak GiB of a compiled forward and backward."""
-    from fxtune.objectives.causal_lm import Loss
+    from fxtune.objectives.language_model import LanguageModel
 
     model, made, *_ = reference.build(pipeline(fused, True, policy), LAYERS_OF_8B, given)
     with made.precision.context(given.input_ids.device):
-        loss = Loss(model, made.liger)
+        loss = LanguageModel(model, made.liger)
     times = []
     for index in range(11):
         if index == 3:  # compiled by now
@@ -138,7 +138,7 @@ def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]
         torch.cuda.synchronize()
         begun = time.perf_counter()
         with made.precision.context(given.input_ids.device):
-            total = loss.sum(given)
+            total = loss.summed_loss(given)
         total.backward()
         model.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

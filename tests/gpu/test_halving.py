@@ -170,8 +170,8 @@ def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
             assert loss == pytest.approx(wanted, rel=2e-3)
             assert norm == pytest.approx(wanted_norm, rel=5e-2)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
-        if run.recorder:
-            assert run.recorder.played >= 4, "recorded again, in the new shape"
+        if run.train_step.recorder:
+            assert run.train_step.recorder.played >= 4, "recorded again, in the new shape"
     del run
     torch._dynamo.reset()
     gc.collect()
@@ -187,7 +187,7 @@ def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
     _, base, most = at_ease(recipe)
     card = torch.cuda.get_device_properties(0).total_memory
     with trainer(recipe, "short") as (run, notes):
-        record, tried = run.recorder._record, []
+        record, tried = run.train_step.recorder._record, []
 
         def scarce(given):
             if not tried:
@@ -197,13 +197,13 @@ def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
             tried.append(len(given.input_ids))
             return record(given)
 
-        monkeypatch.setattr(run.recorder, "_record", scarce)
+        monkeypatch.setattr(run.train_step.recorder, "_record", scarce)
         run.run()
         print(f"\nrecorded with {tried} rows; {told(notes)}")
         assert tried[0] == ROWS
         assert run.state.rows["training"] < ROWS
         assert tried[-1] == run.state.rows["training"]
-        assert run.recorder.played >= 4
+        assert run.train_step.recorder.played >= 4
         assert all(loss < 2 * figures(run)[0][0] for loss, _ in figures(run))
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.manual_seed(0)  # refused as long as a generator believes that it is recorded

@@ -25,7 +25,7 @@ from fxtune.techniques.quantize import Library
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import Display, TrackingConfig
 from fxtune.training import trainer as train
-from fxtune.training.interval import Interval
+from fxtune.training.step_monitor import StepStatistics
 
 SMALL = dict(
     reference.SHAPES["llama"],
@@ -154,13 +154,13 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
         steps = built.steps()
         for _ in range(20):  # compiled, and every number of supervised positions seen and recorded
             next(steps)
-        interval = Interval()
+        statistics = StepStatistics()
         with no_waiting(monkeypatch):
             for _ in range(10):
-                _, _, outcome = next(steps)
-                interval.add(*outcome)
-            interval.post()
-        figures = interval.read()
+                _, _, metrics = next(steps)
+                statistics.add(metrics)
+            statistics.post()
+        figures = statistics.read()
         steps.close()
     assert figures["train/skipped_steps"] == 0
     assert figures["train/loss"] < 8
@@ -172,8 +172,8 @@ def run(
     """Losses of each step, the adapters' weights at the end, and milliseconds of a step in the second half."""
     losses = []
     with trainer(config, name) as built:
-        for step, _, outcome in built.steps():
-            losses.append(outcome[0])
+        for step, _, metrics in built.steps():
+            losses.append(metrics["loss"])
             if step.index == steps // 2:
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
@@ -181,8 +181,8 @@ def run(
                 break
         torch.cuda.synchronize()
         took = (time.perf_counter() - begun) / (steps - 1 - steps // 2) * 1000
-        told = built.recorder.told() if built.recorder else ""
-        weights = [parameter.detach().float().cpu() for parameter in built.optimizer.names]
+        told = built.train_step.recorder.told() if built.train_step.recorder else ""
+        weights = [parameter.detach().float().cpu() for parameter in built.train_step.optimizer.names]
     print(f"\n{name}: {took:.2f} ms a step. {told}")
     return [loss.item() for loss in losses], weights, took
 
@@ -212,7 +212,9 @@ def test_recorded_passes_are_played_and_faster(recipe):
         for step, _, _ in built.steps():
             if step.index == 30:
                 break
-        assert built.recorder.played > 0.5 * built.recorder.passes, built.recorder.told()
+        assert built.train_step.recorder.played > 0.5 * built.train_step.recorder.passes, (
+            built.train_step.recorder.told()
+        )
     _, _, fast = run(recipe, "recorded", 40)
     assert fast < slow, (fast, slow)
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from support import reference
 
-from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
+from fxtune.kernels.linear_cross_entropy import (
+    default_chunk_rows,
+    linear_cross_entropy,
+    linear_log_probs,
+    reference_log_probs,
+)
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.liger.technique import WHAT, Liger
@@ -38,7 +43,7 @@ def drawn(
 def in_float32(hidden, weight, labels, bias=None, **options):
     """Loss and gradients of the same rounded numbers, by autograd over all logits."""
     leaves = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
-    losses = plain(leaves[0], leaves[1], labels, leaves[2] if bias is not None else None, **options)
+    losses = -reference_log_probs(leaves[0], leaves[1], labels, leaves[2] if bias is not None else None, **options)
     return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
 
 
@@ -52,7 +57,7 @@ def test_5000_rows_of_128k_words(dtype, options):
     loss = linear_cross_entropy(hidden, weight, labels, **options)
     assert loss.dtype is torch.float32
     assert abs(loss - losses.sum()) < min(limit, 1e-3) * losses.sum()
-    assert reference.relative(row_losses(hidden, weight, labels, **options), losses) < limit
+    assert reference.relative(-linear_log_probs(hidden, weight, labels, **options), losses) < limit
     for mine, theirs in zip(torch.autograd.grad(loss, [hidden, weight]), wanted, strict=True):
         assert reference.relative(mine, theirs) < limit
 
@@ -80,8 +85,8 @@ def test_more_logits_than_int32_can_count():
     """20,000 rows of 128k words at once: the last rows lie beyond 2^31 numbers."""
     hidden, weight, labels, _ = drawn(20000, 64, head=False)
     assert 20000 * WORDS > 2**31
-    at_once = row_losses(hidden, weight, labels, chunk_rows=20000)
-    in_parts = row_losses(hidden, weight, labels, chunk_rows=1000)
+    at_once = -linear_log_probs(hidden, weight, labels, chunk_rows=20000)
+    in_parts = -linear_log_probs(hidden, weight, labels, chunk_rows=1000)
     torch.testing.assert_close(at_once, in_parts, rtol=0, atol=0.05)  # another matmul may round a logit the other way
     both = [
         torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, chunk_rows=rows), hidden)[0]
@@ -97,8 +102,8 @@ def test_large_logits_and_a_label_outside():
     assert reference.relative(loss, losses.sum()) < 1e-5
     assert reference.relative(torch.autograd.grad(loss, hidden)[0], wanted[0]) < 1e-2
     labels[3], labels[5], labels[6] = -1, 1000, -100
-    assert row_losses(hidden, weight, labels).isnan().nonzero().flatten().tolist() == [3, 5]
-    assert row_losses(hidden, weight, labels)[6] == 0
+    assert linear_log_probs(hidden, weight, labels).isnan().nonzero().flatten().tolist() == [3, 5]
+    assert linear_log_probs(hidden, weight, labels)[6] == 0
 
 
 def test_under_autocast_with_float32_master_weights():
@@ -124,7 +129,7 @@ def test_nothing_waits_for_the_device(trained):
         (loss / 1000).backward()
         with torch.no_grad():
             linear_cross_entropy(hidden, weight, labels)
-            row_losses(hidden, weight, labels)
+            linear_log_probs(hidden, weight, labels)
 
 
 @contextmanager
@@ -160,7 +165,7 @@ def test_peak_memory_of_64k_rows_of_an_8b_model():
 def test_time_is_near_that_of_its_matmuls(kind):
     """16,384 rows of an 8B model: the matmuls alone, and the whole for chunks of 1k to 16k rows."""
     hidden, weight, labels, _ = drawn(16384, 4096, head=kind == "trained")
-    chunk = rows_at_once(WORDS, torch.bfloat16)
+    chunk = default_chunk_rows(WORDS, torch.bfloat16)
     logits = torch.randn(chunk, WORDS, device="cuda", dtype=torch.bfloat16)
     rows = hidden.detach()[:chunk]
     into = torch.empty_like(logits)

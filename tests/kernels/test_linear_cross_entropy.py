@@ -10,7 +10,12 @@ from support.runs import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels import linear_cross_entropy as kernel
-from fxtune.kernels.linear_cross_entropy import linear_cross_entropy, plain, row_losses, rows_at_once
+from fxtune.kernels.linear_cross_entropy import (
+    default_chunk_rows,
+    linear_cross_entropy,
+    linear_log_probs,
+    reference_log_probs,
+)
 
 
 def drawn(
@@ -43,16 +48,67 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Te
 )
 def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabulary, chunk, bias, scale, cap):
     hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
-    wanted = plain(hidden, weight, labels, offset, scale=scale, cap=cap)
+    wanted = -reference_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap)
     options = dict(scale=scale, cap=cap, chunk_rows=chunk)
     loss = linear_cross_entropy(hidden, weight, labels, offset, **options)
     torch.testing.assert_close(loss, wanted.sum(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        row_losses(hidden, weight, labels, offset, **options), wanted.detach(), rtol=1e-5, atol=1e-5
-    )
     leaves = (hidden, weight, offset)
     for mine, theirs in zip(gradients(loss / 7, *leaves), gradients(wanted.sum() / 7, *leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    vocabulary=st.integers(1, 150),
+    chunk=st.integers(1, 50),
+    bias=st.booleans(),
+    scale=st.sampled_from([1.0, 0.125, 3.0]),
+    cap=st.sampled_from([0.0, 2.0, 30.0]),
+    trained=st.sampled_from(["hidden", "head", "both"]),
+)
+def test_log_probs_of_rows_and_their_gradients_are_those_of_plain_autograd(
+    rows, vocabulary, chunk, bias, scale, cap, trained
+):
+    hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
+    hidden.requires_grad_(trained != "head")
+    for parameter in (weight, offset) if bias else (weight,):
+        parameter.requires_grad_(trained != "hidden")
+    labels[::5] = kernel.IGNORED
+    upstream = torch.randn(rows)
+    expected = reference_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap)
+    log_probs = linear_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap, chunk_rows=chunk)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    leaves = (hidden, weight, offset)
+    pairs = (gradients((one * upstream).sum(), *leaves) for one in (log_probs, expected))
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+    with torch.no_grad():
+        again = linear_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap, chunk_rows=chunk)
+    assert torch.equal(again, log_probs)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_bfloat16_log_probs_with_upstream_gradients_are_close_to_exact(trained):
+    hidden, weight, labels, _ = drawn(300, 640, dtype=torch.bfloat16)
+    weight.requires_grad_(trained)
+    upstream, leaves = torch.randn(300), (hidden, weight)
+    mine = gradients((linear_log_probs(hidden, weight, labels, chunk_rows=100) * upstream).sum(), *leaves)
+    exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    theirs = gradients((reference_log_probs(*exact, labels).double() * upstream).sum(), *exact)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype is torch.bfloat16
+        assert (one - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_log_probs_hold_one_chunk_of_logits_and_cost_a_matmul_more_with_a_trained_head(trained):
+    hidden, weight, labels, _ = drawn(1000, 640, width=4)
+    weight.requires_grad_(trained)
+    with Largest() as seen, Matmuls() as matmuls:
+        linear_log_probs(hidden, weight, labels, chunk_rows=100).sum().backward()
+    assert seen.numbers == 100 * 640
+    assert matmuls.count == 10 * (4 if trained else 2)
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e30])
@@ -63,11 +119,11 @@ def test_rows_that_are_only_there_to_fill_up_change_nothing(fill):
     wanted = gradients(linear_cross_entropy(hidden, weight, labels, bias, chunk_rows=16), hidden, weight, bias)
     loss = linear_cross_entropy(more, weight, padded, bias, chunk_rows=16)
     mine = gradients(loss, more, weight, bias)
-    torch.testing.assert_close(loss, plain(hidden, weight, labels, bias).sum())
+    torch.testing.assert_close(loss, -reference_log_probs(hidden, weight, labels, bias).sum())
     assert not mine[0][11:].any()
     for one, other in zip([mine[0][:11], *mine[1:]], wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    assert not row_losses(more, weight, padded, bias)[11:].any()
+    assert not linear_log_probs(more, weight, padded, bias)[11:].any()
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
@@ -79,13 +135,17 @@ def test_gradcheck_in_float64(cap):
         ),
         (hidden, weight, bias),
     )
+    assert torch.autograd.gradcheck(
+        lambda *leaves: linear_log_probs(leaves[0], leaves[1], labels, leaves[2], scale=0.5, cap=cap, chunk_rows=2),
+        (hidden, weight, bias),
+    )
 
 
 def test_large_logits_neither_overflow_nor_lose_their_gradient():
     hidden, weight, labels, _ = drawn(6, 9, size=3e3)
     assert (hidden @ weight.t()).abs().max() > 1e4
     loss = linear_cross_entropy(hidden, weight, labels, chunk_rows=4)
-    torch.testing.assert_close(loss, plain(hidden, weight, labels).sum())
+    torch.testing.assert_close(loss, -reference_log_probs(hidden, weight, labels).sum())
     assert all(gradient.isfinite().all() for gradient in gradients(loss, hidden, weight))
 
 
@@ -98,7 +158,9 @@ def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(trained):
         linear_cross_entropy(hidden, weight, labels, chunk_rows=6).backward()
     assert seen.count == 2 * {"head": 2, "hidden": 2, "both": 3}[trained]
     assert (weight.grad is None, hidden.grad is None) == (trained == "hidden", trained == "head")
-    wanted = torch.autograd.grad(plain(hidden, weight, labels).sum(), [hidden] if weight.grad is None else [weight])
+    wanted = torch.autograd.grad(
+        -reference_log_probs(hidden, weight, labels).sum(), [hidden] if weight.grad is None else [weight]
+    )
     torch.testing.assert_close(hidden.grad if weight.grad is None else weight.grad, *wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -121,10 +183,10 @@ def test_no_more_logits_are_held_than_a_chunk_s(monkeypatch):
 
 
 def test_the_default_chunk_is_a_gibibyte():
-    assert rows_at_once(128256, torch.bfloat16) == 4096
-    assert rows_at_once(128256, torch.float32) == 2048
-    assert rows_at_once(128, torch.float32) == 65536
-    assert rows_at_once(10**9, torch.float32) == 128
+    assert default_chunk_rows(128256, torch.bfloat16) == 4096
+    assert default_chunk_rows(128256, torch.float32) == 2048
+    assert default_chunk_rows(128, torch.float32) == 65536
+    assert default_chunk_rows(10**9, torch.float32) == 128
 
 
 def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
@@ -133,7 +195,7 @@ def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
     labels = torch.zeros(256, dtype=torch.int64)
     mine = gradients(linear_cross_entropy(hidden, weight, labels, chunk_rows=1), weight)[0]
     exact = weight.detach().double().requires_grad_()
-    theirs = gradients(plain(hidden.detach().double(), exact, labels).sum(), exact)[0]
+    theirs = gradients(-reference_log_probs(hidden.detach().double(), exact, labels).sum(), exact)[0]
     assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
@@ -146,7 +208,7 @@ def test_a_vocabulary_of_an_odd_size_in_bfloat16():
     del keep
     for mine, theirs in zip(
         gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight),
-        gradients(plain(hidden, weight, labels).sum(), hidden, weight),
+        gradients(-reference_log_probs(hidden, weight, labels).sum(), hidden, weight),
         strict=True,
     ):
         assert (mine - theirs).norm() < 2e-2 * theirs.norm()
@@ -154,7 +216,7 @@ def test_a_vocabulary_of_an_odd_size_in_bfloat16():
 
 def test_under_autocast_matmuls_are_bfloat16_and_the_master_weight_s_gradient_float32():
     hidden, weight, labels, bias = drawn(50, 30, bias=True)
-    wanted = plain(hidden, weight, labels, bias).sum()
+    wanted = -reference_log_probs(hidden, weight, labels, bias).sum()
     with torch.autocast("cpu", dtype=torch.bfloat16), Matmuls() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, bias, chunk_rows=20)
         loss.backward()
@@ -178,7 +240,7 @@ def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
 
 @given(rows=st.integers(0, 40000), most=st.integers(1, 6000))
 def test_chunks_are_all_rows_and_of_one_size_but_for_the_last(rows, most):
-    sizes = kernel.equal(rows, most)
+    sizes = kernel.chunk_sizes(rows, most)
     assert sum(sizes) == rows
     assert len(sizes) == -(-rows // most)
     assert all(0 < size <= most for size in sizes)
@@ -188,7 +250,7 @@ def test_chunks_are_all_rows_and_of_one_size_but_for_the_last(rows, most):
 def test_a_head_of_another_dtype_than_the_hidden_states_decides():
     hidden, weight, labels, _ = drawn(9, 12)
     loss = linear_cross_entropy(half := hidden.detach().bfloat16().requires_grad_(), weight, labels)
-    torch.testing.assert_close(loss, plain(half.float(), weight, labels).sum())
+    torch.testing.assert_close(loss, -reference_log_probs(half.float(), weight, labels).sum())
     assert gradients(loss, half)[0].dtype is torch.bfloat16
 
 

@@ -19,7 +19,7 @@ from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.matmul import CUBLAS, CUTE, filled, mm, served
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
@@ -274,7 +274,7 @@ def test_the_head_multiplies_by_it_forward_and_backward(small, by_op):
         hidden = torch.ones(20, 32, dtype=torch.bfloat16).cumsum(0).div_(20).requires_grad_()
         loss = heads.linear_cross_entropy(hidden, weight, labels, by=by, chunk_rows=10)
         loss.backward()
-        found.append((loss.detach(), hidden.grad, heads.row_losses(hidden, weight, labels, by=by)))
+        found.append((loss.detach(), hidden.grad, -heads.linear_log_probs(hidden, weight, labels, by=by)))
     # On a CPU the logits' rows begin every 50 numbers, which is not on 16 bytes. On a GPU they do: every 64.
     assert by_op == []
     weight, labels = torch.randn(64, 32, dtype=torch.bfloat16), torch.arange(20)
@@ -372,7 +372,7 @@ def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
 def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op, quack):
     _, plain = model_with(monkeypatch, Matmul.cublas)
     _, cute = model_with(monkeypatch, Matmul.cute)
-    assert (Loss(plain).by, Loss(cute).by) == (CUBLAS, CUTE)
+    assert (LanguageModel(plain).by, LanguageModel(cute).by) == (CUBLAS, CUTE)
     outs = []
     for model, calls in ((plain, False), (cute, True), (plain, False)):
         by_op.clear()
@@ -403,7 +403,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
     with pytest.raises(HardwareError, match=r"techniques.lora.matmul=cute: .*TypeError: no such architecture\)"):
         model_with(monkeypatch, Matmul.cute)
     pipeline, model = model_with(monkeypatch, Matmul.cute, optional=True)
-    assert Loss(model).by == CUBLAS
+    assert LanguageModel(model).by == CUBLAS
     assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
         found = [one for one in pipeline.lora.verify(model, make_probe(model)) if "matmul" in one.asked]

@@ -1,293 +1,33 @@
-"""The loss of supervised rows alone is plain transformers' loss, for every family's logits and every kind of head."""
+"""The language-model objective: its sum, its normalizer and its perplexity."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from types import SimpleNamespace
+import math
 
-import numpy as np
-import pytest
 import torch
-from support.architectures import ADAPTERS, FAMILIES, SIZES, built, lora, random_model, trained
-from torch.nn import functional as F
 
-from fxtune.data.batches.batch import BatchSpec, build_batch
-from fxtune.errors import ConfigError
-from fxtune.kernels import linear_cross_entropy as kernel
-from fxtune.objectives.causal_lm import Loss
-from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.base import Switch
-from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.pipeline import Pipeline, require_acted
-from fxtune.techniques.precision import Autocast
-from fxtune.training import trainer
-
-OTHERS = {
-    "granite": {"model_type": "granite", **SIZES, "logits_scaling": 8.0},
-    "cohere": {"model_type": "cohere", **SIZES, "logit_scale": 0.25},
-    "gemma2_capped": {**FAMILIES["gemma2"], "final_logit_softcapping": 0.5},
-    "untied": {**FAMILIES["gemma"], "tie_word_embeddings": False},
-    "tied": {**FAMILIES["llama"], "tie_word_embeddings": True},
-}
-EVERY = {**FAMILIES, **OTHERS}
-FUSED = Liger(
-    enabled=True,
-    fused_linear_cross_entropy=Switch.on,
-    rms_norm=Switch.off,
-    layer_norm=Switch.off,
-    rope=Switch.off,
-    swiglu=Switch.off,
-    geglu=Switch.off,
-    chunk_rows=5,
-)
-PLAIN = Liger()
-KINDS = pytest.mark.parametrize("liger", [PLAIN, FUSED], ids=["plain", "fused"])
+from fxtune.objectives.causal_lm import CausalLM
 
 
-def batch(lengths=(9, 14, 6), padding=3, share=0.4):
-    draw = np.random.default_rng(0)
-    total = sum(lengths)
-    table = SimpleNamespace(ids=draw.integers(3, 128, total).astype(np.int32), supervised=draw.random(total) < share)
-    return build_batch(
-        [table],
-        BatchSpec(
-            np.zeros(len(lengths), np.int64),
-            np.cumsum([0, *lengths[:-1]]),
-            np.array(lengths),
-            np.array([0, len(lengths)]),
-            total + padding,
-            packed=True,
-            pad_id=0,
-            slots=len(lengths) + 1,
-        ),
-    )
+class FakeModel:
+    def summed_loss(self, batch):
+        return torch.tensor(3.0) * batch
 
 
-def plain_loss(model, given) -> torch.Tensor:
-    logits = model(**model_inputs(model, given.input_ids, given.position_ids, given.cu_seqlens)).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), given.targets.flatten(), ignore_index=-100, reduction="sum")
+class FakePlan:
+    def supervised(self, step):
+        return 10 + step
 
 
-def model_of(family: str, pipeline: Pipeline | None = None, **changes):
-    """A model whose logits are large enough for a soft cap or a scale to matter."""
-    model = random_model("llama")
-    model.architecture = {**EVERY[family], **changes}
-    mine = built(pipeline or Pipeline(), model)
-    with torch.no_grad():
-        head = mine.get_output_embeddings().weight
-        head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
-    return mine
+def test_loss_is_the_sum_over_supervised_tokens_without_further_metrics():
+    loss, metrics = CausalLM().loss(FakeModel(), 2)
+    assert (loss.item(), metrics) == (6.0, {})
 
 
-def gradients(model, loss) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+def test_normalizer_is_the_number_of_supervised_tokens_of_the_whole_step():
+    assert CausalLM().normalizer(FakePlan(), 4) == 14.0
 
 
-def same(model, loss: Loss, given, rtol: float = 2e-5) -> None:
-    """Loss, its gradients and the losses of tokens are those of the model's own logits."""
-    wanted = plain_loss(model, given)
-    mine = loss.sum(given)
-    torch.testing.assert_close(mine, wanted, rtol=rtol, atol=1e-5)
-    torch.testing.assert_close(loss.tokens(given).sum(), wanted.detach(), rtol=rtol, atol=1e-5)
-    theirs, ours = gradients(model, wanted), gradients(model, mine)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert (ours[name] - theirs[name]).norm() <= rtol * theirs[name].norm() + 1e-6, name
-
-
-@KINDS
-@pytest.mark.parametrize("family", EVERY)
-def test_every_family_s_logits_are_those_of_its_own_forward(family, liger):
-    model = model_of(family)
-    loss = Loss(model, liger)
-    (evidence,) = loss.evidence
-    assert evidence.acted, evidence
-    assert not loss.whole
-    same(model, loss, batch())
-
-
-def test_scales_and_caps_are_seen_by_what_they_do():
-    """Each of these models has other logits than its head alone gives."""
-    found = {
-        family: (loss.scale, loss.cap)
-        for family in OTHERS
-        if (loss := Loss(model_of(family))).scale != 1.0 or loss.cap
-    }
-    assert found == {"granite": (0.125, 0.0), "cohere": (0.25, 0.0), "gemma2_capped": (1.0, 0.5)}
-
-
-@KINDS
-@pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("pissa", "olora")] + ["lm_head"])
-def test_adapters_wherever_they_sit(adapter, liger):
-    """lm_head: low-rank matrices on the head itself, which is then no plain linear."""
-    options = {"target_modules": ["q_proj", "lm_head"]} if adapter == "lm_head" else ADAPTERS[adapter]
-    model = trained(built(lora(**options), random_model("llama"))).eval()
-    loss = Loss(model, liger)
-    assert loss.evidence[0].acted, loss.evidence
-    same(model, loss, batch())
-    if liger is FUSED:
-        assert ("run again in the backward pass" in loss.evidence[0].observed) == (adapter == "lm_head")
-        assert ("the head is trained" in loss.evidence[0].observed) == (adapter == "head")
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_for_no_random_state(
-    dropout, monkeypatch
-):
-    model = trained(built(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))).train()
-    loss, given, asked = Loss(model, FUSED), batch(), []
-    plain = Loss(model)
-    own = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or own())
-    torch.manual_seed(3)
-    mine = loss.sum(given)
-    assert bool(asked) == bool(dropout)
-    ours = gradients(model, mine)
-    torch.manual_seed(3)
-    wanted = plain.sum(given)
-    torch.testing.assert_close(mine, wanted)
-    for name, gradient in gradients(model, wanted).items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-@KINDS
-@pytest.mark.parametrize("head", ["frozen", "trained"])
-def test_a_bfloat16_base_with_and_without_autocast_and_a_float32_head(head, liger):
-    model, pipeline = random_model("llama"), lora(modules_to_save=["lm_head"] if head == "trained" else [])
-    model.dtype = model.dtype.bfloat16
-    pipeline.precision.autocast = Autocast.bfloat16
-    mine = trained(built(pipeline, model, dtype="bfloat16")).eval()
-    loss, given = Loss(mine, liger), batch()
-    assert loss.evidence[0].acted, loss.evidence
-    with pipeline.precision.context(torch.device("cpu")):
-        wanted, total = plain_loss(mine, given), loss.sum(given)
-    assert total.dtype is torch.float32
-    assert abs(total - wanted) < 1e-2 * wanted
-    theirs, ours = gradients(mine, wanted), gradients(mine, total)
-    assert ours.keys() == theirs.keys()
-    flat = [torch.cat([found[name].flatten() for name in sorted(theirs)]) for found in (ours, theirs)]
-    assert (flat[0] - flat[1]).norm() < 2e-2 * flat[1].norm()
-
-
-@KINDS
-def test_a_batch_without_supervised_tokens_costs_nothing(liger):
-    model = model_of("llama")
-    empty = batch(share=0.0)
-    assert empty.supervised == 0
-    loss = Loss(model, liger).sum(empty)
-    assert loss == 0
-    loss.backward()
-    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-
-
-def test_the_head_sees_supervised_rows_only():
-    model, seen = model_of("llama"), []
-    loss, given = Loss(model), batch()
-    model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
-    loss.sum(given)
-    assert seen == [given.supervised]
-    assert 0 < given.supervised < given.tokens
-
-
-def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
-    model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
-    wanted = Loss(model).sum(given)
-    for rows in (1, 3, 7, 1000):
-        torch.testing.assert_close(
-            Loss(model, replace(FUSED, chunk_rows=rows)).sum(given), wanted, rtol=1e-6, atol=1e-6
-        )
-
-
-def test_losses_of_tokens_stand_where_their_targets_stand():
-    model, given = model_of("llama"), batch()
-    losses = Loss(model).tokens(given)
-    assert losses.shape == given.targets.shape
-    assert torch.equal(losses != 0, given.targets != -100)
-    torch.testing.assert_close(losses.sum(), Loss(model).sum(given).detach())
-
-
-class Shifted(torch.nn.Module):
-    """What a model may do to its logits that no config names."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.inner, self.config = model, model.config
-        for name in ("get_decoder", "get_output_embeddings"):
-            setattr(self, name, getattr(model, name))
-
-    def forward(self, **given):
-        out = self.inner(**given)
-        out.logits = out.logits + torch.arange(out.logits.shape[-1]) / 10
-        return out
-
-
-def test_a_model_with_logits_of_another_make_keeps_its_own_forward():
-    model = Shifted(model_of("llama"))
-    loss = Loss(model)
-    assert loss.whole
-    assert loss.evidence[0].acted
-    assert "Shifted: its logits are not those of its head" in loss.evidence[0].observed
-    same(model, loss, batch())
-    with pytest.raises(ConfigError, match=r"loss: asked for .*fused with the head; seen: Shifted"):
-        require_acted(Loss(model, FUSED).evidence)
-
-
-def test_a_model_whose_parts_cannot_be_found_keeps_its_own_forward():
-    model = model_of("llama")
-    model.get_decoder = None
-    loss = Loss(model)
-    assert loss.whole
-    assert "do not run one after the other" in loss.evidence[0].observed
-    same(model, loss, batch())
-
-
-def test_a_fused_operation_that_is_wrong_is_noticed(monkeypatch):
-    right = kernel._softmax_gradient
-    monkeypatch.setattr(
-        kernel,
-        "_softmax_gradient",
-        lambda logits, labels, losses, scale, cap, gradient: right(logits, labels, losses, scale * 1.1, cap, gradient),
-    )
-    assert [Loss(model_of("llama"), liger).evidence[0].acted for liger in (PLAIN, FUSED)] == [True, False]
-
-
-def test_evidence_leaves_the_model_as_it_was():
-    model = model_of("llama").train()
-    before = [parameter.clone() for parameter in model.parameters()]
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    Loss(model, FUSED)
-    assert torch.equal(torch.rand(2), expected)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-
-
-def test_a_checkpointed_model_is_that_of_training():
-    """The decoder that the loss calls is the one whose layers the techniques wrapped."""
-    pipeline = lora()
-    pipeline.checkpointing.enabled = True
-    model = trained(built(pipeline, random_model("gemma2"))).train()
-    one, two = (gradients(model, Loss(model, liger).sum(batch())) for liger in (PLAIN, FUSED))
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
-
-
-def test_a_run_with_the_fused_loss_is_the_run_without(small, cwd):
-    """Training and evaluation, with the evidence kept in the run's folder."""
-    small.data.eval_fraction, small.train.max_steps, seen = 0.2, 2, {}
-    for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7, rms_norm=Switch.auto))):
-        small.run.dir, small.techniques.liger = str(cwd / name), liger
-        result = trainer.run(small)
-        evidence = json.loads((cwd / name / "evidence.json").read_text())
-        seen[name] = [result["train/loss"], result["train/grad_norm"], result["eval/loss"]]
-        assert [
-            one["asked"].endswith(name if name == "plain" else "fused with the head")
-            for one in evidence
-            if one["technique"] == "loss"
-        ] == [True]
-    assert seen["fused"] == pytest.approx(seen["plain"], rel=1e-5)
+def test_perplexity_is_the_exponential_of_the_mean_loss_and_never_overflows():
+    assert CausalLM().derived({"loss": 1.5}) == {"perplexity": math.exp(1.5)}
+    assert math.isfinite(CausalLM().derived({"loss": 1e9})["perplexity"])

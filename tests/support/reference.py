@@ -264,11 +264,11 @@ def build(
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     """The project's loss of one batch, summed over its supervised tokens."""
-    from fxtune.objectives.causal_lm import Loss
+    from fxtune.objectives.language_model import LanguageModel
 
-    made = Loss(model, pipeline.liger)
+    made = LanguageModel(model, pipeline.liger)
     assert all(one.acted for one in made.evidence), made.evidence
-    return made.sum(given)
+    return made.summed_loss(given)
 
 
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:

@@ -89,7 +89,7 @@ def watch(file: str, last_operation: int = 0) -> None:
         (build, "tokenize", "tokenising"),
         (RunBuilder, "build", "building"),
         (RunBuilder, "prove", "proving"),
-        (evaluation, "mean_loss", "evaluating"),
+        (evaluation, "evaluate", "evaluating"),
         (AnswerEvaluation, "ask", "asking"),
         (Checkpoints, "load_newest", "loading"),
         (Checkpoints, "save", "copying"),

@@ -18,7 +18,7 @@ from support.runs import history, losses
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.models.load import DType
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.precision import Autocast, LossScale, Precision
@@ -195,10 +195,10 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
             seen.append(step.index)
             if len(seen) in (8, 20):  # while the scale is being found, and between two growths
                 raise KeyboardInterrupt
-        before = [parameter.clone() for parameter in self.optimizer.names]
+        before = [parameter.clone() for parameter in self.train_step.optimizer.names]
         done = real(self, step, lr)
-        same = all(torch.equal(a, b) for a, b in zip(before, self.optimizer.names, strict=True))
-        untouched.append(same != bool(done[2]))
+        same = all(torch.equal(a, b) for a, b in zip(before, self.train_step.optimizer.names, strict=True))
+        untouched.append(same != bool(done["finite"]))
         return done
 
     monkeypatch.setattr(trainer.Trainer, "step", watched)
@@ -237,8 +237,8 @@ def test_float16_learns_what_float32_learns(narrow, cwd):
 
 def test_bad_numbers_still_end_a_float16_run(narrow, cwd, monkeypatch):
     """A loss that is not finite is no matter of scale."""
-    real = Loss.sum
-    monkeypatch.setattr(Loss, "sum", lambda *arguments: real(*arguments) * math.nan)
+    real = LanguageModel.summed_loss
+    monkeypatch.setattr(LanguageModel, "summed_loss", lambda *arguments: real(*arguments) * math.nan)
     narrow.techniques.precision.autocast = Autocast.float16
     with pytest.raises(
         NumbersError, match=r"not finite in 5 steps in a row, up to step 5.*use bfloat16 in place of float16"

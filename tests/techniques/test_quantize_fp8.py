@@ -19,7 +19,7 @@ from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.base import Switch
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.liger.technique import Liger
@@ -235,10 +235,10 @@ def test_a_head_in_fp8_through_the_fused_loss_has_the_plain_product_s_gradient()
 def test_a_model_with_a_head_in_fp8_trains_by_the_fused_loss():
     mine = made(ended(), random_model("llama", **WIDE))
     for fused in (Switch.on, Switch.off):
-        loss = Loss(mine, Liger(True, fused_linear_cross_entropy=fused))
+        loss = LanguageModel(mine, Liger(True, fused_linear_cross_entropy=fused))
         assert all(one.acted for one in loss.evidence), loss.evidence
         assert ("the head is frozen" in loss.evidence[0].observed) is (fused is Switch.on)
-        assert not loss.whole
+        assert not loss.own_forward
 
 
 @pytest.mark.parametrize("tied", [False, True])

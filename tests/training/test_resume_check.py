@@ -20,7 +20,7 @@ def broken_off(small, cwd, monkeypatch) -> Config:
     """A run in `run` whose two steps are saved, and that did not come to its end."""
     small.run.dir, small.train.max_steps = "run", 2
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
         trainer.run(small)
     return small
 
@@ -37,7 +37,7 @@ def test_a_run_that_finds_all_as_it_was_says_nothing_of_it(broken_off, said):
     assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
     trainer.run(broken_off)
     assert not [text for text in said if "started this changed" in text]
-    assert [text for text in said if "Going on with run after step 2" in text]
+    assert [text for text in said if "Resuming run after step 2" in text]
 
 
 def test_another_torch_is_told_and_with_deterministic_refused(broken_off, said):
@@ -49,7 +49,7 @@ def test_another_torch_is_told_and_with_deterministic_refused(broken_off, said):
 def test_another_torch_is_refused_where_bits_were_promised(small, cwd, monkeypatch):
     small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
         trainer.run(small)
     changed("machine", "torch", "1.0")
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_another_base_in_the_same_folder_is_refused(small, cwd, monkeypatch):
     shutil.copytree(Path(trainer.__file__).parents[1] / "assets" / "tiny", own)
     small.model.path, small.run.dir, small.train.max_steps = str(own), "run", 1
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_finish", lambda self: self.progress.checkpoints.wait() or {})
+        patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
         trainer.run(small)
     weights = next(own.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())

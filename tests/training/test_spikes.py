@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtune.config.root import Spikes
-from fxtune.training.spikes import FLOOR, SpikeWindow
+from fxtune.training.spikes import MIN_SPREAD, SpikeWindow
 
 CPU = torch.device("cpu")
 LOSSES = st.lists(st.floats(0, 1e4, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=40)
@@ -30,7 +30,7 @@ def expected(before: list[float], size: int, threshold: float) -> float:
         middle = np.sort(seen)[(len(seen) - 1) // 2]
         spread = np.sort(np.abs(seen - middle))[(len(seen) - 1) // 2]
         limit = float(
-            middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(FLOOR) * middle)
+            middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(MIN_SPREAD) * middle)
         )
         return limit if math.isfinite(limit) else math.inf
 

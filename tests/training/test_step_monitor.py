@@ -13,7 +13,7 @@ from support.runs import history, losses
 
 from fxtune.config.root import Spikes
 from fxtune.errors import NumbersError
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerName
 from fxtune.tracking.tracker import Display
 from fxtune.training import trainer as train
@@ -36,7 +36,7 @@ def broken_off(config, index, monkeypatch):
 
 def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkeypatch, capsys):
     """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
-    real, poisoned = Loss.sum, {2, 3}
+    real, poisoned = LanguageModel.summed_loss, {2, 3}
     calls = []
 
     def loss(self, batch):
@@ -44,7 +44,7 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkey
         step = (len(calls) - 1) // 2
         return real(self, batch) * (float("nan") if step in poisoned else 1.0)
 
-    monkeypatch.setattr(Loss, "sum", loss)
+    monkeypatch.setattr(LanguageModel, "summed_loss", loss)
     narrow.run.dir, narrow.tracking.display = "skips", Display.plain
     result = train.run(narrow)
     assert result["train/skipped_steps"] == 2
@@ -60,7 +60,7 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkey
 
 def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
     """Multiply the loss of these steps (counted from 0). The list that is returned gets the number of each step taken."""
-    real, whole_step, seen = Loss.sum, train.Trainer.step, []
+    real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
 
     def step(self, step, lr):
         seen.append(step.index)
@@ -69,7 +69,9 @@ def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
         return outcome
 
     monkeypatch.setattr(train.Trainer, "step", step)
-    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * factors.get(seen[-1] if seen else -1, 1.0))
+    monkeypatch.setattr(
+        LanguageModel, "summed_loss", lambda *given: real(*given) * factors.get(seen[-1] if seen else -1, 1.0)
+    )
     return seen
 
 
@@ -118,14 +120,15 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
     narrow.train.max_grad_norm, narrow.schedule.warmup_steps, narrow.optimizer.name = 0.0, 0, OptimizerName.sgd
     notes, weights = [], []
     trainer = build(narrow, notes.append)
-    whole = trainer.optimizer.step
+    optimizer = trainer.train_step.optimizer
+    whole = optimizer.step
 
     def step(lr, finite):
-        before = [parameter.detach().clone() for parameter in trainer.optimizer.names]
+        before = [parameter.detach().clone() for parameter in optimizer.names]
         whole(lr, finite)
-        weights.append(any(not torch.equal(a, b) for a, b in zip(before, trainer.optimizer.names, strict=True)))
+        weights.append(any(not torch.equal(a, b) for a, b in zip(before, optimizer.names, strict=True)))
 
-    monkeypatch.setattr(trainer.optimizer, "step", step)
+    monkeypatch.setattr(optimizer, "step", step)
     result = trainer.run()
     found = [note for note in notes if note.startswith("step 10: a loss spike")]
     assert len(found) == (spikes != "off")
@@ -193,32 +196,34 @@ def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narr
     narrow.train.log_every, narrow.train.max_skipped_steps, narrow.train.max_steps = 4, 2, 8
     narrow.checkpoint.every, narrow.train.micro_batch_size = 0, narrow.train.global_batch_size
     trainer = build(narrow)
-    trainer.reads_late = True
-    real, step, after, at = trainer.loss.sum, trainer.step, {}, []
+    trainer.logs_late = True
+    real, step, after, at = trainer.language_model.summed_loss, trainer.step, {}, []
 
     def taken(given, lr):
         at.append(given.index + 1)
         outcome = step(given, lr)
-        after[given.index + 1] = {name: value.clone() for name, value in trainer.progress.weights().items()}
+        after[given.index + 1] = {name: value.clone() for name, value in trainer.run_state.weights().items()}
         return outcome
 
     trainer.step = taken
-    trainer.loss.sum = lambda batch: real(batch) * (math.nan if 3 <= at[-1] <= last else 1.0)
+    trainer.language_model.summed_loss = lambda batch: real(batch) * (math.nan if 3 <= at[-1] <= last else 1.0)
     if last == 4:
         assert trainer.run()["train/skipped_steps"] == 2
         return
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
         trainer.run()
-    saved = trainer.progress.checkpoints.load_newest()
+    saved = trainer.run_state.checkpoints.load_newest()
     assert saved.state.step == 5
     assert all(torch.equal(saved.weights[name], value) for name, value in after[5].items())
-    assert saved.state.numbers["window"] == trainer.spikes.state()
+    assert saved.state.numbers["window"] == trainer.train_step.spikes.state()
 
 
 def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monkeypatch):
     narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
-    real, whole_step, seen = Loss.sum, train.Trainer.step, []
-    monkeypatch.setattr(Loss, "sum", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0))
+    real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
+    monkeypatch.setattr(
+        LanguageModel, "summed_loss", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0)
+    )
 
     def dying(self, step, lr):
         seen.append(step.index)

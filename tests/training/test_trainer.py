@@ -20,7 +20,8 @@ from fxtune.config.root import Resume
 from fxtune.data.config import SourceConfig
 from fxtune.errors import ConfigError, DataError, HardwareError
 from fxtune.models.load import DType
-from fxtune.objectives.causal_lm import Loss
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.optim.optimizer import Optimizer
 from fxtune.training import trainer as train
 
 VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
@@ -79,13 +80,13 @@ def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypa
     """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
     small.train.max_steps = 3
     figures, gradients = {}, {}
-    clip = train.Optimizer.clip
+    clip = Optimizer.clip
 
     def watched(self, *arguments):
         gradients.setdefault(micro, torch.cat([parameter.grad.flatten() for parameter in self.names]))
         return clip(self, *arguments)
 
-    monkeypatch.setattr(train.Optimizer, "clip", watched)
+    monkeypatch.setattr(Optimizer, "clip", watched)
     for micro in (8, 1, 4):
         small.train.micro_batch_size, small.run.name = micro, f"micro{micro}"
         trainer = build(small)
@@ -105,7 +106,7 @@ def test_lines_that_are_read_late_are_the_same(narrow, build):
     for late in (False, True):
         narrow.run.name = f"late{late}"
         trainer = build(narrow)
-        trainer.reads_late = late
+        trainer.logs_late = late
         trainer.run()
         lines.append(
             [
@@ -126,7 +127,11 @@ def document_losses(trainer) -> dict[bytes, float]:
             for micro in range(trainer.plan.micro_batches(step)):
                 batch = trainer.plan.batch(step, micro)
                 for ids, positions, loss, targets in zip(
-                    batch.input_ids, batch.position_ids, trainer.loss.tokens(batch), batch.targets, strict=True
+                    batch.input_ids,
+                    batch.position_ids,
+                    trainer.language_model.token_losses(batch),
+                    batch.targets,
+                    strict=True,
                 ):
                     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
                     for start, end in itertools.pairwise(starts):
@@ -199,7 +204,7 @@ def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeyp
     """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
     small.train.max_steps, gradients = 1, {}
     monkeypatch.setattr(
-        train.Optimizer,
+        Optimizer,
         "step",
         lambda self, *_: gradients.setdefault(
             small.model.dtype, torch.cat([parameter.grad.flatten() for parameter in self.names])
@@ -220,7 +225,7 @@ def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, mon
         signal.SIGINT, signal.default_int_handler
     )  # a job in a shell's background starts with it ignored
     with monkeypatch.context() as patch:
-        patch.setattr(train.models, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(train, "save_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             train.run(small)
     signal.signal(signal.SIGINT, usual)
@@ -285,7 +290,7 @@ def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
             "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
         )
 
-    monkeypatch.setattr(Loss, "sum", full)
+    monkeypatch.setattr(LanguageModel, "summed_loss", full)
     with pytest.raises(
         HardwareError, match=r"1 row at once: .*allocate 2\.00 GiB\nWhat would help most.*\n.* GiB less"
     ):

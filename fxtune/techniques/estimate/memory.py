@@ -53,7 +53,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxtune.kernels.frozen_base import padded_rank
-from fxtune.kernels.linear_cross_entropy import BUFFER, PART
+from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.kernels.quantized import bytes_per_weight
 from fxtune.models.dims import Shape
 from fxtune.techniques.base import Switch
@@ -268,4 +268,4 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
     rows = facts.techniques.liger.chunk_rows
     held = rows * shape.vocabulary * number if rows else BUFFER
     head = 0 if lora.enabled else 4 * shape.vocabulary * shape.hidden  # the gradient is summed in float32
-    return max(states + min(logits * number, held) + 4 * min(logits, PART) + head, 5 * copies)
+    return max(states + min(logits * number, held) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -428,7 +428,7 @@ def test_a_run_goes_on_with_the_matmul_that_auto_found_when_it_started(small, cw
     monkeypatch.setattr(trainer.Trainer, "_loop", lambda self: made.append(self))
     trainer.run(small)
     assert made[0].techniques.lora.matmul is Matmul.cublas, "today auto would take cute"
-    assert made[0].loss.by == "cublas"
+    assert made[0].language_model.by == "cublas"
     assert made[0].state.step == 2
 
 

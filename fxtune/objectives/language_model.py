@@ -1,0 +1,222 @@
+"""A model as an objective sees it: log-probabilities of supervised tokens, computed for these alone.
+
+Only supervised positions need logits, and the head is the largest matmul of the model (a vocabulary of 128k: 1/15 of an 8B model's
+work, and 16 bits a word a token of memory). So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
+gathered, and the head sees only these: the same numbers, less work. Their number is known on the host, so nothing waits.
+
+Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS lists them,
+and they are applied here. That the list is complete is not assumed: on construction the logits of a small row are compared with
+the model's own. Where they differ, the model's own forward is used, with all its logits, and the evidence says so.
+
+`liger.fused_linear_cross_entropy` holds no logits at all (kernels/linear_cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fxtune.data.batches.batch import Batch
+from fxtune.kernels.fp8_ends import Fp8Head
+from fxtune.kernels.linear_cross_entropy import (
+    default_chunk_rows,
+    linear_cross_entropy,
+    linear_log_probs,
+    scale_and_cap,
+)
+from fxtune.kernels.matmul import CUBLAS
+from fxtune.models.structure import backbone, observed
+from fxtune.system.oom import out_of_memory_reason
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Evidence, Switch
+from fxtune.techniques.liger.technique import Liger
+
+LOGIT_FACTORS = {
+    "logits_scaling": lambda value: 1.0 / value,  # Granite
+    "logit_scale": lambda value: value,  # Cohere
+    "lm_head_multiplier": lambda value: value,  # Falcon-H1
+}
+"""Options of Hugging Face configs that scale the logits, and the factor that each value means."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest difference from the model's own logits, relative to their norm, by the dtype of the head's output."""
+TF32_TOLERANCE = 2e-3
+
+
+class LanguageModel:
+    """`model` with its head and loss. Call its methods under the autocast context of training.
+
+    `evidence` holds the comparison with the model's own forward; acted=False where the fused loss was requested and is not
+    possible. The constructor raises nothing for that.
+    """
+
+    def __init__(self, model: nn.Module, liger: Liger | None = None) -> None:
+        self.model = model
+        enabled = liger is not None and liger.enabled
+        self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
+        self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        factors = [
+            float(factor(value)) for name, factor in LOGIT_FACTORS.items() if (value := getattr(config, name, None))
+        ]
+        self.scale = factors[0] if factors else 1.0
+        self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
+        self.own_forward = False
+        """Whether the logits come from the model's own forward, all of them."""
+        self.evidence = [self._compare()]
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Cross-entropy in nats, summed over the supervised tokens of `batch`; a float32 scalar, 0 where there are none."""
+        return self._cross_entropy(batch, "sum")
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each supervised token, float32 [supervised] in the order of `batch.labels`; 0 for IGNORED."""
+        return -self._cross_entropy(batch, "none")
+
+    def segment_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each document's supervised tokens together, float32 [len(batch.cu_seqlens) - 1].
+
+        0 for documents without supervised tokens and for the unused slots of `cu_seqlens`.
+        """
+        log_probs = self.log_probs(batch)
+        segment = torch.searchsorted(batch.cu_seqlens[1:].long(), batch.supervised_at, right=True)
+        return log_probs.new_zeros(len(batch.cu_seqlens) - 1).index_add(0, segment, log_probs)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> torch.Tensor:
+        """Loss of each token in nats, float32 [rows, length], without gradient; 0 where a position is not supervised."""
+        losses = self._cross_entropy(batch, "none")
+        all_losses = losses.new_zeros(batch.targets.numel())
+        return all_losses.index_copy_(0, batch.supervised_at, losses).view_as(batch.targets)
+
+    @property
+    def head(self) -> Any:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
+
+    def _cross_entropy(self, batch: Batch, reduction: str) -> torch.Tensor:
+        if self.own_forward:
+            return F.cross_entropy(self._own_logits(batch), batch.labels, reduction=reduction)
+        return self._head_losses(self._hidden(batch), batch.labels, reduction)
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        """[supervised, d]: the last hidden states at the positions that have a target."""
+        states = backbone(self.model)(
+            **model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)
+        )[0]
+        selected: torch.Tensor = _Rows.apply(states.flatten(0, 1), batch.supervised_at)
+        return selected
+
+    def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Cross-entropy of `labels` [rows] for `hidden` [rows, d]: a scalar for the reduction "sum", [rows] for "none"."""
+        if not self.fused:
+            return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
+        if (linear := _linear(self.head)) is not None:
+            options = dict(
+                scale=self.scale, cap=self.cap, chunk_rows=self.chunk_rows, fp8_scales=_fp8_scales(linear), by=self.by
+            )
+            if reduction == "sum":
+                return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
+            return -linear_log_probs(hidden, linear.weight, labels, linear.bias, **options)
+        # A head with an adapter or with packed weights: its own forward, run again in the backward pass, so no logits are kept.
+        # The random state is saved for dropout only, because it cannot be read while a CUDA graph is recorded.
+        random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
+        chunks = zip(hidden.split(self._chunk()), labels.split(self._chunk()), strict=True)
+        losses = [
+            checkpoint(self._chunk_losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=random)
+            for chunk in chunks
+        ]
+        if reduction == "none":
+            return torch.cat(losses)
+        return sum(losses, torch.zeros((), device=hidden.device))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return scale_and_cap(self.head(hidden), self.scale, self.cap).float()
+
+    def _chunk_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
+
+    def _own_logits(self, batch: Batch) -> torch.Tensor:
+        logits = self.model(**model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)).logits
+        return logits.flatten(0, 1).index_select(0, batch.supervised_at).float()
+
+    def _chunk(self) -> int:
+        vocabulary = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
+
+    def _compare(self) -> Evidence:
+        """Compare the logits and losses of a small row with those of the model's own forward; sets `own_forward`."""
+        device = next(self.model.parameters()).device
+        ids = (torch.arange(24, device=device) * 7919 + 3) % self.model.config.get_text_config().vocab_size  # type: ignore
+        starts = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
+        inputs = model_inputs(self.model, ids[None], torch.arange(len(ids), device=device)[None], starts)
+        labels = ids.roll(-1)
+        with observed(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            own = self.model(**inputs).logits.flatten(0, 1)
+            expected = F.cross_entropy(own.float(), labels, reduction="none")
+            limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
+            try:
+                hidden = backbone(self.model)(**inputs)[0].flatten(0, 1)
+                differences = [
+                    _relative_difference(self._logits(hidden), own.float()),
+                    _relative_difference(self._head_losses(hidden, labels, "none"), expected),
+                ]
+            except (AttributeError, RuntimeError, TypeError) as problem:  # a model whose parts do not fit together so
+                if out_of_memory_reason(problem):
+                    raise
+                differences, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
+            else:
+                why = f"its logits are not those of its head (relative difference {differences[0]:.1e})"
+        self.own_forward = not max(differences) <= limit
+        asked = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
+        if self.own_forward:
+            found = f"{type(self.model).__name__}: {why}, so all its logits are computed"
+            return Evidence("loss", asked, found, not self.fused)
+        found = f"a small row's logits and losses within {max(differences):.1e} of the model's own"
+        return Evidence("loss", asked, f"{found}; {self._description()}" if self.fused else found, True)
+
+    def _description(self) -> str:
+        linear = _linear(self.head)
+        if linear is None:
+            head = type(self.head).__name__
+            return f"chunks of {self._chunk():,} rows, the head ({head}) runs again in the backward pass"
+        dtype = linear.weight.dtype if _fp8_scales(linear) is None else torch.bfloat16
+        rows = self.chunk_rows or default_chunk_rows(linear.weight.shape[0], dtype)
+        trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
+        return f"chunks of {rows:,} rows, {trained}"
+
+
+class _Rows(torch.autograd.Function):
+    """states[at] for distinct rows: the backward pass copies their gradients back instead of adding them up."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(at)
+        ctx.rows = len(states)
+        return states.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (at,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, at, gradient), None
+
+
+def _linear(head: Any) -> nn.Linear | None:
+    """The linear layer of the head: plain, fp8, or the copy that an adapter trains in its place. None for any other head."""
+    if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    if isinstance(head, Fp8Head):
+        return head
+    plain = type(head) is nn.Linear and type(head.weight) in (torch.Tensor, nn.Parameter)
+    return head if plain and head.weight.is_floating_point() else None
+
+
+def _fp8_scales(linear: nn.Linear) -> torch.Tensor | None:
+    return linear.scales if isinstance(linear, Fp8Head) else None
+
+
+def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()

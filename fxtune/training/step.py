@@ -1,0 +1,108 @@
+"""One optimizer step: forward and backward of its micro-batches, clipping, update. Training, `fxtune bench` and `fxtune verify`
+all take this one, so what the one measures or proves is what the other does.
+
+Micro-batch losses are summed and divided by the objective's normalizer of the whole step, so the split into micro-batches does
+not change the result. Nothing here waits for the device: a step whose loss or gradient is not finite is skipped on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from fxtune.config.root import TrainConfig
+from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.loader import StepBatches
+from fxtune.data.batches.plan import Plan
+from fxtune.objectives.base import Objective
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.optim.optimizer import Optimizer
+from fxtune.techniques.compile.cuda_graphs import Recorder
+from fxtune.techniques.precision import LossScale, Precision
+from fxtune.training.spikes import SpikeWindow
+
+Metrics = dict[str, torch.Tensor]
+"""float32 scalars on the device by name (`finite`: a bool)."""
+
+
+class TrainStep:
+    """Takes optimizer steps of `model`. `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients.
+
+    Called, it takes one whole step. backward(), clip() and update() are its parts, in this order, for callers that do something
+    in between.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        objective: Objective,
+        optimizer: Optimizer,
+        precision: Precision,
+        loss_scale: LossScale,
+        config: TrainConfig,
+        seed: int = 0,
+        recorded: bool = False,
+    ) -> None:
+        self.model, self.objective, self.optimizer = model, objective, optimizer
+        self.precision, self.loss_scale = precision, loss_scale
+        self.max_grad_norm, self.seed = config.max_grad_norm, seed
+        device = next(model.model.parameters()).device
+        self.spikes = SpikeWindow(device, config.spikes, config.spike_window, config.spike_threshold)
+        self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None
+        self._names: tuple[str, ...] = ("loss",)
+
+    def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
+        """Take `step` of `plan` with learning rate `lr`. Returns the objective's means (`loss`, ...), `grad_norm` before clipping,
+        `finite` (whether loss and gradient are; if not, nothing is updated), the `loss_scale` that was used, and `spike_limit`,
+        the loss above which this step is a spike.
+        """
+        metrics = self.backward(step.micro_batches, self.objective.normalizer(plan, step.index), step.index)
+        self.clip(metrics)
+        self.update(metrics, lr)
+        return metrics
+
+    def backward(self, batches: Iterable[Batch], normalizer: float, index: int = 0) -> Metrics:
+        """Forward and backward passes: the gradients of the mean are left in the parameters, and the means are returned.
+
+        `index`: of the step. Dropout depends on the seed and on it alone, so a resumed run repeats it exactly.
+        """
+        torch.manual_seed(_step_seed(self.seed, index))
+        totals: torch.Tensor | None = None
+        for batch in batches:
+            part = self.recorder(batch, normalizer) if self.recorder else self._pass(batch, normalizer)
+            totals = part if totals is None else totals + part
+        assert totals is not None, "a step has a micro-batch"
+        self.loss_scale.unscale(list(self.optimizer.names))
+        return dict(zip(self._names, totals.unbind() if totals.dim() else [totals], strict=True))
+
+    def clip(self, metrics: Metrics) -> None:
+        """Clip the gradient; adds `grad_norm`, `finite` and `spike_limit` to what backward() returned."""
+        loss = metrics["loss"]
+        metrics["grad_norm"] = self.optimizer.clip(self.max_grad_norm)
+        metrics["finite"] = torch.isfinite(metrics["grad_norm"]) & torch.isfinite(loss)
+        metrics["spike_limit"] = self.spikes.limit(loss)
+
+    def update(self, metrics: Metrics, lr: float) -> None:
+        """Update the weights unless the step is to be skipped, and drop the gradients; adds `loss_scale`."""
+        finite = metrics["finite"]
+        self.optimizer.step(lr, self.spikes.updates_weights(metrics["spike_limit"], metrics["loss"], finite))
+        metrics["loss_scale"] = self.loss_scale.scale
+        self.loss_scale.update(finite)
+
+    def _pass(self, batch: Batch, normalizer: torch.Tensor | float) -> torch.Tensor:
+        """Forward and backward of a micro-batch: its part of the mean loss, a scalar; with metrics, [1 + metrics]."""
+        with self.precision.context(batch.input_ids.device):
+            loss, metrics = self.objective.loss(self.model, batch)
+            mean = loss / normalizer
+        self.loss_scale.scaled(mean).backward()
+        if not metrics:
+            return mean.detach()
+        self._names = ("loss", *metrics)
+        return torch.stack([mean.detach(), *(metric.detach() / normalizer for metric in metrics.values())])
+
+
+def _step_seed(seed: int, step: int) -> int:
+    """A seed for each step, unrelated to those of its neighbours."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()) >> 1

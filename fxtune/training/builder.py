@@ -22,7 +22,7 @@ from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
 from fxtune.data.read.sources import missing_reason
-from fxtune.data.tokenized.tokenize import cache_root
+from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.world import World
 from fxtune.errors import HardwareError, HubError, UserError
 from fxtune.models import load as models

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from fxtune.data.batches.packing import assign, pattern
+from fxtune.data.batches.packing import assign_documents, packing_pattern
 
 MIXES = [
     (mean, sigma, capacity)
@@ -29,9 +29,9 @@ def main(documents: int) -> None:
         draw = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, documents)
         lengths = np.clip(draw.astype(np.int64), 1, capacity)
         started = time.perf_counter()
-        slots, offsets = pattern(lengths, capacity)
+        slots, offsets = packing_pattern(lengths, capacity)
         packed = time.perf_counter()
-        assign(lengths, slots, np.random.default_rng(1).permutation(documents))
+        assign_documents(lengths, slots, np.random.default_rng(1).permutation(documents))
         assigned = time.perf_counter()
         rows = len(offsets) - 1
         print(

@@ -475,7 +475,7 @@ class Fuzzer:
         kept = [line for number, line in lines if number not in out]
         self.report.documents += len(table)
         self.report.quarantined += table.bad_rows
-        self.report.literal += table.literal
+        self.report.literal += table.escaped
         self.report.tokens += len(table.ids)
         self.report.supervised += table.supervised_tokens
         if not len(table) == len(kept) == len(lines) - table.bad_rows:

@@ -26,7 +26,7 @@ from fxtune.data.batches.loader import Loader, LoaderConfig
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig, TextUnit
 from fxtune.data.read import sources
-from fxtune.data.read.jsonl import ROW_BYTES
+from fxtune.data.read.row import MAX_ROW_BYTES
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError, StorageError
 
@@ -93,7 +93,7 @@ BROKEN = {
     "no.parquet": (b"PAR1" + b"x" * 99, r"no\.parquet cannot be read as Parquet"),
     "rows.jsonl.zst": (b"\x28\xb5\x2f\xfd", r"no file that fxtune reads \(found \.zst\)"),
     "quote.csv": (
-        b'prompt,completion\na,b\nc,"d\n' + b"e,f\n" * (ROW_BYTES // 4),
+        b'prompt,completion\na,b\nc,"d\n' + b"e,f\n" * (MAX_ROW_BYTES // 4),
         r"quote\.csv:3: a cell of more than 16 MiB",
     ),
     "list.json": (json.dumps({"a": 1}).encode(), "an object without a list of rows"),
@@ -121,7 +121,7 @@ def test_what_is_no_file_is_said_and_not_waited_for(read, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match="empty folder"):
         read(tmp_path / "folder.jsonl")
-    with pytest.raises(DataError, match="a link that leads nowhere"):
+    with pytest.raises(DataError, match="a broken link to"):
         read(tmp_path / "loop.jsonl")
     for odd in (f"{'x' * 5000}.jsonl", "a\0b.jsonl", "~nobody_of_that_name/a.jsonl"):
         with pytest.raises(DataError, match="no such file or folder"):
@@ -146,7 +146,7 @@ def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name
             "device": lambda: place.symlink_to("/dev/zero"),
             "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place)),
         }[odd]()
-        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, and the token cache has a (file|folder) there\. Remove"
+        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, but the token cache needs a (file|folder) there\. Remove"
         with pytest.raises(StorageError, match=told):
             read(tmp_path / "good.jsonl")
     place.unlink()
@@ -214,7 +214,7 @@ def test_a_row_of_100_mb_is_quarantined_and_never_held(read, tmp_path, packed):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(table) == 2
-    assert quarantined(tmp_path) == {2: "a row of 95.4 MiB; one may have 16 MiB. Make several rows of it"}
+    assert quarantined(tmp_path) == {2: "a row of 95.4 MiB; the limit is 16 MiB. Split it into several rows"}
     assert peak < 80e6
 
 
@@ -268,7 +268,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how,
         }[kind]()
     )
     monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
-    monkeypatch.setattr(sources, "ROW_SHARD_BYTES", 5000)
+    monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
     encode = Encoder.encode
 
     def meddle(self, batch):
@@ -294,7 +294,7 @@ def test_a_full_disk_under_the_cache_or_the_quarantine_is_said(tokenizer, tmp_pa
     (tmp_path / "rows.jsonl").write_bytes(lines(*[good] * 2000, *[b"{broken" * 99] * 999))
     source = SourceConfig(path=str(tmp_path / "rows.jsonl"))
     with harness.small_disk(tmp_path / "disk", "64k") as disk:
-        with pytest.raises(StorageError, match=r"rows\.jsonl cannot be kept in .*No space left.*data\.cache_dir"):
+        with pytest.raises(StorageError, match=r"rows\.jsonl cannot be stored in .*No space left.*data\.cache_dir"):
             tokenize(
                 source,
                 DataConfig(cache_dir=str(disk / "cache"), on_bad_row=OnBadRow.quarantine),
@@ -394,7 +394,7 @@ def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, for
     os.kill(worker, signal.SIGKILL)
     assert run.wait(10) == 4
     said = (tmp_path / "log.txt").read_text()
-    assert "A process that tokenised rows.jsonl was killed" in " ".join(said.split())
+    assert "A process that tokenized rows.jsonl was killed" in " ".join(said.split())
     assert "data.workers=1 (now 2)" in " ".join(said.split())
     assert "Traceback" not in said
     assert not list(tmp_path.glob("cache/tokens/*/"))
@@ -426,8 +426,8 @@ def test_the_fuzzer_sees_a_quoted_turn_that_counts(tmp_path, monkeypatch):
         import fuzz
     finally:
         sys.path.pop(0)
-    from fxtune.data.chat.special_tokens import Literal
+    from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 
-    monkeypatch.setattr(Literal, "within", lambda *_: False)
+    monkeypatch.setattr(SpecialTokenEscaper, "is_quoted", lambda *_: False)
     report = fuzz.Fuzzer(0, tmp_path, keep=None).go(700)
     assert any("a supervised token outside an assistant's turn" in wrong for wrong in report.violations)

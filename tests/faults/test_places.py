@@ -90,7 +90,7 @@ def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
 
 def test_a_link_to_data_that_is_not_there_is_named(cwd):
     Path("rows.jsonl").symlink_to("elsewhere/rows.jsonl")
-    with pytest.raises(DataError, match=r"rows\.jsonl is a link that leads nowhere, to elsewhere/rows\.jsonl"):
+    with pytest.raises(DataError, match=r"rows\.jsonl is a broken link to elsewhere/rows\.jsonl"):
         open_source(SourceConfig(path="rows.jsonl"))
 
 
@@ -106,7 +106,7 @@ def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
         fcntl.flock(held, fcntl.LOCK_EX)
         threading.Timer(1.5, fcntl.flock, [held, fcntl.LOCK_UN]).start()
         assert len(tokenize(data.sources[0], data, tokenizer, progress=False)) == 1
-    assert "Another process is tokenising rows.jsonl; waiting for it." in capsys.readouterr().out
+    assert "Another process is tokenizing rows.jsonl; waiting for it." in capsys.readouterr().out
 
 
 # --- exit codes

@@ -134,7 +134,7 @@ def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd,
     )
     Path("greedy.jinja").write_text(GREEDY[what])
     began = time.process_time()
-    with pytest.raises(DataError, match=r"asks for more than (0\.5 s of processor time|200 MiB of memory)"):
+    with pytest.raises(DataError, match=r"stopped: it needs more than (0\.5 s of processor time|200 MiB of memory)"):
         Encoder(tokenizer, RowFormat.messages, "greedy.jinja")
     assert (
         time.process_time() - began < 60
@@ -150,7 +150,7 @@ def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeyp
     encoder = Encoder(tokenizer, RowFormat.messages, "late.jinja")
     assert not isinstance(encoder.encode([CHAT])[0], str)
     woken = {"messages": [{"role": "user", "content": "wake up"}, CHAT["messages"][1]]}
-    with pytest.raises(DataError, match="asks for more than"):
+    with pytest.raises(DataError, match="stopped: it needs more than"):
         encoder.encode([CHAT, woken])
     assert not isinstance(encoder.encode([CHAT])[0], str), "and the limits are lifted again"
 
@@ -173,7 +173,7 @@ def test_a_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
     for path in (Path("long.jinja"), stranger / "chat_template.jinja"):
         with path.open("wb") as file:
             file.truncate(4 << 30)
-    with pytest.raises(DataError, match=r"4,294,967,296 bytes are no chat template"):
+    with pytest.raises(DataError, match=r"4,294,967,296 bytes are too long for a chat template"):
         Encoder(tokenizer, RowFormat.messages, "long.jinja")
     with pytest.raises(ConfigError, match="more than a chat template ever has"):
         opened(stranger)
@@ -663,7 +663,7 @@ def test_a_row_of_a_column_file_that_is_too_long_is_not_decoded(saved, cwd):
     rows = list(open_source(SourceConfig(path="rows.parquet")).rows())
     assert [row.value and row.value["text"] for row in rows] == ["a", None, "b", "c"]
     assert [row.where for row in rows] == [f"rows.parquet row {number}" for number in range(1, 5)]
-    assert rows[1].error.startswith("a row of 17.0 MiB; one may have 16 MiB")
+    assert rows[1].error.startswith("a row of 17.0 MiB; the limit is 16 MiB")
 
 
 # --- a run folder and its checkpoints

@@ -1,4 +1,4 @@
-"""A micro-batch as the model takes it, cut from the memory maps."""
+"""A micro-batch as the model takes it, read from the memory maps."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ if TYPE_CHECKING:
     from fxtune.data.tokenized.table import TokenTable
 
 IGNORE_INDEX = -100
-"""The target where there is none: `torch.nn.functional.cross_entropy`'s ignore_index, and Hugging Face's."""
-SIZES = 16
-"""How many numbers of supervised tokens filled() tells apart, of a batch of one shape."""
-FEWEST = 128
-"""The rows of a tile of the head's matmul: fewer take no less time."""
+"""The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
+TARGET_COUNTS = 16
+"""How many different numbers of targets with_rounded_targets() makes for batches of one shape."""
+MIN_TARGETS = 128
+"""Rows of a tile of the head's matmul: fewer take no less time."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: int64 tensors [rows, length], what kernels need to know of them, and counts known without looking."""
+    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and counts that need no device."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that one is supervised, else -100."""
+    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that token is supervised, else -100."""
     position_ids: torch.Tensor
-    """Restart at 0 in each document. Padding of a packed row is a document of its own; that of a row with a single
-    document goes on counting."""
+    """Restart at 0 in each document. The padding of a packed row is a document of its own; in a row with one document the
+    positions go on through the padding."""
     cu_seqlens: torch.Tensor
-    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens, then their number, repeated to
-    a length that is the same for all of a plan's batches (documents of no tokens), so that no compiled code sees a new shape.
-    A row that is not packed is one document, its padding included, which stands behind all that counts."""
+    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the total (empty
+    documents), so that all batches of a plan have the same length and compiled code sees no new shape. A row that is not packed
+    is one document, padding included; the padding comes after every token that counts."""
     supervised_at: torch.Tensor
-    """int64 [supervised]: the flattened positions that have a target: the only ones that need logits."""
+    """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
-    """int64 [supervised]: their targets; IGNORE_INDEX where filled() added one."""
+    """int64 [supervised]: their targets; IGNORE_INDEX for positions that with_rounded_targets() added."""
     tokens: int
     """Tokens that are not padding."""
 
     @property
     def supervised(self) -> int:
-        """Targets that are not -100, in a batch that was not filled()."""
+        """Targets that are not -100, in a batch without added ones."""
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same with a number of `supervised_at` and `labels` that few batches do not share: a multiple of FEWEST and of a
-        SIZES-th of all positions, completed by positions without a target, each once, and the label IGNORE_INDEX.
+        """The same batch with the lengths of `supervised_at` and `labels` rounded up to a multiple of MIN_TARGETS and of a
+        TARGET_COUNTS-th of all positions, by positions without a target (each once) with the label IGNORE_INDEX.
 
-        The loss and its gradients are the same: an ignored row has none. What the head does for it is wasted, half a SIZES-th
-        of the positions on average. In return its matmuls and buffers have few sizes: memory that is freed fits what is asked for
-        next, and a recorded pass (kernels/recorded.py) serves every batch of its size. On the host only.
+        The loss and its gradients stay the same. The head computes the added rows in vain: half a TARGET_COUNTS-th of the
+        positions on average. In return its matmuls and buffers have few sizes, so freed memory fits the next request, and a
+        recorded CUDA graph serves every batch of its size. On the host only.
         """
         positions = self.targets.numel()
-        step = max(-(-positions // SIZES), FEWEST)
+        step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
         missing = min(-(-max(len(self.labels), 1) // step) * step, positions) - len(self.labels)
         spare = (self.targets.flatten() == IGNORE_INDEX).nonzero().flatten()[:missing]
         return replace(
@@ -68,9 +68,8 @@ class Batch:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return replace(
-            self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
-        )
+        tensors = self._tensors().items()
+        return replace(self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors})
 
     def pin_memory(self) -> Batch:
         return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
@@ -83,53 +82,46 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a micro-batch is made of, small enough to send to a worker. The arrays are int64, one entry a segment."""
+    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64 with one entry a segment."""
 
     source: np.ndarray
-    """Which table."""
+    """Index of the table."""
     start: np.ndarray
-    """First token in the table's `ids`."""
+    """Position of the first token in the table's `ids`."""
     length: np.ndarray
     offsets: np.ndarray
-    """int64 [rows + 1]: row r is made of the segments offsets[r]:offsets[r + 1]."""
+    """int64 [rows + 1]: row r has the segments offsets[r]:offsets[r + 1]."""
     width: int
     """Tokens in a row, padding included."""
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens` of packed rows: at least one for each segment, and one more a row for its padding.
-    Rows that are not packed need one each, and are known by that (kernels/packed_attention.py)."""
+    """Room for documents in `cu_seqlens` of packed rows: at least one a segment, and one more a row for its padding. Rows that are
+    not packed take one each, by which attention recognizes them."""
 
 
-def build_batch(tables: Sequence[TokenTable], pieces: BatchSpec) -> Batch:
-    """Copy the segments into rows. Work is one slice a segment; tokens are only touched by numpy."""
-    rows = len(pieces.offsets) - 1
-    ids = np.full((rows, pieces.width), pieces.pad_id, np.int64)
-    supervised = np.zeros((rows, pieces.width), bool)
-    begins = np.zeros((rows, pieces.width), np.int64)
+def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
+    """Copy the segments into rows: one slice a segment, all in numpy."""
+    rows = len(spec.offsets) - 1
+    ids = np.full((rows, spec.width), spec.pad_id, np.int64)
+    supervised = np.zeros((rows, spec.width), bool)
+    begins = np.zeros((rows, spec.width), np.int64)
     for row in range(rows):
         at = 0
-        for piece in range(pieces.offsets[row], pieces.offsets[row + 1]):
-            table, start, length = tables[pieces.source[piece]], pieces.start[piece], pieces.length[piece]
+        for segment in range(spec.offsets[row], spec.offsets[row + 1]):
+            table, start, length = tables[spec.source[segment]], spec.start[segment], spec.length[segment]
             ids[row, at : at + length] = table.ids[start : start + length]
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             begins[row, at] = at
             at += length
-        if pieces.packed and at < pieces.width:
+        if spec.packed and at < spec.width:
             begins[row, at] = at
     targets = np.full_like(ids, IGNORE_INDEX)
     targets[:, :-1] = np.where(supervised[:, 1:], ids[:, 1:], IGNORE_INDEX)
-    positions = np.arange(pieces.width) - np.maximum.accumulate(begins, axis=1)
+    positions = np.arange(spec.width) - np.maximum.accumulate(begins, axis=1)
     starts = np.flatnonzero(positions == 0)
-    cu_seqlens = np.full((pieces.slots if pieces.packed else rows) + 1, ids.size, np.int32)
+    cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
-    wanted = np.flatnonzero(targets != IGNORE_INDEX)
-    return Batch(
-        torch.from_numpy(ids),
-        torch.from_numpy(targets),
-        torch.from_numpy(positions),
-        torch.from_numpy(cu_seqlens),
-        torch.from_numpy(wanted),
-        torch.from_numpy(targets.ravel()[wanted]),
-        tokens=int(pieces.length.sum()),
-    )
+    supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
+    arrays = (ids, targets, positions, cu_seqlens, supervised_at, targets.ravel()[supervised_at])
+    return Batch(*map(torch.from_numpy, arrays), tokens=int(spec.length.sum()))

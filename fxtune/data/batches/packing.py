@@ -1,18 +1,16 @@
-"""Documents into rows of a fixed capacity, with next to nothing left over.
+"""Packs documents into rows of a fixed capacity with almost no padding.
 
-Best-fit decreasing: the documents from the longest to the shortest, each into the fullest row that still has room.
-Done one document at a time that is millions of searches; but only lengths matter, so it is done on the histogram of
-lengths (LPFHP in Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all
-documents of one length are placed together, and rows with the same room left are one entry with a count. Unlike the
-paper's, our placement is exactly best-fit decreasing: a row takes as many documents of one length as fit before the
-next row is looked at.
+Best-fit decreasing: take the documents from the longest to the shortest, and put each into the fullest row that has room. One
+document at a time, that takes millions of searches. But only lengths matter, so it works on the histogram of lengths (LPFHP in
+Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all documents of one length are
+placed together, and rows with the same room left are one entry with a count. Unlike the paper's, this placement is exactly
+best-fit decreasing: a row takes as many documents of one length as fit before the next row is considered.
 
-What it costs: time grows with the number of *different* (row, length) pairs, not with the number of documents; a
-million documents take a fraction of a second. What it gives: 99 % and more of the rows filled on natural mixes of
-lengths (scripts/bench/bench_packing.py prints both).
+Cost: time grows with the number of *different* (row, length) pairs; a million documents take a fraction of a second. Natural mixes
+of lengths fill 99 % and more of the rows (scripts/bench/bench_packing.py prints both).
 
-The result has two halves, because only the first depends on the lengths alone: the *pattern* (which lengths share a
-row) and which document takes which slot, which the caller decides anew in each epoch by a permutation.
+There are two steps, because only the first depends on lengths alone: the *pattern* (which lengths share a row), and which document
+takes which slot, which the caller chooses anew in each epoch by a permutation.
 """
 
 from __future__ import annotations
@@ -22,22 +20,20 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-Rows = tuple[np.ndarray, np.ndarray]
-
 
 class _Fill(NamedTuple):
-    """What a row holds, as a chain back to the empty row, shared by all rows that are filled alike."""
+    """The content of a row, as a linked list that all rows with the same content share."""
 
     before: Optional[_Fill]
     length: int
     copies: int
 
 
-def pattern(lengths: np.ndarray, capacity: int) -> Rows:
+def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Which lengths share a row.
 
-    `lengths`: integers [documents], each in 1..capacity. Returns (`slots`, `offsets`), int64: row r holds one document
-    of each length in `slots[offsets[r]:offsets[r + 1]]`, longest first. ValueError for a length outside 1..capacity.
+    `lengths`: integers [documents], each in 1..capacity. Returns (`slots`, `offsets`), int64: row r holds one document of each
+    length in `slots[offsets[r]:offsets[r + 1]]`, longest first. Raises ValueError for a length outside 1..capacity.
     """
     lengths = np.asarray(lengths)
     if lengths.size == 0:
@@ -46,16 +42,16 @@ def pattern(lengths: np.ndarray, capacity: int) -> Rows:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}")
     histogram = np.bincount(lengths)
     present = np.flatnonzero(histogram)[::-1]
-    rooms = _Rooms()
+    rows = _OpenRows()
     for length, count in zip(present.tolist(), histogram[present].tolist(), strict=True):
-        _place(length, count, capacity, rooms)
-    return _unroll([group for groups in rooms.groups.values() for group in groups])
+        _place(length, count, capacity, rows)
+    return _unroll([group for groups in rows.groups.values() for group in groups])
 
 
-def assign(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] = None) -> np.ndarray:
-    """Give each slot a document of its length, documents of equal length in the order that `order` lists them.
+def assign_documents(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] = None) -> np.ndarray:
+    """Give each slot a document of its length. Documents of equal length are taken in the order in which `order` lists them.
 
-    `order`: a permutation of the documents, or None for their own order. Returns the documents' indices, int64 [slots].
+    `order`: a permutation of the documents; None: their own order. Returns the documents' indices, int64 [slots].
     """
     if order is None:
         order = np.arange(len(lengths))
@@ -64,19 +60,8 @@ def assign(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] =
     return documents
 
 
-def pack(lengths: np.ndarray, capacity: int, order: Optional[np.ndarray] = None) -> Rows:
-    """Pack documents into as few rows as best-fit decreasing needs.
-
-    Returns (`documents`, `offsets`), int64: row r holds the documents `documents[offsets[r]:offsets[r + 1]]`, whose
-    lengths sum to at most `capacity`; each document is in exactly one row. `order` as in `assign`; ValueError as in
-    `pattern`.
-    """
-    slots, offsets = pattern(lengths, capacity)
-    return assign(lengths, slots, order), offsets
-
-
-class _Rooms:
-    """Rows by the room they have left: {room: [(fill, how many rows)]}, and the rooms in ascending order."""
+class _OpenRows:
+    """Rows by the room that they have left: {room: [(content, how many rows)]}, and the rooms in ascending order."""
 
     def __init__(self) -> None:
         self.groups: dict[int, list[tuple[Optional[_Fill], int]]] = {}
@@ -89,7 +74,7 @@ class _Rooms:
         self.groups[room].append((fill, rows))
 
     def take(self, length: int) -> Optional[tuple[int, Optional[_Fill], int]]:
-        """Remove and return the (room, fill, rows) with the least room of at least `length`."""
+        """Remove and return the (room, content, rows) with the least room that is at least `length`."""
         at = bisect_left(self.ascending, length)
         if at == len(self.ascending):
             return None
@@ -100,26 +85,26 @@ class _Rooms:
         return room, fill, rows
 
 
-def _place(length: int, count: int, capacity: int, rooms: _Rooms) -> None:
-    """Place `count` documents of one length, best fit first; open new rows where none has room."""
+def _place(length: int, count: int, capacity: int, open_rows: _OpenRows) -> None:
+    """Place `count` documents of one length, best fit first. Open new rows when none has room."""
     while count:
-        room, fill, rows = rooms.take(length) or (capacity, None, count)
+        room, fill, rows = open_rows.take(length) or (capacity, None, count)
         each = room // length
         full = min(rows, count // each)
         if full:
-            rooms.add(room - each * length, _Fill(fill, length, each), full)
+            open_rows.add(room - each * length, _Fill(fill, length, each), full)
             count -= full * each
             rows -= full
         if count and rows:  # fewer documents are left than one row takes
-            rooms.add(room - count * length, _Fill(fill, length, count), 1)
+            open_rows.add(room - count * length, _Fill(fill, length, count), 1)
             rows -= 1
             count = 0
         if rows and fill is not None:
-            rooms.add(room, fill, rows)
+            open_rows.add(room, fill, rows)
 
 
-def _unroll(groups: list[tuple[Optional[_Fill], int]]) -> Rows:
-    """From groups of equal rows to one entry a slot."""
+def _unroll(groups: list[tuple[Optional[_Fill], int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(slots, offsets) of groups of equal rows."""
     lengths: list[int] = []
     counts: list[int] = []
     starts = []
@@ -132,9 +117,8 @@ def _unroll(groups: list[tuple[Optional[_Fill], int]]) -> Rows:
             fill = fill.before
         lengths[first:] = lengths[first:][::-1]
         counts[first:] = counts[first:][::-1]
-    per_part = np.asarray(counts)
-    slots = np.repeat(np.asarray(lengths), per_part)  # each group's row, once
-    size = np.add.reduceat(per_part, starts)
+    slots = np.repeat(np.asarray(lengths), counts)  # one row of each group
+    size = np.add.reduceat(np.asarray(counts), starts)
     start = np.cumsum(size) - size
     group = np.repeat(np.arange(len(groups)), [rows for _, rows in groups])
     offsets = np.concatenate([[0], np.cumsum(size[group])])

@@ -1,13 +1,11 @@
-"""From documents to segments: what one row can hold, and what is worth holding.
+"""From documents to segments, the units that rows are made of.
 
-A segment is a document, or a piece of one that is longer than `data.sequence_length`. Nothing comes before a segment's
-first token, so that token is never a target; a segment in which no target is left teaches nothing and is dropped, and
-counted.
+A segment is a document, or a part of one that is longer than `data.sequence_length`. A segment's first token follows nothing, so
+it is never a target. A segment without a target teaches nothing; it is left out and counted.
 
-Here too is what decides by lot: a document's side of the hold-out, which hangs on its content alone, and the
-permutations of the epochs. Both are hashes (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-generators") and not numpy's generators, whose streams may change between numpy versions: a run that is resumed years
-later sees the same batches.
+The random choices are here too: which documents are held out, which depends on their content alone, and the permutations of
+epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") and not numpy's
+generators, whose streams may change between versions: a run resumed years later must get the same batches.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ if TYPE_CHECKING:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HOLD_OUT = np.uint64(0x66787475_6E652031)
 _BLOCK = 1 << 24
-"""Tokens whose supervision is counted at a time, so that a large table is never in memory as a whole."""
+"""Tokens whose targets are counted at a time, so that a large table is never in memory as a whole."""
 
 
 class Side(Enum):
-    """Which documents of a table: those left for training, those held out for evaluation, or all."""
+    """Which documents of a table to use: those for training, those held out for evaluation, or all."""
 
     train = "train"
     held_out = "held out"
@@ -40,12 +38,12 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Segments:
-    """Equally long int64 arrays, one entry a segment, in the order of the documents."""
+    """int64 arrays with one entry a segment, in the order of the documents."""
 
     document: np.ndarray
     """Index of the document in its table."""
     start: np.ndarray
-    """Where the segment's first token is in the table's `ids`."""
+    """Position of the segment's first token in the table's `ids`."""
     length: np.ndarray
     """Tokens."""
     supervised: np.ndarray
@@ -56,7 +54,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SegmentCounts:
     """What became of a table's documents."""
 
     documents: int
@@ -64,29 +62,28 @@ class Cut:
     other_side: int
     """Documents on the other side."""
     split: int = 0
-    """Documents cut into several segments."""
+    """Documents split into several segments."""
     pieces: int = 0
     """The segments that they became."""
     truncated: int = 0
-    """Documents that lost their end."""
     dropped: int = 0
     """Documents left out because they are too long."""
     without_targets: int = 0
     """Segments left out because they have no target."""
     lost_tokens: int = 0
-    """Tokens that were truncated or dropped with a long document."""
+    """Tokens of long documents that were truncated or dropped."""
 
 
-def cut(
+def make_segments(
     table: TokenTable, sequence_length: int, on_long: OnLong, eval_fraction: float, side: Side
-) -> tuple[Segments, Cut]:
-    """The segments of one side of a table, at most `sequence_length` tokens each, every one with a target.
+) -> tuple[Segments, SegmentCounts]:
+    """The segments of one side of a table. Each has at most `sequence_length` tokens and at least one target.
 
-    `eval_fraction`: the share of documents that is held out. Raises DataError with `on_long=error` if there is a long
-    document. The result may be empty.
+    `eval_fraction`: the share of documents that is held out. Raises DataError if `on_long=error` and a document is too long. The
+    result may be empty.
     """
     offsets = np.asarray(table.offsets, dtype=np.int64)
-    chosen = np.flatnonzero(_on(side, table.digests, eval_fraction))
+    chosen = np.flatnonzero(_is_on_side(side, table.digests, eval_fraction))
     length = np.diff(offsets)[chosen]
     long = length > sequence_length
     if on_long is OnLong.error and long.any():
@@ -105,61 +102,56 @@ def cut(
     document = np.repeat(chosen, pieces)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = offsets[document] + nth * sequence_length
-    every = Segments(document, start, np.minimum(offsets[document + 1] - start, sequence_length), np.zeros(0))
-    targets = _targets(table.supervised, every)
+    size = np.minimum(offsets[document + 1] - start, sequence_length)
+    targets = _count_targets(table.supervised, start, size)
     kept = np.flatnonzero(targets)
+    many = int(long.sum())
     counts = {
-        OnLong.split: dict(split=int(long.sum()), pieces=int(pieces[long].sum())),
-        OnLong.truncate: dict(truncated=int(long.sum()), lost_tokens=lost),
-        OnLong.drop: dict(dropped=int(long.sum()), lost_tokens=lost),
+        OnLong.split: dict(split=many, pieces=int(pieces[long].sum())),
+        OnLong.truncate: dict(truncated=many, lost_tokens=lost),
+        OnLong.drop: dict(dropped=many, lost_tokens=lost),
         OnLong.error: {},
     }[on_long]
-    return (
-        Segments(every.document[kept], every.start[kept], every.length[kept], targets[kept]),
-        Cut(
-            documents=len(chosen),
-            other_side=len(offsets) - 1 - len(chosen),
-            without_targets=len(targets) - len(kept),
-            **counts,
-        ),
-    )
+    segments = Segments(document[kept], start[kept], size[kept], targets[kept])
+    others = len(offsets) - 1 - len(chosen)
+    return segments, SegmentCounts(len(chosen), others, without_targets=len(targets) - len(kept), **counts)
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """A permutation of `count` things, int64, that depends on `key` alone."""
+    """A permutation of `count` items, int64, that depends on `key` alone."""
     state = np.zeros(1, np.uint64)
     for part in key:
-        state = _mix(state + np.array([part % (1 << 64)], np.uint64))
-    return np.argsort(_mix(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN))
+        state = _splitmix64(state + np.array([part % (1 << 64)], np.uint64))
+    return np.argsort(_splitmix64(state + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN))
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
-    """SplitMix64's step, a bijection on uint64 [...]."""
+def _splitmix64(state: np.ndarray) -> np.ndarray:
+    """One step of SplitMix64, a bijection on uint64 [...]."""
     state = state + _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
-def _on(side: Side, digests: np.ndarray, eval_fraction: float) -> np.ndarray:
-    """Which documents are on `side`, bool [documents]. Equal documents are on one side, whatever the run's seed."""
+def _is_on_side(side: Side, digests: np.ndarray, eval_fraction: float) -> np.ndarray:
+    """Which documents are on `side`, bool [documents]. Equal documents are on the same side, whatever the run's seed."""
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
-    lot = _mix(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
-    return (lot < np.uint64(eval_fraction * 2.0**64)) == (side is Side.held_out)
+    number = _splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
+    return (number < np.uint64(eval_fraction * 2.0**64)) == (side is Side.held_out)
 
 
-def _targets(supervised: np.ndarray, segments: Segments) -> np.ndarray:
+def _count_targets(supervised: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Targets of each segment, int64 [segments]: the supervised tokens after its first."""
-    counts = np.zeros(len(segments), np.int64)
-    ends = segments.start + segments.length
+    counts = np.zeros(len(start), np.int64)
+    ends = start + length
     begin = 0
-    while begin < len(segments):
-        end = max(int(np.searchsorted(ends, segments.start[begin] + _BLOCK, side="right")), begin + 1)
-        base = segments.start[begin]
+    while begin < len(start):
+        end = max(int(np.searchsorted(ends, start[begin] + _BLOCK, side="right")), begin + 1)
+        base = start[begin]
         tokens = np.append(np.asarray(supervised[base : ends[end - 1]]).view(np.uint8), np.uint8(0))
-        bounds = np.stack([segments.start[begin:end] + 1, ends[begin:end]], axis=1).ravel() - base
+        bounds = np.stack([start[begin:end] + 1, ends[begin:end]], axis=1).ravel() - base
         counts[begin:end] = np.add.reduceat(tokens, bounds, dtype=np.int64)[::2]
         begin = end
-    counts[segments.length == 1] = 0  # reduceat gives an empty range its next element
+    counts[length == 1] = 0  # for an empty range reduceat returns the next element
     return counts

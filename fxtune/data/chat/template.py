@@ -1,29 +1,28 @@
-"""A chat template, and which characters of what it writes the model is trained on.
+"""A chat template, and which characters of the rendered text the model learns.
 
-A template turns messages into one text; the mask needs the character span of every assistant turn in that text. Searching
-the text for the content does not work: templates trim it, drop the thinking of earlier turns, and users quote it. Two
-ways are exact.
+A template turns messages into one text, and the loss mask needs the character span of every assistant turn in it. Searching the
+text for the content does not work: templates trim it, remove the reasoning of earlier turns, and users quote it. Two ways are
+exact:
 
-(a) `{% generation %}` marks: the template says so itself, transformers returns the spans.
+(a) `{% generation %}` marks: the template marks the spans itself, and transformers returns them.
 
-(b) Perturbation, for templates without marks (the stock ones of Llama-3.1, Qwen3 and Gemma-3): render once more with the
-assistant's contents replaced by characters that occur nowhere else (private-use code points). What surrounds them is what
-the template writes itself, so the contents are what is left over when that is taken away from the real text:
+(b) Sentinels, for templates without marks (the published ones of Llama-3.1, Qwen3 and Gemma-3): render once more with private-use
+characters in place of the assistant's contents. What surrounds them is written by the template, so the contents are what is left
+of the real text without it:
 
-    together   one more render, all turns replaced at once. If the pieces between the sentinels, joined with the contents
-               as given (or as `| trim` leaves them), spell the real text, the positions are proven. The usual case.
-    alone      otherwise one render a turn. The text after the sentinel must end the real text: that is the content's end,
-               whatever the template did to the content (thinking stripped, JSON escaped).
+    all turns at once   If the pieces between the sentinels, joined with the contents as given (or stripped, as `| trim` leaves
+                        them), spell the real text, the positions are proven. This is the usual case.
+    turn by turn        Otherwise one rendering a turn. The real text must end with the text after the sentinel: there the content
+                        ends, whatever the template did to it (reasoning removed, JSON escaped).
 
-A supervised span starts where the generation prompt ends, because from there on the model writes: an empty
-`<think></think>` that the template puts before the content is learned, as it is under marks that enclose it; so is the
-header of a turn where a template has no generation prompt to write it. It ends after the end-of-turn token, not after
-the newline behind that. What the generation prompt, the text between it and the content, and the end of a turn are is
-measured once a template by a probe of two messages (`Frame`). A template that cannot be read in these ways makes a row's
-reason, never a guess.
+A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty `<think></think>`
+that the template puts before the content is learned, and so is the header of a turn if the template has no generation prompt. A
+span ends after the end-of-turn token, before the newline behind it. A probe of two messages measures once for each template what
+the generation prompt, the text between it and the content, and the end of a turn are (`TurnFrame`). If a template cannot be read
+in these ways, the row is a bad row; nothing is guessed.
 
-Cost: (a) one render a conversation, (b) two. Templates run in transformers' immutable Jinja sandbox only, within
-limits of time and memory (fence.py).
+Cost: (a) one rendering a conversation, (b) two. Templates run only in transformers' immutable Jinja sandbox, with limits on time
+and memory (system/resource_limits.py).
 """
 
 from __future__ import annotations
@@ -33,38 +32,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxtune.data.chat.normalize import BadRow
+from fxtune.data.chat.normalize import RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 Messages = Sequence[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
 Span = tuple[int, int]
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_MEND = "put {% generation %} marks around the assistant's turns in a template of your own (data.chat_template=FILE)"
+_ADVICE = "put {% generation %} marks around the assistant's turns in a template of your own (data.chat_template=FILE)"
 
 
 @dataclass(frozen=True)
-class Frame:
+class TurnFrame:
     """What a template writes around an assistant's content, measured on a probe."""
 
     prompt: str = ""
-    """The generation prompt, such as `<|im_start|>assistant\\n`; empty where the template has none (Mistral)."""
+    """The generation prompt, such as `<|im_start|>assistant\\n`; empty if the template has none (Mistral)."""
     leads: tuple[str, ...] = ()
-    """What may stand between the generation prompt and the content, longest first."""
+    """Possible texts between the generation prompt and the content, longest first."""
     endings: tuple[str, ...] = ()
-    """What may stand right behind the content, up to and with the end-of-turn token, longest first."""
+    """Possible texts from the content to the end-of-turn token, longest first."""
     overrun: int | None = None
-    """How many characters behind the content a generation mark encloses; None: no (usable) marks."""
+    """How many characters behind the content a generation mark includes; None: no usable marks."""
 
 
 class ChatTemplate:
-    """Jinja source plus the variables it sees.
+    """Jinja source and its variables.
 
     Args:
         source: the Jinja text.
         variables: bos_token, eos_token and the like, as `apply_chat_template` passes them.
-        special_tokens: the tokenizer's special tokens, to recognise the end of a turn.
+        special_tokens: the tokenizer's special tokens, to recognize the end of a turn.
 
     Raises:
         DataError: the template does not compile, or tries to leave the sandbox.
@@ -75,28 +75,23 @@ class ChatTemplate:
         self.variables = variables
         alternatives = "|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token)
         self._ending = re.compile(rf"\s*(?:{alternatives or '(?!)'})")
-        self.marked = bool(_MARK.search(source))
-        frame = self._probe()
-        if self.marked and frame is not None and frame.overrun is None:
-            # transformers misplaces marks inside a macro or a {% set %} block, and some templates mark the last turn
-            # only: marks that miss the probe's content are not to be trusted on any row.
-            self.marked = False
-        self.frame = frame or Frame()
+        self.has_marks = bool(_MARK.search(source))
+        frame = self._measure_frame()
+        if frame is not None and frame.overrun is None:
+            # transformers misplaces marks inside a macro or a {% set %} block, and some templates mark only the last turn:
+            # marks that miss the probe's content cannot be trusted on any row.
+            self.has_marks = False
+        self.frame = frame or TurnFrame()
 
-    def draw(
-        self,
-        messages: Messages,
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        prompt: bool = False,
-        marks: bool = False,
+    def render(
+        self, messages: Messages, tools: Tools = None, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        """Render. Returns the text and, with `marks`, the spans of its generation marks.
+        """The text and, with `marks`, the spans of its generation marks. `prompt`: append the generation prompt.
 
         Raises:
-            BadRow: the template refuses these messages (its own words are in the message) or fails on them.
-            DataError: no row can be rendered: the template's syntax is wrong, it tries to leave the sandbox, or it takes
-                more time or memory than rendering can need.
+            RowError: the template refuses these messages (the message quotes it) or fails on them.
+            DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it needs more
+                time or memory than any rendering can need.
         """
         from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -113,63 +108,63 @@ class ChatTemplate:
                 )
         except LimitExceeded as limit:
             raise DataError(
-                f"the chat template asks for {limit} to write a conversation of {len(messages)} messages, and is "
-                "stopped. Mend it, or name another in data.chat_template"
+                f"the chat template was stopped: it needs {limit} for a conversation of {len(messages)} messages. Correct "
+                "it, or name another in data.chat_template"
             ) from None
         except MemoryError:
-            raise  # to the fence around all rows
+            raise  # the limit around all rows handles it
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template does not compile: line {error.lineno}: {error.message}. Mend it, or name another "
+                f"the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or name another "
                 "in data.chat_template"
             ) from None
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:
-            raise BadRow(f"the chat template refuses this conversation: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a template is foreign code: it can raise whatever Python can
-            raise BadRow(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+            raise RowError(f"the chat template refuses this conversation: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is foreign code and can raise anything
+            raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
-    def spans(
-        self, messages: Messages, learn: Sequence[bool], tools: list[dict[str, Any]] | None = None
+    def supervised_spans(
+        self, messages: Messages, supervised: Sequence[bool], tools: Tools = None
     ) -> tuple[str, list[Span]]:
-        """Render, and find the spans to supervise.
+        """Render, and find the spans that the model learns.
 
         Args:
-            messages: the conversation, as `conversation.conversation` makes it.
-            learn: one a message; True only for assistant turns with content that are to be supervised.
-            tools: JSON schemas of the tools offered.
+            messages, tools: as `normalize.read_conversation` returns them.
+            supervised: for each message, True if it is an assistant turn with content that the model learns.
 
         Returns:
-            The text and the ascending, disjoint (start, end) character spans, one for each True in `learn`.
+            The text, and the ascending, disjoint (start, end) character spans, one for each True in `supervised`.
 
         Raises:
-            BadRow: the template refuses the conversation, or its turns cannot be told apart with certainty.
+            RowError: the template refuses the conversation, or its turns cannot be located with certainty.
         """
-        text, marks = self.draw(messages, tools, marks=self.marked)
+        text, marks = self.render(messages, tools, marks=self.has_marks)
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.marked and len(marks) == len(assistants):
-            chosen = zip(assistants, marks, strict=True)
-            return text, [self._marked(text, start, end) for index, (start, end) in chosen if learn[index]]
-        turns = [index for index in assistants if learn[index]]
+        if self.has_marks and len(marks) == len(assistants):
+            return text, [
+                self._span_of_mark(text, *mark)
+                for index, mark in zip(assistants, marks, strict=True)
+                if supervised[index]
+            ]
+        turns = [index for index in assistants if supervised[index]]
         if not turns:
             return text, []
-        spans = self._together(text, messages, turns, tools)
+        spans = self._spans_at_once(text, messages, turns, tools)
         if spans is None:
-            spans = [self._alone(text, messages, index, tools) for index in turns]
+            spans = [self._span_of_turn(text, messages, index, tools) for index in turns]
         for (_, end), (start, _), index in zip(spans, spans[1:], turns[1:], strict=False):
             if start < end:
-                raise BadRow(f"the chat template writes messages[{index}] inside an earlier turn; {_MEND}")
+                raise RowError(f"the chat template writes messages[{index}] inside an earlier turn; {_ADVICE}")
         return text, spans
 
-    def _marked(self, text: str, start: int, end: int) -> Span:
-        """A mark's span, ended after the end-of-turn token: moved on where the mark stops short of that, moved back
-        where the mark also holds the newline behind it. Left as its author set it where no such token is found."""
-        if self.frame.overrun is None:
-            return start, end
-        content_end = end - self.frame.overrun
+    def _span_of_mark(self, text: str, start: int, end: int) -> Span:
+        """The span of a generation mark, but ended after the end-of-turn token: marks may end before it, or after the newline
+        behind it. If no such token is found, the mark's own end stays."""
+        content_end = end - (self.frame.overrun or 0)
         turn_end = self._turn_end(text, content_end)
         return (start, turn_end) if turn_end > content_end >= start else (start, end)
 
@@ -179,17 +174,15 @@ class ChatTemplate:
                 return content_end + len(ending)
         return content_end
 
-    def _lead(self, before: str) -> int | None:
+    def _lead_length(self, before: str) -> int | None:
         """How many characters at the end of `before`, the text up to a content, the model writes itself."""
         for lead in self.frame.leads:
             if before.endswith(self.frame.prompt + lead):
                 return len(lead)
         return None
 
-    def _together(
-        self, text: str, messages: Messages, turns: list[int], tools: list[dict[str, Any]] | None
-    ) -> list[Span] | None:
-        """All turns by one more render, or None where that proves nothing."""
+    def _spans_at_once(self, text: str, messages: Messages, turns: list[int], tools: Tools) -> list[Span] | None:
+        """The spans of all turns by one more rendering; None if it proves nothing."""
         if any("reasoning_content" in messages[index] for index in turns):
             return None
         opening, closing = unused_characters(text)
@@ -197,10 +190,10 @@ class ChatTemplate:
         for number, index in enumerate(turns):
             variant[index] = {**messages[index], "content": f"{opening}{number}{closing}"}
         try:
-            drawn, _ = self.draw(variant, tools)
-        except BadRow:
-            return None  # the template looks at the content; a turn on its own may still pass
-        parts = re.split(f"{opening}([0-9]+){closing}", drawn)
+            rendered, _ = self.render(variant, tools)
+        except RowError:
+            return None  # the template reads the content; turn by turn it may still pass
+        parts = re.split(f"{opening}([0-9]+){closing}", rendered)
         if parts[1::2] != [str(number) for number in range(len(turns))]:
             return None
         pieces = parts[::2]
@@ -212,7 +205,7 @@ class ChatTemplate:
             return None
         spans, position = [], 0
         for piece, content in zip(pieces, contents, strict=False):
-            lead = self._lead(piece)
+            lead = self._lead_length(piece)
             if lead is None:
                 return None
             position += len(piece)
@@ -220,109 +213,101 @@ class ChatTemplate:
             position += len(content)
         return spans
 
-    def _alone(self, text: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None) -> Span:
-        """One turn by a render of its own."""
-        message = messages[index]
+    def _span_of_turn(self, text: str, messages: Messages, index: int, tools: Tools) -> Span:
+        """The span of one turn by a rendering of its own."""
         opening, closing = unused_characters(text)
         content, reasoning = f"{opening}0{closing}", f"{opening}1{closing}"
-        changed = {**message, "content": content}
-        if "reasoning_content" in message:
+        changed = {**messages[index], "content": content}
+        if "reasoning_content" in changed:
             changed["reasoning_content"] = changed["thinking"] = reasoning
-        drawn, _ = self.draw([*messages[:index], changed, *messages[index + 1 :]], tools)
-        if (times := drawn.count(content)) != 1:
-            raise BadRow(f"the chat template writes the content of messages[{index}] {times} times; {_MEND}")
-        before, _, after = drawn.partition(content)
+        rendered, _ = self.render(_replaced(messages, index, changed), tools)
+        if (times := rendered.count(content)) != 1:
+            raise RowError(f"the chat template writes the content of messages[{index}] {times} times; {_ADVICE}")
+        before, _, after = rendered.partition(content)
         end = len(text) - len(after)
         if not text.endswith(after):
-            raise BadRow(f"the content of messages[{index}] changes what the chat template writes later; {_MEND}")
-        start = self._start(text, before, before.partition(reasoning)[0], messages, index, tools)
+            raise RowError(f"the content of messages[{index}] changes what the chat template writes later; {_ADVICE}")
+        start = self._turn_start(text, before, before.partition(reasoning)[0], messages, index, tools)
         if start is None or start > end:
-            raise BadRow(f"the content of messages[{index}] changes what the chat template writes before; {_MEND}")
+            raise RowError(f"the content of messages[{index}] changes what the chat template writes before; {_ADVICE}")
         return start, self._turn_end(text, end)
 
-    def _start(
-        self, text: str, before: str, constant: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None
+    def _turn_start(
+        self, text: str, before: str, constant: str, messages: Messages, index: int, tools: Tools
     ) -> int | None:
         """Where in `text` the generation prompt of a turn ends.
 
-        `before` is what a render with another content (and reasoning) has up to that content, `constant` its part that
-        depends on neither.
+        `before` is the text up to the sentinel content in a rendering with sentinels, `constant` the part of it before the
+        sentinel reasoning.
         """
-        lead = self._lead(before)
+        lead = self._lead_length(before)
         if lead is not None and text.startswith(before[: len(before) - lead]):
             return len(before) - lead
-        # A prompt that depends on the conversation: render it. It counts only if it holds the message before, since a
-        # template that writes nothing until the assistant has spoken would otherwise make everything supervised.
-        opening, closing = unused_characters(text)
+        # The generation prompt may depend on the conversation: render it. It counts only if it includes the message before it,
+        # because a template that writes nothing until the assistant has spoken would make everything supervised.
+        sentinel = "".join(unused_characters(text))
         earlier = list(messages[:index])
         try:
-            prompt, _ = self.draw(earlier, tools, prompt=True)
+            prompt, _ = self.render(earlier, tools, prompt=True)
             if earlier:
-                earlier[-1] = {**earlier[-1], "content": opening + closing}
-            witness, _ = self.draw(earlier, tools, prompt=True)
-        except BadRow:
-            prompt = witness = ""
-        if prompt and text.startswith(prompt) and (not earlier or opening + closing in witness):
+                earlier[-1] = {**earlier[-1], "content": sentinel}
+            with_sentinel, _ = self.render(earlier, tools, prompt=True)
+        except RowError:
+            prompt = with_sentinel = ""
+        if prompt and text.startswith(prompt) and (not earlier or sentinel in with_sentinel):
             return len(prompt)
-        if self.frame.prompt and self._anybodys(text, before, messages, index, tools):
+        if self.frame.prompt and self._same_for_a_user(text, before, messages, index, tools):
             return None
         return len(constant) if text.startswith(constant) else None
 
-    def _anybodys(
-        self, text: str, before: str, messages: Messages, index: int, tools: list[dict[str, Any]] | None
-    ) -> bool:
-        """Whether the text before a turn would be the same if a user spoke: then nobody wrote that the assistant does.
-        (Llama-3.1 puts its tools and the first message, whoever's it is, into one turn of the user's.)"""
+    def _same_for_a_user(self, text: str, before: str, messages: Messages, index: int, tools: Tools) -> bool:
+        """Whether the text before a turn would be the same for a user turn, so that it does not say that the assistant speaks.
+        (Llama-3.1 writes its tools and the first message, of whatever role, into one user turn.)"""
         opening, closing = unused_characters(text)
         content = f"{opening}0{closing}"
         try:
-            drawn, _ = self.draw(
-                [*messages[:index], {"role": "user", "content": content}, *messages[index + 1 :]], tools
-            )
-        except BadRow:
+            rendered, _ = self.render(_replaced(messages, index, {"role": "user", "content": content}), tools)
+        except RowError:
             return False
-        return drawn.partition(content)[0] == before
+        return rendered.partition(content)[0] == before
 
-    def _probe(self) -> Frame | None:
-        """Measure the frame on a conversation of sentinels. None where the template takes no plain conversation."""
+    def _measure_frame(self) -> TurnFrame | None:
+        """Measure the frame on a conversation of sentinels; None if the template refuses a plain conversation."""
         opening, closing = unused_characters(self.source)
         question, answer, system = (f"{opening}{number}{closing}" for number in range(3))
-        asked = [{"role": "user", "content": question}]
-        for earlier in (asked, [{"role": "system", "content": system}, *asked]):
+        user = {"role": "user", "content": question}
+        for earlier in ([user], [{"role": "system", "content": system}, user]):
             chat = [*earlier, {"role": "assistant", "content": answer}]
             try:
-                text, marks = self.draw(chat, marks=self.marked)
-                prompted, _ = self.draw(earlier, prompt=True)
-                unprompted, _ = self.draw(earlier)
-                continued, _ = self.draw(chat, prompt=True)
-            except BadRow:
+                text, marks = self.render(chat, marks=self.has_marks)
+                prompted, _ = self.render(earlier, prompt=True)
+                unprompted, _ = self.render(earlier)
+                continued, _ = self.render(chat, prompt=True)
+            except RowError:
                 continue
             if text.count(answer) == 1:
-                return self._measure(text, answer, prompted, unprompted, continued, marks)
-        return None
-
-    def _measure(
-        self, text: str, answer: str, prompted: str, unprompted: str, continued: str, marks: list[Span]
-    ) -> Frame:
+                break
+        else:
+            return None
         before, _, after = text.partition(answer)
         prompt = prompted[len(unprompted) :] if prompted.startswith(unprompted) else ""
         leads = {""} if prompt else set()
         if before.startswith(prompted):
             leads.add(before[len(prompted) :])
-        # The end of a turn that is the last, and of one that is not (gpt-oss has two different ones). The second is
-        # seen in front of the next generation prompt, where no other role's opening can be mistaken for it.
+        # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The second ending is
+        # measured before the next generation prompt, where no other role's header can be mistaken for it.
         tails = [after]
         behind = continued.partition(answer)[2]
         if prompt and behind.endswith(prompt):
             tails.append(behind[: len(behind) - len(prompt)])
         endings = {self._first_ending(tail) for tail in tails} - {""}
         overrun = None
-        content_start, content_end = len(before), len(before) + len(answer)
-        if len(marks) == 1 and marks[0][0] <= content_start and content_end <= marks[0][1] <= len(text):
-            overrun = marks[0][1] - content_end
-        return Frame(
-            prompt, tuple(sorted(leads, key=len, reverse=True)), tuple(sorted(endings, key=len, reverse=True)), overrun
-        )
+        if len(marks) == 1:
+            start, end = marks[0]
+            content_end = len(before) + len(answer)
+            if start <= len(before) and content_end <= end <= len(text):
+                overrun = end - content_end
+        return TurnFrame(prompt, _longest_first(leads), _longest_first(endings), overrun)
 
     def _first_ending(self, tail: str) -> str:
         """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""
@@ -330,7 +315,15 @@ class ChatTemplate:
         return match.group() if match else tail.rstrip()
 
 
+def _replaced(messages: Messages, index: int, message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*messages[:index], message, *messages[index + 1 :]]
+
+
+def _longest_first(texts: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts, key=len, reverse=True))
+
+
 def unused_characters(text: str) -> tuple[str, str]:
-    """Two private-use characters that do not occur in `text`. No template trims, cases or splits at these."""
+    """Two private-use characters that do not occur in `text`. No template trims or splits at them, or changes their case."""
     free = (chr(code) for code in range(0xF8000, 0x10FFFE) if chr(code) not in text and code & 0xFFFE != 0xFFFE)
     return next(free), next(free)

@@ -1,4 +1,4 @@
-"""What a row means: the row formats that people have, and how one is recognised.
+"""Row formats, and how the format of a row is detected.
 
 | format            | columns                                                                    |
 |-------------------|----------------------------------------------------------------------------|
@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from fxtune.errors import DataError, nearest
+from fxtune.errors import DataError
 
 
 class RowFormat(str, Enum):
@@ -37,85 +38,81 @@ COLUMNS = {
     RowFormat.tokens: ("input_ids",),
     RowFormat.text: ("text",),
 }
-"""The columns that a format cannot do without; in this order, since a chat dataset often carries its rendered `text` too."""
+"""The columns that a format requires. `text` comes last, because many chat datasets hold their rendered text as well."""
 
-OTHER_NAMES = {
+SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant", "chosen"),
     "text": ("content", "body", "document", "raw_content", "code", "article"),
 }
 
 
-def detect(rows: list[dict[str, Any]], where: str) -> RowFormat:
-    """The format of most of `rows` (a source's first ones). Raises DataError, with the columns seen and what could be renamed."""
-    found = Counter(one for one in map(recognise, rows) if one is not None)
+def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
+    """The format of most of `rows`. Raises DataError with their columns, and with the columns to rename if that may help."""
+    found = Counter(one for one in map(row_format, rows) if one is not None)
     if found:
         return found.most_common(1)[0][0]
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    rename = _suggested_renames(rows, columns)
+    pairs = ", ".join(f"{old}: {new}" for old, new in rename.items())
+    hint = f"Perhaps this source needs `columns: {{{pairs}}}`. " if rename else ""
     known = "; ".join(f"{name.value}: {', '.join(needed)}" for name, needed in COLUMNS.items())
     raise DataError(
-        f"{where}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
-        f"{_hint(rows, columns)}Known formats and the columns they need: {known}."
+        f"{source}: the rows have no format that fxtune knows. Their columns: {', '.join(columns) or 'none'}. "
+        f"{hint}Known formats and the columns they need: {known}."
     )
 
 
-def recognise(row: dict[str, Any]) -> RowFormat | None:
-    """The format of one row, None where it has none."""
-    return next(
-        (name for name, needed in COLUMNS.items() if all(key in row for key in needed) and _fits(name, row)), None
-    )
+def row_format(row: dict[str, Any]) -> RowFormat | None:
+    """The format of one row; None if it has none."""
+    for name, columns in COLUMNS.items():
+        if all(column in row for column in columns) and _values_fit(name, [row[column] for column in columns]):
+            return name
+    return None
 
 
-def _fits(name: RowFormat, row: dict[str, Any]) -> bool:
-    first = row[COLUMNS[name][0]]
+def _values_fit(name: RowFormat, values: list[Any]) -> bool:
     if name is RowFormat.messages:
-        return _turns(first, "role")
+        return _is_chat(values[0], "role")
     if name is RowFormat.sharegpt:
-        return _turns(first, "from", "value")
+        return _is_chat(values[0], "from", "value")
     if name is RowFormat.prompt_completion:
-        return all(isinstance(row[key], str) or _turns(row[key], "role") for key in ("prompt", "completion"))
+        return all(isinstance(value, str) or _is_chat(value, "role") for value in values)
     if name is RowFormat.tokens:
-        return isinstance(first, list) and bool(first) and isinstance(first[0], int)
-    return all(isinstance(row[key], str) for key in COLUMNS[name])
+        return isinstance(values[0], list) and bool(values[0]) and isinstance(values[0][0], int)
+    return all(isinstance(value, str) for value in values)
 
 
-def _turns(value: Any, *keys: str) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
-    )
+def _is_chat(value: Any, *keys: str) -> bool:
+    """Whether `value` is a non-empty list of objects that have all `keys`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, dict) and all(key in turn for key in keys) for turn in value)
 
 
-def _hint(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """What `columns` of the source would make these rows readable, where that can be guessed."""
-    rename: dict[str, str] = {}
+def _suggested_renames(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, str]:
+    """The `columns` setting that may make these rows readable; empty if there is no guess."""
     for column in columns:
-        seen = next((row[column] for row in rows if row.get(column)), None)
-        if _turns(seen, "role") and column != "messages":
-            return _advice({column: "messages"})
-        if _turns(seen, "from", "value") and column != "conversations":
-            return _advice({column: "conversations"})
-    for ours in ("prompt", "completion"):
-        theirs = _closest(ours, [column for column in columns if column not in rename])
-        if theirs is not None:
-            rename[theirs] = ours
+        value = next((row[column] for row in rows if row.get(column)), None)
+        if _is_chat(value, "role") and column != "messages":
+            return {column: "messages"}
+        if _is_chat(value, "from", "value") and column != "conversations":
+            return {column: "conversations"}
+    rename: dict[str, str] = {}
+    for wanted in ("prompt", "completion"):
+        found = _closest_column(wanted, [column for column in columns if column not in rename])
+        if found is not None:
+            rename[found] = wanted
     if len(rename) == 2:
-        return _advice({theirs: ours for theirs, ours in rename.items() if theirs != ours})
-    theirs = _closest("text", columns)
-    return _advice({theirs: "text"}) if theirs is not None else ""
+        return {old: new for old, new in rename.items() if old != new}
+    found = _closest_column("text", columns)
+    return {found: "text"} if found not in (None, "text") else {}
 
 
-def _closest(ours: str, columns: list[str]) -> str | None:
+def _closest_column(wanted: str, columns: list[str]) -> str | None:
     lower = {column.lower(): column for column in columns}
-    for name in (ours, *OTHER_NAMES[ours]):
+    for name in (wanted, *SYNONYMS[wanted]):
         if name in lower:
             return lower[name]
-    return nearest(ours, columns)
-
-
-def _advice(rename: dict[str, str]) -> str:
-    if not rename or all(theirs == ours for theirs, ours in rename.items()):
-        return ""
-    pairs = ", ".join(f"{theirs}: {ours}" for theirs, ours in rename.items())
-    return f"Perhaps this source needs `columns: {{{pairs}}}`. "
+    close = get_close_matches(wanted, lower, n=1)
+    return lower[close[0]] if close else None

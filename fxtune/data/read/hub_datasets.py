@@ -1,7 +1,7 @@
-"""A dataset of the Hugging Face hub, as a memory-mapped Arrow table.
+"""Datasets of the Hugging Face hub, as memory-mapped Arrow tables.
 
-`datasets` retries an unreachable hub for half a minute, once a file. So the hub is asked one short question first, as hub.py
-says; where no answer comes, what an earlier run left in the cache of `datasets` is used, or one error says what to do.
+`datasets` retries an unreachable hub for half a minute for each file. So the hub gets one short request first (system/hub.py).
+If it does not answer, a copy that an earlier run left in the cache of `datasets` is used; without one, one error says what to do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxtune.data.read.jsonl import Row
-from fxtune.data.read.readers import arrow_rows, media, undecoded
+from fxtune.data.read.arrow import arrow_rows, media_columns, without_decoding
+from fxtune.data.read.row import Row
 from fxtune.errors import DataError
 from fxtune.system import hub
 from fxtune.system.console import say
@@ -27,13 +27,13 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     from datasets import exceptions
 
     offline = datasets.config.HF_HUB_OFFLINE
-    commit, reason = _ask(path, revision)
-    datasets.config.HF_HUB_OFFLINE = reason is not None  # with it, datasets looks into its cache without any retry
-    place = str(cache_dir) if cache_dir else None
+    commit, reason = _resolve_commit(path, revision)
+    datasets.config.HF_HUB_OFFLINE = reason is not None  # makes `datasets` use its cache without any retry
     try:
-        found = datasets.load_dataset(path, subset, split=split, revision=commit, cache_dir=place)
+        cache = str(cache_dir) if cache_dir else None
+        dataset = datasets.load_dataset(path, subset, split=split, revision=commit, cache_dir=cache)
     except ConnectionError as problem:
-        raise DataError(_unreachable(path, reason or str(problem))) from problem
+        raise _unreachable(path, reason or str(problem)) from problem
     except exceptions.DatasetNotFoundError as problem:
         raise DataError(
             f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN."
@@ -42,25 +42,27 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
         ValueError,
         OSError,
         exceptions.DatasetsError,
-    ) as problem:  # unknown subset or split, broken files, full disk
+    ) as problem:  # unknown subset or split, broken file, full disk
         if reason is not None and "cache" in str(problem).lower():
-            raise DataError(_unreachable(path, f"{reason}; {str(problem).splitlines()[0]}")) from problem
+            raise _unreachable(path, f"{reason}; {str(problem).splitlines()[0]}") from problem
         raise DataError(
             f"{path}: {str(problem).rstrip('.')}. Check data.sources' subset, split and revision."
         ) from problem
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
-    if reason is not None and revision not in (None, "main") and not _is_of(found, str(revision)):
-        raise DataError(_unreachable(path, f"{reason}; what the cache holds cannot be told to be revision {revision}"))
     if reason is not None:
-        say(f"{path}: the hub cannot be asked for it ({reason}), so what an earlier run fetched is used.")
-    return found
+        if revision not in (None, "main") and not _has_commit(dataset, str(revision)):
+            raise _unreachable(path, f"{reason}; the cached copy may not be of revision {revision}")
+        say(f"{path}: the hub cannot be reached ({reason}), so the copy that an earlier run fetched is used.")
+    return dataset
 
 
-def absent(path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None) -> str | None:
-    """Why a dataset cannot be had without a network; None: there is one, or an earlier run left a copy. Fetches nothing."""
+def missing_reason(
+    path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None
+) -> str | None:
+    """Why a dataset cannot be had while the hub does not answer; None: the hub answers, or there is a copy. Fetches nothing."""
     try:
-        if _ask(path, revision)[1] is None:
+        if _resolve_commit(path, revision)[1] is None:
             return None
         load(path, subset, split, revision, cache_dir)
     except DataError as error:
@@ -69,13 +71,13 @@ def absent(path: str, subset: str | None, split: str, revision: str | None, cach
 
 
 def load_saved(folder: Path) -> Any:
-    """The dataset that `Dataset.save_to_disk` left in a folder."""
+    """The dataset that `Dataset.save_to_disk` wrote to a folder."""
     import datasets
 
     try:
-        named = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
-        if strange := [name for name in named if Path(name).name != name]:
-            raise ValueError(f"state.json names {strange[0]!r}, which is not a file of this folder")
+        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"state.json names {outside[0]!r}, which is not a file of this folder")
         return datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DataError(
@@ -83,12 +85,12 @@ def load_saved(folder: Path) -> Any:
         ) from problem
 
 
-def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
-    """Rows in order, read from the memory map some hundred at a time. Images and audio are left out, not decoded."""
+def dataset_rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
+    """Rows in order, read from the memory map 256 at a time. Images and audio are left out, not decoded."""
     from datasets import Dataset, DatasetInfo, Features
 
-    dataset = dataset.remove_columns(media(dataset.features)).with_format("arrow")
-    info = DatasetInfo(features=Features(undecoded(dataset.features)))
+    dataset = dataset.remove_columns(media_columns(dataset.features)).with_format("arrow")
+    info = DatasetInfo(features=Features(without_decoding(dataset.features)))
     count = len(dataset) if limit is None else min(limit, len(dataset))
 
     def decode(table: Any) -> Iterator[dict[str, Any]]:
@@ -99,13 +101,13 @@ def rows(dataset: Any, name: str, limit: int | None) -> Iterator[Row]:
         yield from arrow_rows(dataset[start : min(start + 256, count)], name, start, decode)
 
 
-def files(dataset: Any) -> list[Path]:
-    """The Arrow files behind a dataset: their content is its content, whatever the hub called it."""
+def arrow_files(dataset: Any) -> list[Path]:
+    """The Arrow files of a dataset."""
     return [Path(entry["filename"]) for entry in dataset.cache_files]
 
 
-def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
-    """(the commit that `revision` is now, None), or (revision, why the hub cannot be asked)."""
+def _resolve_commit(path: str, revision: str | None) -> tuple[str | None, str | None]:
+    """(the commit that `revision` means now, None), or (revision, why the hub cannot be reached)."""
     from huggingface_hub import errors
 
     try:
@@ -122,16 +124,18 @@ def _ask(path: str, revision: str | None) -> tuple[str | None, str | None]:
         ) from problem
 
 
-def _unreachable(path: str, reason: str) -> str:
-    return (
-        f"{path}: there is no file or folder of that name in {Path.cwd()}, the hub cannot be asked for it ({reason}), and "
+def _unreachable(path: str, reason: str) -> DataError:
+    return DataError(
+        f"{path}: there is no file or folder of that name in {Path.cwd()}, the hub cannot be reached ({reason}), and "
         "no earlier run left a copy. Check the path, the network and HF_HUB_OFFLINE; or fetch it elsewhere "
-        f"(`hf download --repo-type dataset {path} --local-dir FOLDER`) and give the folder."
+        f"(`hf download --repo-type dataset {path} --local-dir FOLDER`) and name that folder."
     )
 
 
-def _is_of(dataset: Any, commit: str) -> bool:
-    """Whether a dataset from the cache was made from this commit (datasets files it under the commit's name)."""
-    if not _COMMIT.fullmatch(commit):
-        return False  # a branch or a tag: only the hub knows what it is
-    return any(commit in place for place in [*map(str, files(dataset)), *(dataset.info.download_checksums or {})])
+def _has_commit(dataset: Any, commit: str) -> bool:
+    """Whether a cached dataset was made from this commit: `datasets` stores it under the commit's name.
+
+    For a branch or a tag only the hub knows the commit.
+    """
+    places = [*map(str, arrow_files(dataset)), *(dataset.info.download_checksums or {})]
+    return bool(_COMMIT.fullmatch(commit)) and any(commit in place for place in places)

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, globs and hub ids.
+"""A source of rows: files, a folder, a glob or a dataset of the hub.
 
 | kind    | files                               | how it is read                                                                |
 |---------|-------------------------------------|-------------------------------------------------------------------------------|
@@ -9,38 +9,43 @@
 | text    | .txt .md                            | documents, paragraphs or lines (`text_unit`)                                  |
 | hub     | a dataset id, a save_to_disk folder | through `datasets`, memory-mapped                                             |
 
-A row that cannot be read comes out as a `Row` with the reason, never as nothing. What a row means is formats.py's.
+A row that cannot be read becomes a `Row` with the reason; it is never left out. formats.py decides what a row means.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig, TextUnit
-from fxtune.data.read import files, hub_datasets, jsonl, readers
+from fxtune.data.read import files, hub_datasets
+from fxtune.data.read.arrow import parquet_rows
+from fxtune.data.read.delimited import csv_rows
 from fxtune.data.read.files import DataFile
-from fxtune.data.read.formats import RowFormat, detect
-from fxtune.data.read.jsonl import Row, Shard
+from fxtune.data.read.formats import RowFormat, detect_format
+from fxtune.data.read.json_array import json_rows
+from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
+from fxtune.data.read.row import Row, RowShard, rename_columns, row_shards
+from fxtune.data.read.text import text_rows
 from fxtune.errors import ConfigError, DataError
 
 SHARD_BYTES = 1 << 20
-"""Bytes of a JSONL file that one worker takes at a time: about a second's work, so that of 40 MB no worker of 16 gets much more
-than another."""
-ROW_SHARD_BYTES = 1 << 20
-"""The same for rows that are read here and sent to a worker."""
+"""Bytes that one worker takes at a time: about a second of work, so that 16 workers share 40 MB evenly."""
 HEAD_ROWS = 100
-"""Rows looked at to detect the format."""
+"""Rows that are read to detect the format."""
+
+Shard = LineShard | RowShard
 
 
 @dataclass
 class Source:
-    """An opened source: its files exist and are of one kind. They are read when rows are asked for."""
+    """An opened source: its files exist and are of one kind. Nothing is read before rows are requested."""
 
     config: SourceConfig
     kind: str
@@ -51,101 +56,106 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the user wrote."""
+        """The path as the user wrote it."""
         return self.config.path
 
     @property
     def size(self) -> int:
-        """Bytes to read, about."""
-        return sum(file.end for file in self.files)
+        """Approximate bytes to read."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def file_names(self) -> list[str]:
+        """The names that rows' places begin with."""
+        return [self.name] if self.kind == "hub" else [file.name for file in self.files]
 
     def shards(self) -> Iterator[Shard]:
-        """The source in pieces, in order. Each can be read in another process, and is a few megabytes (or one row) at most."""
-        if self.kind == "jsonl" and (self.config.limit is None or not any(file.packed for file in self.files)):
+        """The source in pieces, in order. Each can be read in another process, and has a few megabytes (or one row) at most."""
+        limit = self.config.limit
+        if self.kind == "jsonl" and (limit is None or not any(file.compressed for file in self.files)):
             for file in self.files:
-                if file.packed:
-                    yield from jsonl.row_shards(self._read(file), ROW_SHARD_BYTES)
+                if file.compressed:
+                    yield from row_shards(self._read([file]), SHARD_BYTES)
                 else:
-                    yield from jsonl.line_shards(file.path, file.name, file.end, SHARD_BYTES, self.config.columns)
-            return
-        if self.kind == "hub":
-            read = jsonl.renamed(hub_datasets.rows(self.dataset, self.name, self.config.limit), self.config.columns)
+                    yield from line_shards(file.path, file.name, file.size, SHARD_BYTES, self.config.columns)
         else:
-            read = (row for file in self.files for row in self._read(file))
-        yield from jsonl.row_shards(islice(read, self.config.limit), ROW_SHARD_BYTES)
+            yield from row_shards(islice(self._read(self.files), limit), SHARD_BYTES)
 
     def rows(self) -> Iterator[Row]:
-        """All rows in order, the bad ones too."""
+        """All rows in order, bad rows included."""
         for shard in self.shards():
             yield from shard.rows()
 
     def head(self, count: int = HEAD_ROWS) -> list[dict[str, Any]]:
-        """The usable ones of the first `count` rows, at least one if any is. Raises DataError: there is no row, or none has a
-        column that is to be renamed."""
-        usable, looked_at = [], 0
+        """The usable rows among the first `count`, and at least one if the source has any.
+
+        Raises DataError if there is no row, or if none has a column that `columns` renames.
+        """
+        usable, rows_read = [], 0
         for row in replace(self, config=replace(self.config, columns={})).rows():
-            looked_at += 1
+            rows_read += 1
             if row.value is not None:
                 usable.append(row)
-            if looked_at >= count and usable:  # where all are bad, look on: no format is found in bad rows
+            if rows_read >= count and usable:  # bad rows have no format, so read on until one is usable
                 break
-        if not looked_at:
+        if not rows_read:
             raise DataError(f"{self.name} has no rows: nothing but blank lines, a header or an empty list.")
-        seen = list(dict.fromkeys(key for row in usable for key in row.value or ()))
-        for theirs in self.config.columns if usable else ():
-            if theirs not in seen:
+        columns = list(dict.fromkeys(key for row in usable for key in row.value or ()))
+        for column in self.config.columns if usable else ():
+            if column not in columns:
                 raise DataError(
-                    f"{self.name}: `columns` renames {theirs!r}, which none of the first {looked_at} rows has"
-                    f"{files.nearest(theirs, seen)}. Their columns: {', '.join(seen)}."
+                    f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
+                    f"{files.did_you_mean(column, columns)}. Their columns: {', '.join(columns)}."
                 )
-        return [row.value for row in jsonl.renamed(usable, self.config.columns) if row.value is not None]
+        return [row.value for row in rename_columns(usable, self.config.columns) if row.value is not None]
 
     def format(self) -> RowFormat:
-        """The configured format, or the one that the first rows have. Raises DataError where they have none."""
+        """The configured format, or the format of the first rows. Raises DataError if they have none."""
         head = self.head()
         if self.config.format is not RowFormat.auto:
             return self.config.format
-        # With nothing but bad rows, any format will do: the first of them becomes the error.
-        return detect(head, self.name) if head else RowFormat.text
+        # If all rows are bad, any format will do: the first bad row becomes the error.
+        return detect_format(head, self.name) if head else RowFormat.text
 
     def content_key(self) -> str:
-        """A hash of all bytes that are used, the same for a copy under another name. About 1 s a GB and core."""
+        """A hash of all bytes that are used, the same for a copy under another name. Takes about 1 s a GB and core."""
         key = blake2b(self.kind.encode(), digest_size=16)
         if self.kind == "hub":
             key.update(repr((self.config.split, len(self.dataset))).encode())
         for file in self.files:
-            key.update(f"{file.packed} {file.digest()}".encode())
+            key.update(f"{file.compressed} {file.digest()}".encode())
         return key.hexdigest()
 
     def require_unchanged(self) -> None:
-        """Raise DataError where a file was written to since the source was opened."""
+        """Raise DataError if a file was written to since the source was opened."""
         for file in self.files:
             file.require_unchanged()
 
     def describe(self) -> str:
-        """One line for people."""
         count = f"{len(self.dataset):,} rows" if self.kind == "hub" else f"files: {len(self.files):,}"
         return f"{self.name} ({self.kind}, {count}, {self.size / 1e6:,.1f} MB)"
 
-    def _read(self, file: DataFile) -> Iterator[Row]:
-        if self.kind == "text":
-            read = readers.text_rows(file.path, file.name, TextUnit(self.config.text_unit).value)
+    def _read(self, data_files: Iterable[DataFile]) -> Iterator[Row]:
+        if self.kind == "hub":
+            rows = hub_datasets.dataset_rows(self.dataset, self.name, self.config.limit)
         else:
-            read = {
-                "jsonl": jsonl.line_file_rows,
-                "json": readers.json_rows,
-                "csv": readers.csv_rows,
-                "parquet": readers.parquet_rows,
-            }[self.kind](file.path, file.name)
-        return jsonl.renamed(read, self.config.columns)
+            readers: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+                "jsonl": jsonl_rows,
+                "json": json_rows,
+                "csv": csv_rows,
+                "parquet": parquet_rows,
+                "text": partial(text_rows, unit=TextUnit(self.config.text_unit).value),
+            }
+            rows = (row for file in data_files for row in readers[self.kind](file.path, file.name))
+        return rename_columns(rows, self.config.columns)
 
 
 def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
-    """Find what `config.path` names. `cache_dir`: where `datasets` keeps hub data (None: its own place).
+    """Find the data that `config.path` names. `cache_dir`: where `datasets` keeps hub data (None: its default).
 
     Raises:
         ConfigError: weight or limit is not positive.
-        DataError: nothing there, an empty file, kinds mixed, or a hub that cannot be reached. The message says what to change.
+        DataError: the path does not exist, a file is empty, kinds are mixed, or the hub cannot be reached.
     """
     if config.weight is not None and not config.weight > 0:
         raise ConfigError(
@@ -153,7 +163,7 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
         )
     if config.limit is not None and config.limit < 1:
         raise ConfigError(f"data source {config.path}: limit={config.limit} must be at least 1; null uses every row.")
-    path = files.expanded(config.path)
+    path = files.expand_path(config.path)
     if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         if config.split not in splits:
@@ -163,27 +173,23 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
             )
         path /= config.split
     if os.path.isfile(path / "state.json") and os.path.isfile(path / "dataset_info.json"):
-        return _of_dataset(config, hub_datasets.load_saved(path))
-    found = files.find(config.path)
-    if found is None:
-        return _of_dataset(
-            config, hub_datasets.load(config.path, config.subset, config.split, config.revision, cache_dir)
-        )
-    held = files.sort_out(config.path, found, config.limit)
-    return Source(config, held[0].kind, held)
+        dataset = hub_datasets.load_saved(path)
+    elif (found := files.find_files(config.path)) is not None:
+        selected = files.select_data_files(config.path, found, config.limit)
+        return Source(config, selected[0].kind, selected)
+    else:
+        dataset = hub_datasets.load(config.path, config.subset, config.split, config.revision, cache_dir)
+    if len(dataset) == 0:
+        raise DataError(f"{config.path}: split {config.split} has no rows.")
+    arrow_files = [files.data_file(path, "arrow") for path in hub_datasets.arrow_files(dataset)]
+    return Source(config, "hub", arrow_files, dataset)
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
-    """Why there is nothing behind `config.path`, as far as can be told while the hub does not answer; None: no reason."""
+    """Why the data of `config.path` cannot be had, as far as can be known while the hub does not answer; None: no reason."""
     try:
-        if files.find(config.path) is not None:
+        if files.find_files(config.path) is not None:
             return None
     except DataError as error:
         return str(error)
-    return hub_datasets.absent(config.path, config.subset, config.split, config.revision, cache_dir)
-
-
-def _of_dataset(config: SourceConfig, dataset: Any) -> Source:
-    if len(dataset) == 0:
-        raise DataError(f"{config.path}: split {config.split} has no rows.")
-    return Source(config, "hub", [files.at(path, "arrow") for path in hub_datasets.files(dataset)], dataset)
+    return hub_datasets.missing_reason(config.path, config.subset, config.split, config.revision, cache_dir)

@@ -1,9 +1,8 @@
-"""Processes that work through a sequence of tasks and give their results in its order.
+"""Worker processes that take tasks in order and return the results in the same order.
 
-Each has a pipe of its own to the main process. Where processes share a queue, as those of a ProcessPoolExecutor do, one that is
-killed half-way through a result of megabytes leaves the main process reading the rest of it for ever, and one that is killed
-with the queue's lock leaves the others waiting. At the end of a pipe of one's own there is nobody but the process: it ends when
-that does, whatever was under way.
+Each worker has its own pipe to the main process. The workers of a ProcessPoolExecutor share a queue: if one is killed while it
+writes a large result, the main process reads the rest of it forever, and if one is killed while it holds the queue's lock, the
+others wait forever. A pipe of its own ends with its process.
 """
 
 from __future__ import annotations
@@ -18,84 +17,82 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fxtune.system.signals import leave_signals_to_main_process
+from fxtune.system.signals import left_to_main
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-AHEAD = 2
-"""Results that may wait for an earlier one, beside a task for each process: what bounds the memory."""
+MAX_WAITING = 2
+"""Results that may wait for an earlier one, besides one task for each process. This limits the memory."""
 
 
 class WorkerDied(Exception):
-    """A process was killed, or left, before its result was there."""
+    """A process was killed, or exited, before it returned its result."""
 
 
-def in_order(
-    prepare: Callable[[Any], Callable[[Task], Result]], given: Any, tasks: Iterable[Task], processes: int
+def map_in_order(
+    setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
 ) -> Iterator[Result]:
-    """`prepare(given)(task)` for each of `tasks`, by so many processes, which are started anew (spawn) and end with the iterator.
+    """`setup(argument)(task)` for each task, in `processes` new processes (spawn) that end with the iterator.
 
-    `prepare`, at the top of a module, is called once a process. What it or a task raises is raised here, for the first task that
-    it happened to. Raises WorkerDied.
+    `setup` is a function at the top of a module; each process calls it once. An exception of `setup` or of a task is raised
+    here, in the place of that task's result. Raises WorkerDied if a process dies.
     """
     context = multiprocessing.get_context("spawn")
-    pipes: dict[Any, BaseProcess] = {}
-    under_way: dict[Any, int] = {}
+    workers: dict[Any, BaseProcess] = {}
+    busy: dict[Any, int] = {}
     results: dict[int, tuple[bool, Any]] = {}
-    queue, wanted, given_out = enumerate(tasks), 0, 0
+    queue, wanted, sent = enumerate(tasks), 0, 0
     try:
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            pipes[ours] = context.Process(target=_work, args=(theirs, prepare, given), daemon=True)
-            pipes[ours].start()
-            theirs.close()  # or the pipe would not end with the process
+            workers[ours] = context.Process(target=_worker_main, args=(theirs, setup, argument), daemon=True)
+            workers[ours].start()
+            theirs.close()  # else the pipe does not end with the process
         while True:
-            idle = [pipe for pipe in pipes if pipe not in under_way]
-            room = min(len(idle), wanted + processes + AHEAD - given_out)
+            idle = [pipe for pipe in workers if pipe not in busy]
+            room = min(len(idle), wanted + processes + MAX_WAITING - sent)
             for (index, task), pipe in zip(islice(queue, room), idle, strict=False):
-                _tell(pipe, task)
-                under_way[pipe], given_out = index, index + 1
+                _send(pipe, task)
+                busy[pipe], sent = index, index + 1
             if wanted in results:
-                good, result = results.pop(wanted)
-                if not good:
+                succeeded, result = results.pop(wanted)
+                if not succeeded:
                     raise result
                 yield result
                 wanted += 1
-            elif under_way:
-                for pipe in wait(list(under_way)):
-                    results[under_way.pop(pipe)] = _heard(pipe)
+            elif busy:
+                for pipe in wait(list(busy)):
+                    results[busy.pop(pipe)] = _receive(pipe)
             else:
                 return
     finally:
-        for pipe, process in pipes.items():
+        for pipe, process in workers.items():
             if process.pid is not None:
                 process.kill()  # it holds nothing that would be lost
                 process.join()
             pipe.close()
 
 
-def _tell(pipe: Any, task: Any) -> None:
+def _send(pipe: Any, task: Any) -> None:
     try:
         pipe.send(task)
     except OSError as problem:
         raise WorkerDied from problem
 
 
-def _heard(pipe: Any) -> tuple[bool, Any]:
+def _receive(pipe: Any) -> tuple[bool, Any]:
     try:
-        good, result = pipe.recv()
-        return good, result
+        return tuple(pipe.recv())
     except (EOFError, OSError) as problem:
         raise WorkerDied from problem
 
 
-def _work(pipe: Any, prepare: Callable[[Any], Callable[[Any], Any]], given: Any) -> None:
-    """A process."""
-    leave_signals_to_main_process()
+def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
+    left_to_main()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # A main process that was killed cannot stop its workers, and a task may be long.
+    # A main process that is killed cannot stop its workers, and a task may be long.
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     work = None
     while True:
@@ -104,9 +101,9 @@ def _work(pipe: Any, prepare: Callable[[Any], Callable[[Any], Any]], given: Any)
         except (EOFError, OSError):
             return
         try:
-            work = work or prepare(given)
+            work = work or setup(argument)
             answer: tuple[bool, Any] = True, work(task)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is the main process's to raise)
-            error.add_note(f"In a process of its own:\n{''.join(traceback.format_exception(error))}")
+        except Exception as error:  # noqa: BLE001 - the main process raises it
+            error.add_note(f"In a worker process:\n{''.join(traceback.format_exception(error))}")
             answer = False, error
         pipe.send(answer)

@@ -1,10 +1,8 @@
 """From a source to a `TokenTable`: in parallel, in bounded memory, once for each content and settings.
 
-Shards go to worker processes and come back as arrays, in order, straight to disk; only a few are on their way at a time.
-The table is written to a staging folder under a lock and renamed when it is whole, so that of two runs that start at
-once one works and the other waits, and a kill at any moment leaves either the whole table or none. Its folder is named
-by a hash of the rows' bytes and of everything else the tokens depend on. `data.sequence_length` is not part of that:
-documents are cut later.
+Shards go to worker processes and come back as arrays, which are written to disk in order. Only a few are in memory at a time.
+The table's folder is named by a hash of the rows' bytes and of every other setting that the tokens depend on.
+`data.sequence_length` is not one of them: documents are split later.
 """
 
 from __future__ import annotations
@@ -27,29 +25,18 @@ import numpy as np
 from fxtune.data.chat.encode import Encoder, read_template
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
 from fxtune.data.read.formats import RowFormat
-from fxtune.data.read.jsonl import Row, Shard
-from fxtune.data.read.sources import Source, open_source
-from fxtune.data.tokenized.process_pool import WorkerDied, in_order
-from fxtune.data.tokenized.table import (
-    BadRow,
-    Encoded,
-    TableWriter,
-    TokenTable,
-    lock_of,
-    read_meta,
-    require_own,
-    staging_of,
-    tidy,
-)
+from fxtune.data.read.row import Row
+from fxtune.data.read.sources import Shard, Source, open_source
+from fxtune.data.tokenized import cache
+from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
+from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
 from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
-from fxtune.system.host import cache_home, cores
-
-__all__ = ["TokenTable", "tokenize"]
+from fxtune.system.host import cores
 
 ENCODING_VERSION = 3
-"""Part of every table's key: raise it when chat.py, template.py or this file would make other tokens of the same row."""
+"""Part of every fingerprint. Raise it when the code makes other tokens of the same row."""
 IN_PROCESS_BYTES = 4 << 20
-"""Sources below this size are tokenised in this process: starting workers would take longer."""
+"""Smaller sources are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
@@ -57,95 +44,83 @@ BATCH_BYTES = 512 << 10
 def tokenize(
     source: SourceConfig, data: DataConfig, tokenizer: Any, quarantine: Path | None = None, progress: bool = True
 ) -> TokenTable:
-    """Tokenise a source, or take it from the cache.
+    """Tokenize a source, or take it from the cache.
 
     Args:
         tokenizer: a fast tokenizer.
-        quarantine: with data.on_bad_row=quarantine, the file that bad rows are added to, each as {where, error, row}.
-        progress: print one line about the result, and a bar while working on a terminal.
+        quarantine: with data.on_bad_row=quarantine, the file to which bad rows are added, each as {where, error, row}.
+        progress: print a line about the result, and show a bar on a terminal.
 
     Raises:
-        ConfigError: a setting of the source or data.workers makes no sense.
+        ConfigError: a setting of the source, or data.workers, is invalid.
         DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is usable, or nothing is supervised.
-        StorageError: the cache cannot be written, or has pipes, sockets or devices by the names of its files.
+        StorageError: the cache cannot be written, or has pipes, sockets or devices under the names of its files.
     """
     if data.workers < 0:
         raise ConfigError(f"data.workers={data.workers}: give a number of processes, or 0 for one a core.")
     started = time.perf_counter()
-    root = cache_root(data)
+    root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     format = opened.format()
     encoder = Encoder(tokenizer, format, data.chat_template)
     fingerprint = _fingerprint(opened, data, format, tokenizer)
     folder = root / "tokens" / fingerprint
     cached = True
-    require_own(folder)
+    cache.require_own(folder, [cache.META, *DATA_FILES])
     try:
-        with _locked(folder, opened.name):
+        with cache.locked(folder, opened.name):
             if read_meta(folder) is None:
                 cached = False
                 _build(folder, fingerprint, opened, encoder, data, progress)
             table = TokenTable(folder, opened.name)
         if not cached and data.cache_days is not None:
-            _tidy(folder.parent, data.cache_days)
+            removed, freed = cache.remove_unused(folder.parent, data.cache_days)
+            if removed:
+                print(
+                    f"Removed from {folder.parent}: the tokens of {removed:,} sources that no run used for "
+                    f"{data.cache_days} days, {freed / 1e6:,.1f} MB (data.cache_days).",
+                    flush=True,
+                )
     except OSError as problem:
         raise StorageError(
-            f"Tokens of {opened.name} cannot be kept in {folder.parent}: {problem.strerror or problem}. Make room "
+            f"Tokens of {opened.name} cannot be stored in {folder.parent}: {problem.strerror or problem}. Free space "
             "there, or set data.cache_dir to a folder that can be written."
         ) from problem
     if table.bad_rows:
         _report_bad_rows(table, opened, data, quarantine)
     if progress:
-        _say(table, encoder, cached, time.perf_counter() - started, quarantine)
+        how = "from the cache" if cached else f"tokenized in {time.perf_counter() - started:,.1f} s"
+        _print_result(table, encoder, how, quarantine)
     return table
-
-
-def _tidy(root: Path, days: int) -> None:
-    removed, freed = tidy(root, days)
-    if removed:
-        print(
-            f"Removed from {root}: the tokens of {removed:,} sources that no run used for {days} days, {freed / 1e6:,.1f} MB "
-            "(data.cache_days).",
-            flush=True,
-        )
-
-
-def cache_root(data: DataConfig) -> Path:
-    if data.cache_dir:
-        return Path(os.path.expanduser(data.cache_dir)).absolute()
-    return cache_home()
 
 
 def _fingerprint(source: Source, data: DataConfig, format: RowFormat, tokenizer: Any) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("padding", "truncation"):  # left behind by the last call; the encoder sets its own
+    for state in ("padding", "truncation"):  # set by earlier calls; the encoder sets its own
         backend.pop(state, None)
-    template = read_template(data.chat_template) if data.chat_template else tokenizer.chat_template
-    config = source.config
     settings = [
         ENCODING_VERSION,
         source.content_key(),
         format.value,
-        sorted(config.columns.items()),
-        config.limit,
-        config.text_unit.value,
+        sorted(source.config.columns.items()),
+        source.config.limit,
+        source.config.text_unit.value,
         backend,
-        template,
+        read_template(data.chat_template) if data.chat_template else tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
     return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _build(folder: Path, fingerprint: str, source: Source, encoder: Encoder, data: DataConfig, progress: bool) -> None:
-    """Make the table in `folder`. The caller holds its lock, so whatever lies in the way was left by a process that died."""
-    staging = staging_of(folder)
+    """Make the table in `folder`. The caller holds its lock, so files that exist were left by a process that died."""
+    staging = cache.staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
-    names = [file.name for file in source.files] if source.kind != "hub" else [source.name]
     try:
-        with TableWriter(staging, names) as writer, _bar(source, progress) as advance:
-            for part, size in _encoded(source, encoder, data):
+        with TableWriter(staging, source.file_names) as writer, _progress_bar(source, progress) as advance:
+            for part, size in _encoded_shards(source, encoder, data):
                 if part.bad and data.on_bad_row is OnBadRow.error:
-                    raise _bad_row_error(source.name, part.bad[0].where, part.bad[0].error)
+                    raise _bad_row_error(part.bad[0].where, part.bad[0].error)
                 writer.append(part)
                 advance(size, len(part.ids))
             source.require_unchanged()
@@ -172,7 +147,7 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
             RowFormat.text: "no text has a token",
         }.get(
             encoder.format,
-            "the chat template marks no token of an assistant's turn, or the chats have no such turn; "
+            "the chat template marks no token of an assistant turn, or the chats have no such turn; "
             f"the template is {data.chat_template or 'the one that comes with the tokenizer'}",
         )
         raise DataError(
@@ -181,11 +156,8 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
         )
 
 
-# --- Encoding, here or in workers -------------------------------------------------------------------------------------
-
-
-def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tuple[Encoded, int]]:
-    """Each shard's tokens, in order, with the shard's size in bytes."""
+def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tuple[EncodedShard, int]]:
+    """(tokens of a shard, its size in bytes) for each shard in order, made in this process or in workers."""
     workers = data.workers or cores()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
         try:
@@ -193,8 +165,8 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
                 yield encode_shard(shard, encoder), shard.size
         except MemoryError as problem:
             raise HardwareError(
-                f"There is not enough memory to tokenise {source.name}. A row takes 300 times its size: make "
-                "several of the longest."
+                f"There is not enough memory to tokenize {source.name}. A row needs 300 times its size: split "
+                "the longest rows."
             ) from problem
         return
     sizes: deque[int] = deque()
@@ -205,65 +177,56 @@ def _encoded(source: Source, encoder: Encoder, data: DataConfig) -> Iterator[tup
             yield shard
 
     try:
-        for part in in_order(_encoding, pickle.dumps(encoder), shards(), workers):
+        for part in map_in_order(_worker_setup, pickle.dumps(encoder), shards(), workers):
             yield part, sizes.popleft()
     except (WorkerDied, MemoryError) as problem:
         raise HardwareError(
-            f"A process that tokenised {source.name} was killed, most likely for want of memory. Use fewer: "
+            f"A process that tokenized {source.name} was killed, most likely because memory ran out. Use fewer: "
             f"data.workers={max(1, workers // 2)} (now {workers})."
         ) from problem
 
 
-def _encoding(encoder: bytes) -> Callable[[Shard], Encoded]:
-    """Set up one worker. torch is never imported here: a worker starts in about a second and stays small."""
+def _worker_setup(encoder: bytes) -> Callable[[Shard], EncodedShard]:
+    """Set up a worker. It never imports torch, so it starts in about a second and stays small."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    if b"transformers_modules" in encoder:  # a tokenizer whose code came with the model: make that importable here too
+    if b"transformers_modules" in encoder:  # the tokenizer's code came with the model: make it importable here
         from transformers.dynamic_module_utils import init_hf_modules
 
         init_hf_modules()
     return partial(encode_shard, encoder=pickle.loads(encoder))
 
 
-def encode_shard(shard: Shard, encoder: Encoder) -> Encoded:
-    """Tokenise the rows of a shard. Rows that cannot be read or encoded come out in `bad`, in order."""
-    parts: list[Encoded] = []
+def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
+    """Tokenize the rows of a shard. Rows that cannot be read or encoded are in `bad`, in order."""
+    ids: list[np.ndarray] = []
+    supervised: list[np.ndarray] = []
+    bad: list[Row] = []
+    escaped = 0
     for batch in _batches(shard.rows()):
-        results = iter(encoder.encode([row.value for row in batch if row.value is not None]))
-        documents, bad = [], []
+        documents = iter(encoder.encode([row.value for row in batch if row.value is not None]))
         for row in batch:
             if row.value is None:
-                bad.append(BadRow(row.where, row.error or "", row.raw))
+                bad.append(row)
                 continue
-            result = next(results)
-            if isinstance(result, str):
-                bad.append(BadRow(row.where, result, row.value))
-            elif not result.ids:
-                bad.append(BadRow(row.where, "the row has no tokens", row.value))
-            else:
-                documents.append(result)
-        ids = [np.asarray(document.ids, np.int32) for document in documents]
-        parts.append(
-            Encoded(
-                ids=_joined(ids, np.int32),
-                supervised=_joined([np.asarray(one.supervised, np.bool_) for one in documents], np.bool_),
-                lengths=np.array([len(one) for one in ids], np.int64),
-                digests=np.array([_digest(one) for one in ids], np.uint64),
-                bad=bad,
-                literal=sum(one.literal for one in documents),
-            )
-        )
-        assert len(parts[-1].ids) == len(parts[-1].supervised), "a document needs one mask entry a token"
-    return Encoded(
-        ids=_joined([part.ids for part in parts], np.int32),
-        supervised=_joined([part.supervised for part in parts], np.bool_),
-        lengths=_joined([part.lengths for part in parts], np.int64),
-        digests=_joined([part.digests for part in parts], np.uint64),
-        bad=[bad for part in parts for bad in part.bad],
-        literal=sum(part.literal for part in parts),
+            document = next(documents)
+            if isinstance(document, str):
+                bad.append(Row(row.where, None, document, row.value))
+                continue
+            assert len(document.ids) == len(document.supervised) > 0
+            ids.append(np.asarray(document.ids, np.int32))
+            supervised.append(np.asarray(document.supervised, np.bool_))
+            escaped += document.escaped
+    return EncodedShard(
+        ids=_concatenated(ids, np.int32),
+        supervised=_concatenated(supervised, np.bool_),
+        lengths=np.array([len(one) for one in ids], np.int64),
+        digests=np.array([_digest(one) for one in ids], np.uint64),
+        bad=bad,
+        escaped=escaped,
     )
 
 
-def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _concatenated(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
@@ -272,7 +235,7 @@ def _digest(ids: np.ndarray) -> int:
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows by the few hundred: what Python lists of ids cost in memory stays small beside the process itself."""
+    """Rows in batches small enough that their Python lists of ids need little memory."""
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -285,74 +248,51 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-# --- Bad rows, the lock, the display ----------------------------------------------------------------------------------
-
-
 def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quarantine: Path | None) -> None:
-    files = [file.name for file in source.files] if source.kind != "hub" else [source.name]
-    entries = table.bad(files)
+    """Add the bad rows to the quarantine file, or raise DataError for the first (on_bad_row=error)."""
+    entries = table.read_bad_rows(source.file_names)
     if data.on_bad_row is OnBadRow.error:
         first = next(entries)
-        raise _bad_row_error(source.name, first["where"], first["error"])
+        raise _bad_row_error(first["where"], first["error"])
     if quarantine is None:
         return
     try:
         quarantine.parent.mkdir(parents=True, exist_ok=True)
-        # A resumed run quarantines the same rows again: each stands in the file once.
+        # A resumed run finds the same rows again: write each only once. A kill may have cut the last line short.
         text = quarantine.read_text() if quarantine.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
-        there = set(whole.splitlines())
+        complete = text[: text.rfind("\n") + 1]
+        present = set(complete.splitlines())
         with open(quarantine, "w", encoding="utf-8") as file:
-            file.write(whole)
+            file.write(complete)
             for entry in entries:
                 line = json.dumps(entry)
-                if line not in there:
+                if line not in present:
                     file.write(line + "\n")
     except OSError as problem:
         raise StorageError(
-            f"Rows that cannot be used cannot be written to {quarantine}: {problem.strerror or problem}. Free "
-            "space there, or set run.dir to another disk."
+            f"Bad rows cannot be written to {quarantine}: {problem.strerror or problem}. Free space there, or set "
+            "run.dir to another disk."
         ) from problem
 
 
-def _bad_row_error(name: str, where: str, reason: str) -> DataError:
+def _bad_row_error(where: str, reason: str | None) -> DataError:
     return DataError(
-        f"{where}: {reason}. Mend or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
+        f"{where}: {reason}. Correct or remove this row; or set data.on_bad_row=quarantine, which writes such rows to "
         "quarantine.jsonl in the run folder and goes on."
     )
 
 
 @contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(lock_of(folder))
-    try:
-        lock.acquire(timeout=1)
-    except Timeout:
-        print(
-            f"Another process is tokenising {name}; waiting for it. (With a data.cache_dir of its own a run waits for nobody.)",
-            flush=True,
-        )
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _bar(source: Source, progress: bool) -> Iterator[Any]:
-    """A function (bytes, tokens) that moves a progress bar, which is there only on a terminal; a log gets one line."""
+def _progress_bar(source: Source, progress: bool) -> Iterator[Callable[[int, int], None]]:
+    """A function (bytes, tokens) that advances a bar, which is shown on a terminal only; a log gets one line."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console()
     if progress and not console.is_terminal and source.size >= IN_PROCESS_BYTES:
-        print(f"Tokenising {source.describe()}", flush=True)  # a log must not be silent for minutes
+        print(f"Tokenizing {source.describe()}", flush=True)  # a log must not be silent for minutes
     columns = (
-        TextColumn("tokenising {task.description}"),
+        TextColumn("tokenizing {task.description}"),
         BarColumn(),
         DownloadColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
@@ -360,31 +300,26 @@ def _bar(source: Source, progress: bool) -> Iterator[Any]:
     )
     with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task(source.name, total=max(1, source.size), tokens=0)
-        tokens = 0
+        total = 0
 
-        def advance(size: int, more: int) -> None:
-            nonlocal tokens
-            tokens += more
-            bar.update(task, advance=size, tokens=tokens)
+        def advance(size: int, tokens: int) -> None:
+            nonlocal total
+            total += tokens
+            bar.update(task, advance=size, tokens=total)
 
         yield advance
 
 
-def _say(table: TokenTable, encoder: Encoder, cached: bool, seconds: float, quarantine: Path | None) -> None:
+def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Path | None) -> None:
     tokens = len(table.ids)
     rows = "1 bad row" if table.bad_rows == 1 else f"{table.bad_rows:,} bad rows"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
-    how = "from the cache" if cached else f"tokenised in {seconds:,.1f} s"
-    print(
-        f"{table.name}: {table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
-        f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})",
-        flush=True,
-    )
-    if table.literal:
-        documents = "1 document has" if table.literal == 1 else f"{table.literal:,} documents have"
-        print(
-            f"{table.name}: {documents} special tokens in a message, tokenised as the letters that they are.",
-            flush=True,
-        )
-    for remark in encoder.remarks():
-        print(f"{table.name}: {remark}", flush=True)
+    lines = [
+        f"{table.format.value}, {len(table):,} documents, {tokens:,} tokens, "
+        f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"
+    ]
+    if table.escaped:
+        documents = "1 document quotes" if table.escaped == 1 else f"{table.escaped:,} documents quote"
+        lines.append(f"{documents} special tokens in a message; they are tokenized as plain text.")
+    for line in [*lines, *encoder.remarks()]:
+        print(f"{table.name}: {line}", flush=True)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fxtune.data.batches import loader
-from fxtune.data.batches.batch import FEWEST, SIZES, BatchSpec, build_batch
+from fxtune.data.batches.batch import MIN_TARGETS, TARGET_COUNTS, BatchSpec, build_batch
 from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.loader import Loader, LoaderConfig, StepBatches
 from fxtune.data.batches.plan import Plan
@@ -220,8 +220,8 @@ def test_a_filled_batch_has_one_of_few_sizes_and_the_same_targets(rows, length, 
     batch = build_batch([table], pieces)
     filled = batch.with_rounded_targets()
     count, positions = batch.supervised, rows * length
-    step = max(-(-positions // SIZES), FEWEST)
-    assert len(filled.labels) in {min(step * times, positions) for times in range(1, SIZES + 1)}
+    step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
+    assert len(filled.labels) in {min(step * times, positions) for times in range(1, TARGET_COUNTS + 1)}
     assert count <= len(filled.labels) < max(count, 1) + step
     assert torch.equal(filled.supervised_at[:count], batch.supervised_at)
     assert torch.equal(filled.labels[:count], batch.labels)
@@ -239,7 +239,7 @@ def test_batches_for_a_gpu_are_filled_and_others_are_not(folder):
         for device in ("cpu", "cuda")
     }
     assert len(at_once["cpu"].labels) == made.batch(0, 0).supervised
-    assert len(at_once["cuda"].labels) == FEWEST
+    assert len(at_once["cuda"].labels) == MIN_TARGETS
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -283,7 +283,7 @@ def test_a_worker_that_dies_is_started_again_where_it_stopped(folder, capsys):
 
 
 def test_where_workers_die_again_and_again_this_process_builds_the_batches(folder, capsys, monkeypatch):
-    monkeypatch.setattr(loader, "MOST_DEATHS", 2)
+    monkeypatch.setattr(loader, "MAX_WORKER_DEATHS", 2)
     began = time.monotonic()
     made = plan(Deadly(folder))
     check_equal(taken(load(made, LoaderConfig(num_workers=1), CPU)), made)

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtune.data.batches.packing import pack, pattern
+from fxtune.data.batches.packing import assign_documents, packing_pattern
 
 CAPACITY = 64
 documents = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200).map(np.array)
+
+
+def pack(lengths: np.ndarray, capacity: int, order: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(documents, offsets): row r holds documents[offsets[r]:offsets[r + 1]]."""
+    slots, offsets = packing_pattern(lengths, capacity)
+    return assign_documents(lengths, slots, order), offsets
 
 
 def naive_rows(lengths: np.ndarray, capacity: int) -> int:
@@ -43,14 +49,14 @@ def test_needs_as_many_rows_as_best_fit_decreasing_one_document_at_a_time(length
 
 
 @given(documents, st.integers(0, 2**32 - 1))
-def test_the_permutation_moves_documents_and_leaves_the_pattern(lengths, seed):
+def test_the_permutation_moves_documents_and_leaves_the_packing_pattern(lengths, seed):
     order = np.random.default_rng(seed).permutation(len(lengths))
     docs, offsets = pack(lengths, CAPACITY, order)
-    slots, expected = pattern(lengths, CAPACITY)
+    slots, expected = packing_pattern(lengths, CAPACITY)
     assert (offsets == expected).all()
     assert (lengths[docs] == slots).all()
     assert sorted(docs.tolist()) == list(range(len(lengths)))
-    again, _ = pattern(lengths[order], CAPACITY)  # a histogram knows no order
+    again, _ = packing_pattern(lengths[order], CAPACITY)  # a histogram knows no order
     assert (again == slots).all()
 
 

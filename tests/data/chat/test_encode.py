@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import families
 
-from fxtune.data.chat.encode import Document, Encoder, render
+from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
 
@@ -188,8 +188,6 @@ def test_a_chat_without_a_chat_template_is_one_error() -> None:
     encoded(encoder, {"prompt": "a", "completion": "b"})
     with pytest.raises(DataError, match=r"has no chat template"):
         encoder.encode([{"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}])
-    with pytest.raises(DataError, match=r"has no chat template"):
-        render(tokenizer, CHAT["messages"])
 
 
 def test_a_slow_tokenizer_is_refused() -> None:

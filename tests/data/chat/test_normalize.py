@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxtune.data.chat.normalize import BadRow, conversation
+from fxtune.data.chat.normalize import RowError, read_conversation
 from fxtune.data.read.formats import RowFormat
 
 USER = {"role": "user", "content": "u"}
@@ -61,19 +61,19 @@ def test_the_formats_agree() -> None:
         ),
     ]
     for format, row in rows:
-        chat = conversation(row, format)
+        chat = read_conversation(row, format)
         assert chat.messages == [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "u\n\nv"},
             {"role": "assistant", "content": "a"},
         ]
-        assert chat.learn == [False, False, True]
+        assert chat.supervised == [False, False, True]
         assert chat.tools is None
 
 
 def test_alpaca_without_input() -> None:
     for row in ({"instruction": "u", "output": "a"}, {"instruction": "u", "output": "a", "input": ""}):
-        assert conversation(row, RowFormat.alpaca).messages == [USER, ANSWER]
+        assert read_conversation(row, RowFormat.alpaca).messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,15 @@ def test_alpaca_without_input() -> None:
     ],
 )
 def test_which_turns_are_learned(turn: dict[str, Any], learned: bool) -> None:
-    assert conversation({"messages": [USER, {**ANSWER, **turn}]}, RowFormat.messages).learn == [False, learned]
+    assert read_conversation({"messages": [USER, {**ANSWER, **turn}]}, RowFormat.messages).supervised == [
+        False,
+        learned,
+    ]
 
 
 def test_the_assistants_turns_of_a_prompt_are_context() -> None:
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
-    assert conversation(row, RowFormat.prompt_completion).learn == [False, False, False, True]
+    assert read_conversation(row, RowFormat.prompt_completion).supervised == [False, False, False, True]
 
 
 def test_tool_calls_reach_the_template_as_objects() -> None:
@@ -114,12 +117,12 @@ def test_tool_calls_reach_the_template_as_objects() -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
     ):
-        chat = conversation({"messages": [USER, turn]}, RowFormat.messages)
+        chat = read_conversation({"messages": [USER, turn]}, RowFormat.messages)
         assert chat.messages[1] == {"role": "assistant", "tool_calls": expected}
-        assert chat.learn == [False, False]
-    unreadable = conversation({"conversations": [{"from": "function_call", "value": "f(1)"}]}, RowFormat.sharegpt)
+        assert chat.supervised == [False, False]
+    unreadable = read_conversation({"conversations": [{"from": "function_call", "value": "f(1)"}]}, RowFormat.sharegpt)
     assert unreadable.messages == [{"role": "assistant", "content": "f(1)"}]
-    assert unreadable.learn == [False]
+    assert unreadable.supervised == [False]
 
 
 def test_tools_and_tool_results() -> None:
@@ -127,14 +130,14 @@ def test_tools_and_tool_results() -> None:
         "messages": [USER, ANSWER, {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}],
         "tools": '[{"type": "function"}]',
     }
-    chat = conversation(row, RowFormat.messages)
+    chat = read_conversation(row, RowFormat.messages)
     assert chat.tools == [{"type": "function"}]
     assert chat.messages[2] == {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}
 
 
 def test_reasoning_by_any_of_its_names() -> None:
     for name in ("reasoning_content", "thinking", "reasoning"):
-        chat = conversation({"messages": [USER, {**ANSWER, name: "because"}]}, RowFormat.messages)
+        chat = read_conversation({"messages": [USER, {**ANSWER, name: "because"}]}, RowFormat.messages)
         assert chat.messages[1] == {**ANSWER, "reasoning_content": "because", "thinking": "because"}
 
 
@@ -196,5 +199,5 @@ def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
     ],
 )
 def test_reasons_are_precise(format: str, row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadRow, match=re.escape(reason)):
-        conversation(row, RowFormat(format))
+    with pytest.raises(RowError, match=re.escape(reason)):
+        read_conversation(row, RowFormat(format))

@@ -41,7 +41,7 @@ def test_a_quoted_turn_opens_none_and_is_not_supervised():
     assert tokenizer.decode(
         [token for token, learned in zip(attacked.ids, attacked.supervised, strict=True) if learned]
     ) == ("no.<|im_end|>")
-    assert attacked.literal
+    assert attacked.escaped
 
 
 def test_an_answer_that_quotes_one_is_learned_as_letters():
@@ -78,7 +78,7 @@ def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
             for document in (quoting, plain)
         ]
         assert ends[0] == ends[1]
-        assert not plain.literal
+        assert not plain.escaped
 
     check()
 
@@ -196,7 +196,7 @@ def test_text_and_prompts_as_strings_keep_their_special_tokens():
     for form in (RowFormat.text, RowFormat.prompt_completion):
         (document,) = Encoder(tokenizer, form).encode([row])
         assert document.ids.count(tokenizer.eos_token_id) == 3  # two quoted, one that ends the document
-        assert not document.literal
+        assert not document.escaped
 
 
 def test_it_is_said_and_workers_can_do_it(tmp_path, capsys):
@@ -207,7 +207,7 @@ def test_it_is_said_and_workers_can_do_it(tmp_path, capsys):
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenize(SourceConfig(path=str(tmp_path / "a.jsonl")), DataConfig(cache_dir=str(tmp_path / "cache")), tokenizer)
-    assert "a.jsonl: 1 document has special tokens in a message" in capsys.readouterr().out
+    assert "a.jsonl: 1 document quotes special tokens in a message" in capsys.readouterr().out
     encoder = Encoder(tokenizer, RowFormat.messages)
     expected = encoder.encode(rows)
     assert pickle.loads(pickle.dumps(encoder)).encode(rows) == expected

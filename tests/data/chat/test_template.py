@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import families
 
-from fxtune.data.chat.encode import Document, Encoder, render
-from fxtune.data.chat.normalize import BadRow
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.normalize import RowError, read_conversation
 from fxtune.data.chat.template import ChatTemplate
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
@@ -92,9 +92,12 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
 def supervised_text(family: str, messages: list[dict], tools: list[dict] | None = None) -> list[str]:
     """The supervised stretches of the stock template's text, decoded from their tokens."""
     tokenizer = families.tokenizer(family)
-    (document,) = Encoder(tokenizer, RowFormat.messages).encode([{"messages": messages, "tools": tools}])
+    encoder, row = Encoder(tokenizer, RowFormat.messages), {"messages": messages, "tools": tools}
+    (document,) = encoder.encode([row])
     assert isinstance(document, Document), document
-    text, spans = render(tokenizer, messages, tools)
+    chat = read_conversation(row, RowFormat.messages)
+    template, _ = encoder._template(chat.tools is not None)
+    text, spans = template.supervised_spans(chat.messages, chat.supervised, chat.tools)
     stretches: list[list[int]] = []
     for index, (token, learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
         if learned and (index == 0 or not document.supervised[index - 1]):
@@ -189,7 +192,7 @@ LEARN = [False, True, False]
 
 
 def found(source: str, messages: list[dict] = CHAT, learn: list[bool] = LEARN) -> list[str]:
-    text, spans = ChatTemplate(source, {"eos_token": "</s>"}, SPECIAL).spans(messages, learn)
+    text, spans = ChatTemplate(source, {"eos_token": "</s>"}, SPECIAL).supervised_spans(messages, learn)
     return [text[start:end] for start, end in spans]
 
 
@@ -285,7 +288,7 @@ def test_content_that_a_template_escapes_is_still_placed() -> None:
 def test_turns_out_of_order_are_a_reason() -> None:
     source = PLAIN.replace("in messages", "in messages[::-1]")
     assert found(source) == ["a</s>"]
-    with pytest.raises(BadRow, match=r"writes messages\[3\] inside an earlier turn"):
+    with pytest.raises(RowError, match=r"writes messages\[3\] inside an earlier turn"):
         found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True])
 
 
@@ -301,7 +304,7 @@ def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
     source = PLAIN.replace("{{ m.content }}</s>", "{{ '-' + m.content + '-' if m.content else '-' }}")
     source = source.replace("%}<|assistant|>", "%}<|assistant|>-")
     assert found(source) == ["a-"]
-    with pytest.raises(BadRow, match=r"messages\[1\] changes what the chat template writes"):
+    with pytest.raises(RowError, match=r"messages\[1\] changes what the chat template writes"):
         found(source, [CHAT[0], {"role": "assistant", "content": ""}], LEARN[:2])
 
 
@@ -326,7 +329,7 @@ def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
     ],
 )
 def test_what_cannot_be_placed_is_a_reason_not_a_guess(source: str, reason: str) -> None:
-    with pytest.raises(BadRow, match=reason):
+    with pytest.raises(RowError, match=reason):
         found(source)
 
 
@@ -359,22 +362,22 @@ def test_reasoning_under_a_head_that_changes_with_every_turn() -> None:
 def test_a_template_cannot_leave_the_sandbox(attack: str) -> None:
     with pytest.raises(DataError, match=r"leave its sandbox") as raised:
         ChatTemplate(attack + PLAIN, {}, SPECIAL)
-    assert not isinstance(raised.value, BadRow)
+    assert not isinstance(raised.value, RowError)
 
 
 def test_a_template_with_a_syntax_error_names_the_line() -> None:
     with pytest.raises(DataError, match=r"does not compile: line 2: .*endfor") as raised:
         ChatTemplate("{% for m in messages %}\n{% endfo %}", {}, SPECIAL)
-    assert not isinstance(raised.value, BadRow)
+    assert not isinstance(raised.value, RowError)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_the_cost_of_a_conversation_without_marks_is_two_renders(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(families.tokenizer(family), RowFormat.messages)
     renders: list[int] = []
-    draw = ChatTemplate.draw
+    draw = ChatTemplate.render
     monkeypatch.setattr(
-        ChatTemplate, "draw", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys)
+        ChatTemplate, "render", lambda self, *args, **keys: renders.append(1) or draw(self, *args, **keys)
     )
     (document,) = encoder.encode([{"messages": [CHAT[0], {"role": "assistant", "content": " a\u00e9 "}] * 20}])
     assert isinstance(document, Document)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fxtune.data.config import SourceConfig, TextUnit
 from fxtune.data.read import sources
-from fxtune.data.read.formats import RowFormat, detect
+from fxtune.data.read.formats import RowFormat, detect_format
 from fxtune.data.read.jsonl import LineShard, line_shards
 from fxtune.data.read.sources import open_source
 from fxtune.errors import ConfigError, DataError
@@ -116,7 +116,7 @@ def test_parquet_rows_lose_the_nulls_that_arrow_put_in(tmp_path):
     assert values(tmp_path / "a.parquet") == rows
     assert places(tmp_path / "a.parquet") == [" row 1", " row 2"]
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet.*Is the file whole"):
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet.*Is the file complete"):
         values(tmp_path / "a.parquet")
 
 
@@ -256,7 +256,7 @@ def test_columns_are_renamed_before_the_format_is_detected(tmp_path):
     ],
 )
 def test_formats_are_recognised(row, expected):
-    assert detect([{"odd": 1}, row, row], "a.jsonl") is expected
+    assert detect_format([{"odd": 1}, row, row], "a.jsonl") is expected
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_formats_are_recognised(row, expected):
 )
 def test_rows_of_no_known_format_get_advice(row, advice):
     with pytest.raises(DataError) as caught:
-        detect([row], "a.jsonl")
+        detect_format([row], "a.jsonl")
     message = str(caught.value)
     assert advice in message
     assert ", ".join(row) in message
@@ -302,7 +302,7 @@ def test_a_hub_that_cannot_be_reached_is_one_error_within_seconds(monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
         started = time.perf_counter()
-        with pytest.raises(DataError, match=r"nobody/nothing-here.*hub cannot be asked.*hf download") as caught:
+        with pytest.raises(DataError, match=r"nobody/nothing-here.*hub cannot be reached.*hf download") as caught:
             open_source(SourceConfig(path="nobody/nothing-here"))
         assert time.perf_counter() - started < 8
         assert "HF_HUB_OFFLINE" in str(caught.value)

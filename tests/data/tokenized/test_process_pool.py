@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from fxtune.data.tokenized.process_pool import AHEAD, WorkerDied, in_order
+from fxtune.data.tokenized.process_pool import MAX_WAITING, WorkerDied, map_in_order
 
 LARGE = 2**24
 """Bytes, many times what a pipe takes before somebody reads."""
@@ -42,19 +42,19 @@ def children():
 @pytest.mark.parametrize("processes", [1, 3])
 def test_results_come_in_order_of_tasks_that_are_drawn_as_they_are_needed(processes):
     drawn = []
-    results = in_order(times, 2, (drawn.append(task) or task for task in range(12)), processes)
+    results = map_in_order(times, 2, (drawn.append(task) or task for task in range(12)), processes)
     assert next(results) == 0
-    assert len(drawn) <= processes + AHEAD + 1
+    assert len(drawn) <= processes + MAX_WAITING + 1
     assert [0, *results] == list(range(0, 24, 2))
     assert not children()
 
 
 def test_nothing_to_do_is_nothing():
-    assert not list(in_order(times, 1, [], 2))
+    assert not list(map_in_order(times, 1, [], 2))
 
 
 def test_what_a_task_raises_is_raised_in_its_place():
-    results = in_order(times, 1, range(10, 16), 2)
+    results = map_in_order(times, 1, range(10, 16), 2)
     assert [next(results) for _ in range(3)] == [10, 11, 12]
     with pytest.raises(ValueError, match="thirteen") as raised:
         next(results)
@@ -63,7 +63,7 @@ def test_what_a_task_raises_is_raised_in_its_place():
 
 
 def test_one_that_is_killed_half_way_through_its_result_is_told_at_once():
-    results = in_order(letters, None, [LARGE] * 9, 2)
+    results = map_in_order(letters, None, [LARGE] * 9, 2)
     assert len(next(results)) == LARGE
     time.sleep(0.5)  # both are writing, and nobody reads
     os.kill(children()[0].pid, signal.SIGKILL)
@@ -76,11 +76,11 @@ def test_one_that_is_killed_half_way_through_its_result_is_told_at_once():
 
 def test_one_that_dies_at_its_task_is_told():
     with pytest.raises(WorkerDied):
-        list(in_order(dying, None, range(4), 2))
+        list(map_in_order(dying, None, range(4), 2))
 
 
 def test_an_iterator_that_is_dropped_ends_its_processes():
-    results = in_order(letters, None, [LARGE] * 9, 2)
+    results = map_in_order(letters, None, [LARGE] * 9, 2)
     next(results)
     assert len(children()) == 2
     results.close()

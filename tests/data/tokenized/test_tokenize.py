@@ -84,7 +84,6 @@ def table_of(tokenizer, tmp_path):
 def many_shards(monkeypatch):
     """Files of a few kilobytes go through worker processes, in many shards."""
     monkeypatch.setattr(sources, "SHARD_BYTES", 500)
-    monkeypatch.setattr(sources, "ROW_SHARD_BYTES", 500)
     monkeypatch.setattr(tokens, "IN_PROCESS_BYTES", 0)
 
 
@@ -301,7 +300,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(table_of, tmp_path, monkeypat
 
 def test_one_line_says_what_was_found(table_of, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [chat(i) for i in range(9)] + ["x"])
-    for how in ("tokenised in", "from the cache"):
+    for how in ("tokenized in", "from the cache"):
         table_of(path, progress=True, on_bad_row=OnBadRow.quarantine, quarantine=tmp_path / "bad.jsonl")
         said = capsys.readouterr().out
         assert "a.jsonl: messages, 9 documents, " in said
@@ -313,8 +312,9 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from transformers import AutoTokenizer
-from fxtune.data import sources, tokens
-from fxtune.data.sources import DataConfig, SourceConfig
+from fxtune.data.read import sources
+from fxtune.data.tokenized import tokenize as tokens
+from fxtune.data.config import DataConfig, SourceConfig
 if __name__ == "__main__":
     folder, go, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     tokens.IN_PROCESS_BYTES, sources.SHARD_BYTES = 0, 20_000

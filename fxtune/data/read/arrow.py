@@ -1,0 +1,100 @@
+"""Parquet files, and rows of Arrow tables as `datasets` makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long
+from fxtune.errors import DataError
+
+Decoder = Callable[[Any], Iterable[dict[str, Any]]]
+"""Makes rows of an Arrow table."""
+
+
+def parquet_rows(path: Path, name: str) -> Iterator[Row]:
+    """Rows of a Parquet file, 256 at a time. Columns that `datasets` wrote in its own encodings are decoded."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        # No memory map: if the file shrinks while it is read, a map ends the process (SIGBUS) and raises no error.
+        with pq.ParquetFile(path, buffer_size=1 << 20) as file:
+            decode, columns = _decoder(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in arrow_rows(batch, name, number, decode):
+                    number += 1
+                    yield row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
+        after = f"after row {number}" if number else "as Parquet"
+        raise DataError(
+            f"{name} cannot be read {after}: {str(problem).splitlines()[0]}. Is the file complete?"
+        ) from problem
+
+
+def _decoder(schema: Any) -> tuple[Decoder, list[str] | None]:
+    """A decoder for batches of a schema, and the columns that it needs (None: all). Images and audio are left out."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return (lambda batch: batch.to_pylist()), None
+    import pyarrow as pa
+    from datasets import Dataset, DatasetInfo, Features
+
+    features = Features(without_decoding(Features.from_arrow_schema(schema)))
+    left_out = media_columns(features)
+    kept = Features({name: feature for name, feature in features.items() if name not in left_out})
+
+    def decode(batch: Any) -> Iterator[dict[str, Any]]:
+        table = pa.Table.from_batches([batch.replace_schema_metadata(schema.metadata)])
+        return iter(Dataset(table, info=DatasetInfo(features=kept)))
+
+    return decode, list(kept) if left_out else None
+
+
+def media_columns(features: Any) -> list[str]:
+    """The columns that hold images, audio and the like."""
+    return [name for name, feature in features.items() if hasattr(feature, "decode")]
+
+
+def without_decoding(feature: Any) -> Any:
+    """A feature of `datasets`, or a dict of features, with decoding turned off for images and audio at any depth.
+
+    To decode one, `datasets` opens the file or URL that the row names: a dataset could make it read any file of this machine.
+    """
+    if isinstance(feature, dict):
+        return {name: without_decoding(inner) for name, inner in feature.items()}
+    if isinstance(feature, (list, tuple)):
+        return [without_decoding(inner) for inner in feature]
+    if hasattr(feature, "decode"):
+        return dataclasses.replace(feature, decode=False)
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=without_decoding(feature.feature))
+    return feature
+
+
+def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterator[Row]:
+    """Rows of a small Arrow table, which follows `previous` rows. Rows that are too long are never decoded.
+
+    Arrow gives every struct all keys, with null where a row had none; these keys are removed. `content` stays, because chat
+    templates read it, and it is null in a turn that only calls tools.
+    """
+    sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > MAX_ROW_BYTES else []
+    size, begin = max(1, table.nbytes // max(1, len(table))), 0
+    for end in [*(at for at, each in enumerate(sizes) if each > MAX_ROW_BYTES), len(table)]:
+        decoded = decode(table.slice(begin, end - begin)) if end > begin else ()
+        for at, value in enumerate(decoded, previous + begin + 1):
+            kept = {key: _without_nulls(item) for key, item in value.items() if item is not None}
+            yield Row(f"{name} row {at}", kept, size=size)
+        if end < len(table):
+            yield bad_row(f"{name} row {previous + end + 1}", too_long(sizes[end]), None)
+        begin = end + 1
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    if isinstance(value, list) and value and not isinstance(value[0], (int, str)):
+        return [_without_nulls(item) for item in value]
+    return value

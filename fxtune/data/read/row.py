@@ -1,0 +1,159 @@
+"""One row of a source, its limits, and what all readers share.
+
+A row that can be read has a value, a row that cannot has the reason. Every reader holds one row at a time and knows its line,
+because "line 81723 is not JSON" is fixed in a minute and "cannot read the dataset" is not.
+
+Rows have limits. A tokenizer needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value nested as deep as
+Python allows cannot be written to the quarantine file. A longer row is skipped as it is read; it is never held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fxtune.errors import DataError
+
+_Text = TypeVar("_Text", str, bytes, covariant=True)
+
+MAX_RAW_CHARACTERS = 100_000
+"""A bad row is kept for the quarantine file up to this length."""
+MAX_ROW_BYTES = 16 << 20
+"""A longer row is a bad row."""
+MAX_DEPTH = 100
+"""A row with lists and objects nested deeper than this is a bad row."""
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source. Exactly one of `value` and `error` is set."""
+
+    where: str
+    """`file.jsonl:17` (line, counted from 1) or `file.parquet row 5` (counted from 1)."""
+    value: dict[str, Any] | None
+    error: str | None = None
+    raw: Any = None
+    """What could be read of a bad row."""
+    size: int = 0
+    """Approximate bytes of the row in its file."""
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Rows of a source that can only be read front to back. They are pickled for the worker, so there are few of them."""
+
+    held: list[Row]
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        return iter(self.held)
+
+
+def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) -> Iterator[RowShard]:
+    """Collect rows, in order, into shards of at most `shard_rows` rows and about `shard_bytes` bytes."""
+    held: list[Row] = []
+    size = 0
+    for row in rows:
+        held.append(row)
+        size += row.size
+        if size >= shard_bytes or len(held) >= shard_rows:
+            yield RowShard(held, size)
+            held, size = [], 0
+    if held:
+        yield RowShard(held, size)
+
+
+def checked_row(where: str, value: Any, size: int, suspicious: bool) -> Row:
+    """A row of `value`, or a bad row if it is no object, too long or not Unicode. `suspicious`: it may not be Unicode."""
+    if size > MAX_ROW_BYTES:
+        return bad_row(where, too_long(size), None)
+    if not isinstance(value, dict):
+        return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
+    if suspicious:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return bad_row(where, "holds half a surrogate pair (a broken emoji, or bytes that are not UTF-8)", value)
+    return Row(where, value, size=size)
+
+
+def bad_row(where: str, error: str, raw: Any) -> Row:
+    return Row(where, None, error, raw[:MAX_RAW_CHARACTERS] if isinstance(raw, str) else raw, size=1)
+
+
+def too_long(size: int) -> str:
+    return f"a row of {size / 2**20:,.1f} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB. Split it into several rows"
+
+
+def is_too_deep(text: str, value: Any) -> bool:
+    """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for item in level if isinstance(item, (list, dict))]
+        if not level:
+            return False
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
+
+
+def type_name(value: Any) -> str:
+    """The JSON type of a value, for messages."""
+    if value is None:
+        return "null"
+    for types, name in (
+        (bool, "a boolean"),
+        ((int, float), "a number"),
+        (str, "a string"),
+        (Mapping, "an object"),
+        ((list, tuple), "a list"),
+    ):
+        if isinstance(value, types):
+            return name
+    return f"of type {type(value).__name__}"
+
+
+def rename_columns(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:
+    """Rename columns, {name in the data: new name}. A renamed column replaces one that already has the new name."""
+    for row in rows:
+        if row.value is None or not columns:
+            yield row
+            continue
+        replaced = {new for old, new in columns.items() if old in row.value}
+        value = {
+            columns.get(key, key): item for key, item in row.value.items() if key in columns or key not in replaced
+        }
+        yield Row(row.where, value, size=row.size)
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn an OSError of the block into a DataError that names the file."""
+    try:
+        yield
+    except OSError as problem:
+        raise DataError(
+            f"{name} cannot be read: {problem.strerror or problem}. Does it still exist, and is it complete?"
+        ) from problem
+
+
+class _Readable(Protocol[_Text]):
+    def readline(self, size: int, /) -> _Text: ...
+
+
+def bounded_lines(file: _Readable[_Text], newline: _Text) -> Iterator[tuple[_Text, int]]:
+    """(line with its newline, its length). A line longer than MAX_ROW_BYTES is cut to MAX_RAW_CHARACTERS."""
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        length = len(line)
+        if length > MAX_ROW_BYTES and not line.endswith(newline):
+            line = line[:MAX_RAW_CHARACTERS]
+            while rest := file.readline(1 << 20):
+                length += len(rest)
+                if rest.endswith(newline):
+                    break
+        yield line, length

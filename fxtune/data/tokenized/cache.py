@@ -1,0 +1,101 @@
+"""The token cache: one folder for each table, named by the table's fingerprint.
+
+A table is written to a staging folder under a lock and renamed when it is complete. So of two runs that start at once one works
+and the other waits, and a kill at any moment leaves either the complete table or none. A table that is open is locked against
+removal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from fxtune.data.config import DataConfig
+from fxtune.errors import FILE, FOLDER, StorageError, kind_of
+from fxtune.system.host import cache_home
+
+META = "table.json"
+
+
+def cache_root(data: DataConfig) -> Path:
+    return Path(os.path.expanduser(data.cache_dir)).absolute() if data.cache_dir else cache_home()
+
+
+def staging_folder(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".staging")
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".lock")
+
+
+@contextmanager
+def locked(folder: Path, source: str) -> Iterator[None]:
+    """Hold the lock of a table. It is required to make the table, and to check whether it is complete."""
+    from filelock import FileLock, Timeout
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(_lock_file(folder))
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        print(
+            f"Another process is tokenizing {source}; waiting for it. (With its own data.cache_dir a run never waits.)",
+            flush=True,
+        )
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def keep_from_removal(folder: Path) -> IO[bytes] | None:
+    """Note that a table is used now, and return an open file that keeps other processes from removing it (remove_unused) until
+    it is closed, at the latest when the process ends. None on a file system that is read-only or has no locks."""
+    try:
+        held = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(folder / META)
+    except OSError:
+        return None
+    return held
+
+
+def remove_unused(root: Path, days: float) -> tuple[int, int]:
+    """Remove tables that no process has open and no run used for `days`, and staging folders that are as old.
+
+    Returns (tables removed, bytes freed).
+    """
+    removed = freed = 0
+    for folder in sorted(root.glob("*/")):
+        try:
+            if kind_of(folder / META) not in (None, FILE):  # opening a pipe would wait for its writer
+                continue
+            files = list(folder.iterdir())
+            if time.time() - max(path.stat().st_mtime for path in (folder, *files)) < days * 86400:
+                continue
+            with open(folder / META, "ab") as held:  # "a" creates it in a staging folder, which is removed with it
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                size = sum(path.stat().st_size for path in folder.iterdir())
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # another process has it open, or removed it
+            continue
+        removed, freed = removed + 1, freed + size
+    return removed, freed
+
+
+def require_own(folder: Path, files: list[str]) -> None:
+    """Raise StorageError if something else lies at the place of a table's folder or of one of its `files`."""
+    wanted = {folder: FOLDER, staging_folder(folder): FOLDER, _lock_file(folder): FILE}
+    for path, kind in (wanted | {folder / name: FILE for name in files}).items():
+        if (found := kind_of(path)) not in (None, kind):
+            raise StorageError(
+                f"{path} is {found}, but the token cache needs {kind} there. Remove it, or set data.cache_dir to another folder."
+            )

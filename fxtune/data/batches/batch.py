@@ -123,5 +123,12 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     cu_seqlens = np.full((spec.slots if spec.packed else rows) + 1, ids.size, np.int32)
     cu_seqlens[: len(starts)] = starts
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
-    arrays = (ids, targets, positions, cu_seqlens, supervised_at, targets.ravel()[supervised_at])
-    return Batch(*map(torch.from_numpy, arrays), tokens=int(spec.length.sum()))
+    return Batch(
+        torch.from_numpy(ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(positions),
+        torch.from_numpy(cu_seqlens),
+        torch.from_numpy(supervised_at),
+        torch.from_numpy(targets.ravel()[supervised_at]),
+        tokens=int(spec.length.sum()),
+    )

@@ -186,7 +186,7 @@ class EpochStream:
                 for is_long, part in ((True, share), (False, 1 - share))
             ]
         assert weights is not None
-        unit = sum(self.supply) / sum(map(Fraction, weights))
+        unit = Fraction(sum(self.supply)) / sum(map(Fraction, weights))
         return [
             self._draw_share(self.source == at, of.supervised, Fraction(weight) * unit, epoch, _PASSES, at)
             for at, weight in enumerate(weights)

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.system.host import cores
-from fxtune.system.signals import left_to_main
+from fxtune.system.signals import leave_signals_to_main_process
 
 if TYPE_CHECKING:
     from fxtune.data.batches.plan import Plan
@@ -272,7 +272,7 @@ def _safe_context() -> Any:
 
 def _init_worker(worker: int) -> None:
     """Leave signals, which reach all processes, to the main process, and end with it."""
-    left_to_main()
+    leave_signals_to_main_process()
     sys.excepthook = _ignore_broken_connection
     main = multiprocessing.parent_process()
     assert main is not None

@@ -29,7 +29,7 @@ from fxtune.data.read.files import require_file
 from fxtune.data.read.formats import RowFormat
 from fxtune.data.read.row import type_name
 from fxtune.errors import DataError
-from fxtune.system.resource_limits import Exceeded, fence
+from fxtune.system.resource_limits import LimitExceeded, limit_resources
 
 IGNORE_INDEX = -100
 """The label of tokens that are not targets in pre-tokenized data, as in PyTorch."""
@@ -94,7 +94,7 @@ class Encoder:
         }.get(self.format, self._chat)
         results: list[_Text | Document | str] = []
         try:
-            with fence():  # one limit for all rows; render() sets its own for other callers
+            with limit_resources():  # one limit for all rows; render() sets its own for other callers
                 for row in rows:
                     try:
                         if not isinstance(row, Mapping):
@@ -102,7 +102,7 @@ class Encoder:
                         results.append(read(row))
                     except RowError as reason:
                         results.append(str(reason))
-        except Exceeded as limit:
+        except LimitExceeded as limit:
             raise DataError(
                 f"the chat template was stopped: it needs {limit}, which no conversation should need. Correct it, or name "
                 "another in data.chat_template"

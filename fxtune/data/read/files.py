@@ -5,12 +5,10 @@ Missing, empty, mixed or unknown files are reported here, with the closest name 
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
 import re
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -19,7 +17,7 @@ from typing import BinaryIO
 
 from fxtune.data.read.formats import row_format
 from fxtune.data.read.row import bounded_lines
-from fxtune.errors import FILE, DataError, kind_of
+from fxtune.errors import FILE, DataError, kind_of, nearest
 
 BUILTIN = "builtin:"
 KINDS = {
@@ -149,11 +147,6 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} is {found}, not a file. Write what it holds to a file and name that.")
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def expand_path(written: str) -> Path:
     """The path with the home folder for `~`. Unlike Path.expanduser, `~name` stays if there is no such user."""
     return Path(os.path.expanduser(written))
@@ -244,8 +237,8 @@ def _closest_path(path: Path) -> str:
     while not os.path.isdir(path.parent):
         path = path.parent
     names = sorted(os.listdir(path.parent))
-    close = difflib.get_close_matches(path.name, names, n=1)
-    close = close or [name for name in names if difflib.get_close_matches(path.stem, [name.split(".")[0]])]
+    close = nearest(path.name, names)
+    close = close or next((name for name in names if nearest(path.stem, [name.split(".")[0]])), None)
     if close:
-        return f" Did you mean {path.parent / close[0]}?"
+        return f" Did you mean {path.parent / close}?"
     return f" {path.parent} holds {', '.join(names[:8]) or 'nothing'}{' ...' if len(names) > 8 else ''}."

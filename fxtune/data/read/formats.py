@@ -13,11 +13,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from fxtune.errors import DataError
+from fxtune.errors import DataError, nearest
 
 
 class RowFormat(str, Enum):
@@ -114,5 +113,4 @@ def _closest_column(wanted: str, columns: list[str]) -> str | None:
     for name in (wanted, *SYNONYMS[wanted]):
         if name in lower:
             return lower[name]
-    close = get_close_matches(wanted, lower, n=1)
-    return lower[close[0]] if close else None
+    return nearest(wanted, columns)

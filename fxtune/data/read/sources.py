@@ -33,7 +33,7 @@ from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
 from fxtune.data.read.row import Row, RowShard, rename_columns, row_shards
 from fxtune.data.read.text import text_rows
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import ConfigError, DataError, nearest
 
 SHARD_BYTES = 1 << 20
 """Bytes that one worker takes at a time: about a second of work, so that 16 workers share 40 MB evenly."""
@@ -103,9 +103,10 @@ class Source:
         columns = list(dict.fromkeys(key for row in usable for key in row.value or ()))
         for column in self.config.columns if usable else ():
             if column not in columns:
+                close = nearest(column, columns)
                 raise DataError(
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
-                    f"{files.did_you_mean(column, columns)}. Their columns: {', '.join(columns)}."
+                    f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
                 )
         return [row.value for row in rename_columns(usable, self.config.columns) if row.value is not None]
 

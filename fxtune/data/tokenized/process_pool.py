@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from fxtune.system.signals import left_to_main
+from fxtune.system.signals import leave_signals_to_main_process
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -89,7 +89,7 @@ def _receive(pipe: Any) -> tuple[bool, Any]:
 
 
 def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
-    left_to_main()
+    leave_signals_to_main_process()
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A main process that is killed cannot stop its workers, and a task may be long.

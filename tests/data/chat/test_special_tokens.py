@@ -141,7 +141,7 @@ def test_a_token_from_two_messages_that_a_template_writes_side_by_side_is_refuse
         ]
     }
     (reason,) = Encoder(tokenizer, RowFormat.messages).encode([row])
-    assert reason == "two parts of this row make a special token when one stands behind the other"
+    assert reason == "two parts of this row make a special token if one directly follows the other"
 
 
 def test_a_template_that_looks_at_the_string_makes_a_reason():

@@ -302,7 +302,7 @@ def test_a_full_disk_under_the_cache_or_the_quarantine_is_said(tokenizer, tmp_pa
                 progress=False,
             )
         assert not list(disk.glob("cache/tokens/*/")), "nothing half-written stays"
-        with pytest.raises(StorageError, match=r"Rows that cannot be used cannot .*quarantine\.jsonl: No space left"):
+        with pytest.raises(StorageError, match=r"Bad rows cannot be written to .*quarantine\.jsonl: No space left"):
             tokenize(
                 source,
                 DataConfig(cache_dir=str(tmp_path / "cache"), on_bad_row=OnBadRow.quarantine),

@@ -92,7 +92,7 @@ def test_each_step_has_the_share_of_its_epochs_to_within_one_row(tables, share, 
         assert plan.tokens(step) == sum(pieces)
         first = step * sizes[1]
         by_epoch = Counter()
-        for row in range(first, min(first + sizes[1], plan._stop)):
+        for row in range(first, min(first + sizes[1], plan._row_count)):
             segments, _ = stream.rows(row, row + 1)
             by_epoch[stream.locate(row)[0]] += int(of.length[segments].sum())
         seen = [wanted[number] for number in by_epoch]
@@ -164,7 +164,7 @@ def test_the_kind_that_is_scarce_comes_more_often_and_the_notes_say_how_often():
     assert seen["highest"] < 0.7 + 1 / 4
     [note] = plan.notes()
     assert "% of the tokens are in documents of more than 16 (" in note
-    assert "each of these 10 comes 3.50 times, each of the 200 shorter ones 0.38 times" in note
+    assert "each of these 10 3.50 times, each of the 200 shorter ones 0.38 times" in note
     assert training([documents(40, 8)], sequence_length=LENGTH).summary()["mix"] is None
 
 
@@ -218,10 +218,11 @@ def test_a_mix_that_cannot_be_is_refused_before_a_file_is_touched(share, thresho
 
 def test_a_kind_that_is_not_there_is_told():
     with pytest.raises(
-        DataError, match=r"threshold=50: no document is longer \(the longest has 40 tokens after the cut"
+        DataError,
+        match=r"threshold=50: no document is longer \(the longest has 40 tokens after data.on_long was applied",
     ):
         mixed([documents(40, 8)], 0.5, threshold=50)
-    with pytest.raises(DataError, match=r"threshold=7: every document is longer, so there is nothing short"):
+    with pytest.raises(DataError, match=r"threshold=7: every document is longer, so there are no short ones"):
         mixed([documents(40, 8)], 0.5, threshold=7)
     assert mixed([documents(40, 8)], 0.5, threshold=8).steps >= 1
 

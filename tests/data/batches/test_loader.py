@@ -297,7 +297,7 @@ def test_where_workers_die_again_and_again_this_process_builds_the_batches(folde
 
 def test_workers_do_not_outlive_a_main_process_that_is_killed(folder):
     program = (
-        "import sys, time; from pathlib import Path; import importlib.util as u; spec = u.spec_from_file_location('test_loader', 'test_loader.py'); t = u.module_from_spec(spec); spec.loader.exec_module(t)\n"
+        "import sys, time; from pathlib import Path; import test_loader as t\n"
         "steps = t.load(t.plan(t.Table(Path(sys.argv[1]))), t.LoaderConfig(num_workers=1), t.CPU)\n"
         "next(next(steps).micro_batches); print(*t.children(), flush=True); time.sleep(60)"
     )

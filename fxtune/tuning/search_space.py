@@ -28,7 +28,7 @@ from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
-from fxtune.techniques.lora import fuse, gemm_choice
+from fxtune.techniques.lora import fuse, gemm_backend
 from fxtune.tuning.trial import Outcome, TrialResult
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def matmul(config: Config, context: SearchContext) -> Iterator[Deltas]:
         return
     size = config.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=size, techniques=config.techniques)
-    if not (fuse.hindrance(facts) or gemm_choice.hindrance(facts)):
+    if not (fuse.obstacle(facts) or gemm_backend.obstacle(facts)):
         yield from ({"techniques.lora.matmul": kernel} for kernel in ("cute", "cublas"))
 
 

@@ -20,7 +20,7 @@ from fxtune.system.host import cache_home
 from fxtune.system.profiler import operators
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
-from fxtune.techniques.lora import gemm_choice
+from fxtune.techniques.lora import gemm_backend
 from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -145,7 +145,7 @@ def test_it_is_recorded_and_played(all_sizes):
 
 def test_the_profiler_sees_quack():
     left, right, out = drawn(16384, 4096), drawn(4096, 4096), drawn(16384, 4096)
-    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_choice.OPERATOR})["cute"]
+    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_backend.OPERATOR})["cute"]
     print(sorted(seen.kernels))
     assert seen.calls == 1
     assert not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels), seen.kernels

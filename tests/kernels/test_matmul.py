@@ -23,7 +23,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
-from fxtune.techniques.lora import gemm_choice
+from fxtune.techniques.lora import gemm_backend
 from fxtune.techniques.lora.technique import Matmul
 from fxtune.techniques.pipeline import make_probe
 
@@ -328,8 +328,8 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
     ],
 )
 def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason):
-    assert gemm_choice.hindrance(H200) is None
-    assert reason in gemm_choice.hindrance(facts)
+    assert gemm_backend.obstacle(H200) is None
+    assert reason in gemm_backend.obstacle(facts)
     facts = replace(
         facts,
         model=random_shape() | facts.model,
@@ -363,9 +363,9 @@ def test_auto_takes_it_on_a_card_that_it_is_for():
 
 def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     """A model of two small layers in bfloat16, built as if the card were one that the kernel is for."""
-    monkeypatch.setattr(gemm_choice, "hindrance", lambda facts: None)
+    monkeypatch.setattr(gemm_backend, "obstacle", lambda facts: None)
     pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
-    pipeline.lora._may_be_cublas = optional
+    pipeline.lora._cute_by_auto = optional
     return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
 
 
@@ -386,11 +386,11 @@ def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op
 def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monkeypatch, small, quack):
     _, model = model_with(monkeypatch, Matmul.cute)
     with torch.autocast("cpu", torch.bfloat16):
-        told, was = gemm_choice.ran(model)
+        told, was = gemm_backend.observe(model)
         assert was, told
         assert "2 products" in told
         monkeypatch.setattr(matmul, "LEAST_SIZE", 4096)
-        told, was = gemm_choice.ran(model)
+        told, was = gemm_backend.observe(model)
         assert was is None
         assert "large enough" in told
 

@@ -399,12 +399,12 @@ class Checkpointing(Technique):
     def _wrap(self, layer: nn.Module, contexts: Any) -> None:
         """Make one layer do what these options say of all."""
         repeated = self.policy in (Policy.selective, Policy.full)
-        for mlp in filter(fuse.fused_mlp, layer.modules()):
+        for mlp in filter(fuse.is_fused_mlp, layer.modules()):
             wide, whole = self._of_fused_mlp()
             # Where a norm reads the MLP's result (Gemma 2, Olmo 2), recomputing the layer runs all of the operator again.
             again = repeated and not whole and hasattr(layer, "post_feedforward_layernorm")
             mlp.tiles, mlp.keep, mlp.recomputed = self.mlp_tiles, wide or again, repeated and not whole  # type: ignore
-        if self.mlp_tiles > 1 and not fuse.fused_mlp(layer.mlp):
+        if self.mlp_tiles > 1 and not fuse.is_fused_mlp(layer.mlp):
             tile(layer.mlp, self.mlp_tiles, repeated)  # type: ignore[arg-type]
         if repeated:
             layer.forward = partial(_checkpointed, layer.forward, contexts)
@@ -419,11 +419,11 @@ class Checkpointing(Technique):
             [name for name in names if name not in shapes] for names in (self.save or GROUPS, self.recompute)
         )
         rule = Rule(tuple(saved), tuple(recomputed), ranks=selective.ranks(layers[0]))
-        groups, kept = dict(fuse.groups_of(layers[0])), {}  # type: tuple[dict[str, tuple[int, int]], dict[tuple[int, int], bool]]
+        groups, kept = dict(fuse.group_sizes(layers[0])), {}  # type: tuple[dict[str, tuple[int, int]], dict[tuple[int, int], bool]]
         for name, size in groups.items():  # fused linears are kept together, if one of them is
             kept[size] = kept.get(size, False) or named.get(name, rule.keeps_all("fxtune.lora_linear"))
         kept |= {shapes[name]: keeps for name, keeps in named.items() if name not in groups}
-        if any(map(fuse.fused_mlp, layers[0].modules())):
+        if any(map(fuse.is_fused_mlp, layers[0].modules())):
             (saved if self._of_fused_mlp()[1] else recomputed).append("fxtune.lora_mlp")
         return rule._replace(
             saved=tuple(saved),

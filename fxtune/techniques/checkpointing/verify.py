@@ -19,7 +19,7 @@ from fxtune.models.structure import backbone, decoder_layers, observed
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
-from fxtune.techniques.lora import fuse, modules
+from fxtune.techniques.lora import fuse, fused_modules
 
 
 @dataclass
@@ -85,7 +85,7 @@ def _layers_ran(asked: Asked, layers: list[nn.Module], trained: list[nn.Paramete
 
 def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evidence:
     """Nothing that is kept runs again, and everything that was named ran."""
-    sizes, ranks = policy.linears(layers[0]) | dict(fuse.groups_of(layers[0])), policy.ranks(layers[0])
+    sizes, ranks = policy.linears(layers[0]) | dict(fuse.group_sizes(layers[0])), policy.ranks(layers[0])
     shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
     totals: dict[str, list[int]] = {}
     for name, kind in seen.all():
@@ -97,7 +97,7 @@ def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evide
     # Tiles repeat the MLP's adapters, too, which have the shapes of attention's.
     tiled = {kind.shape for _, kind in seen.all() if asked.tiles > 1 and kind.shape and kind.shape[1] in ranks}
     wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
-    inside = fuse.MLP if any(map(fuse.fused_mlp, layers[0].modules())) else ()
+    inside = fuse.MLP if any(map(fuse.is_fused_mlp, layers[0].modules())) else ()
     missing = [
         name
         for name in asked.named
@@ -259,7 +259,7 @@ def count(
     hooks = []
     for index, layer in enumerate(layers):
         uncalled = {
-            id(part) for module in layer.modules() for part in modules.uncalled(module)
+            id(part) for module in layer.modules() for part in fused_modules.bypassed(module)
         }  # a hook would part them
         inner = [module for module in layer.modules() if module is not layer and id(module) not in uncalled]
         for module in inner:

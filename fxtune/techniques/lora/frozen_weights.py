@@ -70,8 +70,7 @@ class FrozenWeights(nn.Module):
         start = 0
         for linear, base in zip(linears, bases, strict=True):
             _turn_into_views(base, self, slice(start, start + base.out_features))
-            kind: Any = type(linear)
-            linear.__class__ = _merging_class(kind)
+            linear.__class__ = _merging_class(linear.__class__)
             start += base.out_features
 
     @property
@@ -113,8 +112,7 @@ def _turn_into_views(base: Any, owner: FrozenWeights, rows: slice) -> None:
     """Replace the frozen tensors of a linear by views of what `owner` holds."""
     for name in owner.names:
         delattr(base, name)
-    kind: Any = type(base)
-    base.__class__ = _view_class(kind, owner.names)
+    base.__class__ = _view_class(base.__class__, owner.names)
     # In __dict__, so that the owner is no submodule of its parts.
     base.__dict__.update(frozen_weights=owner, rows=rows)
 

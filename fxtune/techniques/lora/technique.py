@@ -1,17 +1,17 @@
 """Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Off: full fine-tuning.
 
-A frozen linear W gets a trained detour: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so the
-model starts as its base. Adapters are float32 also over a bfloat16 base: they are small (0.5 % of an 8B model at r=16), and
-bfloat16 has 8 bits of mantissa, so an update of 1/256 of a weight or less would be rounded away. `precision.autocast` makes
-their matmuls fast again.
+A frozen linear W gets a trained addition: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so the model
+starts as its base. Adapters are float32 also over a bfloat16 base. They are small (0.5 % of an 8B model at r=16), and bfloat16
+has 8 bits of mantissa, so it would round away an update of 1/256 of a weight or less. `precision.autocast` makes their
+matmuls fast again.
 
-PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) start A and B from a factorisation of W and take the product out of
-the frozen weight, so they too start as their base; whoever loads such an adapter repeats that factorisation.
+PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their product from
+the frozen weight, so they too start as their base. Whoever loads such an adapter repeats the factorization.
 
-Linear by linear an adapter costs several passes over activations. `fused` runs those that read the same input, and a whole
-gated MLP, as one operator each (fxtune/techniques/lora/fuse.py, kernels/fused_lora.py): the same mathematics, with the adapters' products
-in the dtype that the base computes in (float32 is added up inside), as autocast has them. `matmul` says whose kernel multiplies
-by their frozen weights and by the head (fxtune/techniques/lora/gemm_choice.py).
+In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same input, and
+a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py). It is the same mathematics, with the adapters'
+products in the dtype of the base (accumulated in float32), as under autocast. `matmul` selects the GEMM backend for frozen
+weights and the head (gemm_backend.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.models.peft_adapter import start
 from fxtune.models.structure import observed, parameter_counts, skeleton
+from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.lora import fuse as fusing
-from fxtune.techniques.lora import gemm_choice
+from fxtune.techniques.lora import gemm_backend
+from fxtune.techniques.lora.families import probe_logits, relative_distance
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 ALL_LINEAR = "all-linear"
 ROUNDINGS = 8
-"""How many times what one rounding of its input does to the logits a model with adapters may be from its base: it rounds in each
-layer."""
+"""Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each layer
+rounds."""
 
 
 class AdapterInit(str, Enum):
@@ -71,16 +73,17 @@ class Lora(Technique):
     init: AdapterInit = AdapterInit.default
     """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
     fused: Switch = Switch.auto
-    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where it can act (on a CPU a step
-    takes up to a quarter longer with it); linears that it cannot serve run as peft runs them."""
+    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a step takes
+    up to a quarter longer with it). Linears that cannot be fused run as in peft."""
     matmul: Matmul = Matmul.auto
-    """Whose kernel multiplies by the 16-bit weights of fused adapters and by the fused loss's head: `cublas`, as everywhere else,
-    or `cute`, quack-kernels' for Hopper, which does large products in 2 to 7 % less time. `auto`: cute where it can act."""
+    """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a kernel of
+    quack-kernels for Hopper that does large products in 2 to 7 % less time. `auto`: cute where it is available."""
 
     def __post_init__(self) -> None:
-        self._may_not_fuse = False  # where `auto` became on: a model of none but unusual modules is no error
-        self._may_be_cublas = False  # where `auto` became cute: a kernel that does not compile is no error
+        # Whether `auto` became on, or cute: then a model with nothing to fuse, or a kernel that does not compile, is no error.
+        self._fused_by_auto = self._cute_by_auto = False
         self._not_compiled = ""
+        """Why quack's kernel did not compile."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.r < 1:
@@ -92,14 +95,14 @@ class Lora(Technique):
         if not self.target_modules:
             yield f"target_modules: empty, so nothing is adapted. Use [{ALL_LINEAR}]."
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
-            yield f"target_modules: {ALL_LINEAR} stands for all of them. Use it alone, or names alone."
+            yield f"target_modules: {ALL_LINEAR} already stands for every linear. Use it alone, or only names."
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
             yield (
                 f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
                 "Use default with dora."
             )
-        if self.fused is Switch.on and (hindrance := fusing.hindrance(facts)):
-            yield f"fused: {hindrance}. Use auto or off."
+        if self.fused is Switch.on and (why := fusing.obstacle(facts)):
+            yield f"fused: {why}. Use auto or off."
         if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
             yield f"matmul: cute, but {why}. Or use auto."
         config = facts.model.get("text_config") or facts.model
@@ -113,7 +116,7 @@ class Lora(Technique):
             yield from self._unmatched(skeleton(facts.model))
 
     def _unmatched(self, model: nn.Module | None) -> Iterator[str]:
-        """A reason for each name that stands for no module of `model`."""
+        """A reason for each name that matches no module of `model`."""
         if model is None:
             return
         names = [name for name, _ in model.named_modules()]
@@ -122,7 +125,7 @@ class Lora(Technique):
         )
         for option, wanted in (("target_modules", self.target_modules), ("modules_to_save", self.modules_to_save)):
             for name in wanted:
-                if name != ALL_LINEAR and not any(there == name or there.endswith(f".{name}") for there in names):
+                if name != ALL_LINEAR and not any(path == name or path.endswith(f".{name}") for path in names):
                     yield f"{option}: {name} is no module of this model. Its linears are {', '.join(linears)}."
 
     def resolve(self, facts: Facts) -> str | None:
@@ -131,33 +134,33 @@ class Lora(Technique):
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:
             return None
-        why = "nothing is won on a CPU" if facts.device == "cpu" else fusing.hindrance(facts)
+        why = "no gain on a CPU" if facts.device == "cpu" else fusing.obstacle(facts)
         if not why and facts.techniques.mlp_kernel(facts) == "liger":
             why = "techniques.liger has the MLPs"
-        self.fused, self._may_not_fuse = (Switch.off if why else Switch.on), True
+        self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
     def _resolve_matmul(self, facts: Facts) -> str | None:
-        """After `fused`. Nothing is told where there is no choice: without fused adapters, and on a CPU."""
+        """Comes after `fused`. There is no note where there is no choice: without fused adapters, and on a CPU."""
         if self.matmul is not Matmul.auto:
             return None
         why = self._without_cute(facts)
-        self.matmul, self._may_be_cublas = (Matmul.cublas if why else Matmul.cute), True
+        self.matmul, self._cute_by_auto = (Matmul.cublas if why else Matmul.cute), True
         if self.fused is not Switch.on or facts.device == "cpu":
             return None
         return f"matmul {self.matmul.value} ({why or 'the faster kernel for large products on this card'})"
 
     def _without_cute(self, facts: Facts) -> str | None:
-        """Why quack's kernel cannot multiply."""
+        """Why quack's kernel is not available."""
         if self.fused is Switch.off:
             return "techniques.lora.fused=off leaves all products to peft's linears"
-        return fusing.hindrance(facts) or gemm_choice.hindrance(facts)
+        return fusing.obstacle(facts) or gemm_backend.obstacle(facts)
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Wrap the model (PeftModel), freezing the base. The random state of the caller decides A.
+        """Wrap the model in a PeftModel and freeze the base. The random state of the caller decides A.
 
-        From here on `matmul` is what multiplies, also where `auto` had chosen a kernel that does not compile: another one rounds
-        otherwise, so that a run which goes on must find the same (sameness.py).
+        Afterwards `matmul` is the backend in use, also if `auto` had chosen a kernel that does not compile. Another one rounds
+        differently, so a resumed run must have the same (training/resume_check.py).
         """
         import peft
 
@@ -174,9 +177,9 @@ class Lora(Technique):
             init_lora_weights=True if self.init is AdapterInit.default else self.init.value,
             task_type="CAUSAL_LM",
         )
-        before = _sketch(model)
-        # What a rounding error does to these logits: in random weights, and over fp8, it grows from layer to layer.
-        noise = _distance(_sketch(model, nudge=torch.finfo(before.dtype).eps), before)
+        before = probe_logits(model)
+        # The effect of a rounding error on these logits: in random weights, and over fp8, it grows from layer to layer.
+        noise = relative_distance(probe_logits(model, nudge=torch.finfo(before.dtype).eps), before)
         try:
             # Factorisations (PiSSA, OLoRA) and norms (DoRA) are taken in full precision, whatever training computes in.
             with warnings.catch_warnings(), torch.autocast(world.device.type, enabled=False):
@@ -188,15 +191,17 @@ class Lora(Technique):
         adapted.base_logits, adapted.base_noise = before, noise
         if self.fused is Switch.on:
             adapted.fusion = fusing.fuse(adapted)
+            for note in adapted.fusion.notes:
+                say(f"techniques.lora.fused: {note}.")
             if self.matmul is Matmul.cute:
-                self._not_compiled = gemm_choice.take(adapted, self._may_be_cublas) or ""
+                self._not_compiled = gemm_backend.enable(adapted, self._cute_by_auto) or ""
                 self.matmul = Matmul.cublas if self._not_compiled else self.matmul
         return adapted
 
     def start_from(self, model: Any, adapter: str) -> None:
-        """Load the weights of the adapter `adapter` (a folder or a hub id) into `model`, which apply() made.
+        """Load the weights of `adapter` (a folder or a hub id) into `model`, which apply() made.
 
-        Raises ConfigError where the adapter was made with other options, StorageError where its weights do not fit.
+        Raises ConfigError if the adapter was made with other options, StorageError if its weights do not fit.
         """
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
         start(
@@ -218,7 +223,7 @@ class Lora(Technique):
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         counts = parameter_counts(model)
         trained = sum(counts[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
-        foreign = [
+        strays = [
             name
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name
@@ -228,53 +233,53 @@ class Lora(Technique):
             "lora",
             f"adapters of rank {self.r} on {', '.join(self.target_modules)}, the base frozen",
             f"{len(layers)} modules, {trained:,} of {total:,} parameters trained ({100 * trained / total:.2f} %), "
-            f"{len(foreign)} of them in the base",
-            bool(layers) and trained > 0 and not foreign,
+            f"{len(strays)} of them in the base",
+            bool(layers) and trained > 0 and not strays,
         )
         if self.fused is Switch.on:
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)
-        # Of an embedding's adapter peft starts the other half at zero.
-        halves = [
+        # In an embedding's adapter it is A that peft starts at zero.
+        zeros = [
             parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name
         ]
-        nonzero = sum(bool(half.any()) for half in halves)
+        nonzero = sum(bool(half.any()) for half in zeros)
         if start := getattr(model, "adapter_start", None):
             yield Evidence(
-                "lora", f"start from {start}", f"{nonzero} of {len(halves)} matrices B are not zero", nonzero > 0
+                "lora", f"start from {start}", f"{nonzero} of {len(zeros)} matrices B are not zero", nonzero > 0
             )
             return
         before = model.base_logits
-        shift = _distance(_sketch(model), before)
+        shift = relative_distance(probe_logits(model), before)
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        # B = 0 adds exactly nothing, but a fused operator rounds at other places, and so do tiles of one (mlp_tiles).
+        # B = 0 adds exactly nothing, but a fused operator rounds in other places, and so do its tiles (mlp_tiles).
         allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * model.base_noise
         yield Evidence(
             "lora",
             f"init {self.init.value}: the model starts as its base",
-            f"{len(halves) - nonzero} of {len(halves)} matrices B are zero, logits {shift:.1e} from the base's "
+            f"{len(zeros) - nonzero} of {len(zeros)} matrices B are zero, logits {shift:.1e} from the base's "
             f"({model.base_noise:.1e} is what a rounding of its input does)",
-            shift <= allowed and (nonzero == len(halves) if factored else nonzero == 0),
+            shift <= allowed and (nonzero == len(zeros) if factored else nonzero == 0),
         )
 
     def _ran_fused(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """The operators of a forward pass, seen where they are dispatched."""
+        """The operators of a forward pass, counted where they are dispatched."""
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            seen = fusing.calls(lambda: model(**probe))
-        ran, wanted = sum(seen.values()), sum(model.fusion.groups.values())
-        told = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
-        # A mixture's experts run where a token goes to them.
+            seen = fusing.count_operators(lambda: model(**probe))
+        ran, wanted = sum(seen.values()), sum(model.fusion.operators.values())
+        counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
+        # Experts of a mixture run if a token is routed to them.
         fits = ran == wanted or (model.fusion.experts and 0 < ran < wanted)
         return Evidence(
             "lora",
-            f"adapters fused: {wanted} operators a forward pass ({model.fusion.told()})",
-            f"{told} ran",
-            fits and (wanted > 0 or self._may_not_fuse),
+            f"adapters fused: {wanted} operators a forward pass ({model.fusion.describe()})",
+            f"{counts} ran",
+            fits and (wanted > 0 or self._fused_by_auto),
         )
 
     def _multiplied(self, model: Any) -> Evidence:
-        """Whose kernel multiplies by the model's weights. Also where `auto` had to fall back, which is told and no error."""
+        """The GEMM backend in use. That `auto` had to fall back is reported, and is no error."""
         if self._not_compiled:
             return Evidence(
                 "lora",
@@ -282,14 +287,13 @@ class Lora(Technique):
                 f"cuBLAS, since that did not compile here ({self._not_compiled})",
                 True,
             )
-        told, was = gemm_choice.ran(model)
-        return Evidence(
-            "lora", "matmul cute: large products by quack's kernel", told, self._may_be_cublas if was is None else was
-        )
+        seen, by_cute = gemm_backend.observe(model)
+        acted = self._cute_by_auto if by_cute is None else by_cute
+        return Evidence("lora", "matmul cute: large products by quack's kernel", seen, acted)
 
 
 def _train_in_float32(adapted: Any) -> None:
-    """Give what modules_to_save trains float32 weights as well, between two casts: peft leaves them in the base's dtype."""
+    """Give the copies that modules_to_save trains float32 weights, between two casts: peft leaves them in the base's dtype."""
     from peft.utils import ModulesToSaveWrapper
 
     dtype = next(
@@ -304,29 +308,3 @@ def _train_in_float32(adapted: Any) -> None:
         trained = wrapper.modules_to_save["default"].float()
         trained.register_forward_pre_hook(lambda _, inputs: tuple(cast(value, torch.float32) for value in inputs))
         trained.register_forward_hook(lambda _, inputs, output: cast(output, dtype))
-
-
-def _sketch(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """Logits of eight fixed tokens under the autocast around this call: what the model computes, small enough to keep.
-
-    `nudge`: how far, relative to its size, each number of the embedded tokens is moved.
-    """
-    device = next(model.parameters()).device
-    ids = torch.arange(8, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
-
-    def moved(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
-        up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
-        return states * (1 + nudge * up).to(states.dtype)
-
-    hook = model.get_input_embeddings().register_forward_hook(moved) if nudge else None
-    try:
-        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    finally:
-        if hook:
-            hook.remove()
-    return logits
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one.float() - other.float()).norm() / other.float().norm()).item()

@@ -1,0 +1,210 @@
+"""Which modules of a model can run as one operator: names and order by model family, and a check by numbers.
+
+A module is a candidate if it has adapted linears of the right names. Nothing says what its code does with them, so it is run:
+
+- An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears is run on a
+  CPU, forward and backward, and compared with that formula for each known activation. The inputs are small and large, so that
+  a clamp shows; the copy is in training mode, so that dropout shows.
+- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. This is seen in
+  one forward pass of the model on eight tokens. Then its code runs again with the projections' results handed out, and its
+  output must be the same.
+
+A family that is not in the table has the names of Llama, and is fused if the numbers agree. Numbers cannot show whether a norm
+stands between the projections and RoPE: a norm whose weights are all one commutes with a rotation. So only a family in the
+table may have q and k rotated in the operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxtune.models.structure import observed
+from fxtune.techniques.lora.fused_modules import Given, StandIn, rotated_parts, without_rope
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models names and orders the linears that can be fused."""
+
+    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Projections of the attention's input: queries, keys, values."""
+    mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of down(act(gate(x)) * up(x))."""
+    rope_follows: bool = False
+    """Whether nothing stands between the projections of queries and keys and their rotation."""
+
+
+LLAMA = Family(rope_follows=True)
+FAMILIES = dict.fromkeys(("gemma", "gemma2", "granite", "llama", "ministral", "mistral", "qwen2", "starcoder2"), LLAMA)
+"""By the config's model_type."""
+OTHER = Family()
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""What kernels/swiglu.py computes, by its names there."""
+TOKENS = 8
+"""Of the forward pass in which attentions are observed."""
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What the code of any author may raise when it is run with other parts than its own: then it cannot be fused."""
+
+
+def family_of(model: Any) -> Family:
+    return FAMILIES.get(model.config.get_text_config().model_type, OTHER)
+
+
+def mlp_activation(mlp: nn.Module, names: Sequence[str]) -> str | None:
+    """The activation of an MLP that computes down(act(gate(x)) * up(x)), found by numbers; None if it computes anything else.
+
+    `names`: of gate, up and down. The module's own weights are neither read nor needed: it may be on the meta device.
+    """
+    draw = functools.partial(
+        torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0)
+    )
+    weights = [draw(12, 8), draw(12, 8), draw(8, 12)]
+    small = copy.copy(mlp)
+    small._modules = dict(mlp._modules)
+    for name, weight in zip(names, weights, strict=True):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        small._modules[name] = linear
+    x = torch.cat([draw(1, 3, 8), 100 * draw(1, 3, 8)]).requires_grad_()
+    was_training, gradient = mlp.training, draw(2, 3, 8)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            found = _with_gradient(small.train().forward(x), x, gradient)
+    except ERRORS:
+        return None
+    finally:
+        mlp.train(was_training)
+    gate, up, down = weights
+    for name, activation in ACTIVATIONS.items():
+        wanted = _with_gradient((activation(x @ gate.t()) * (x @ up.t())) @ down.t(), x, gradient)
+        if all(_close(one, other, 1e-10) for one, other in zip(found, wanted, strict=True)):
+            return name
+    return None
+
+
+def _with_gradient(y: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y.detach(), torch.autograd.grad(y, x, gradient)[0]
+
+
+@dataclass
+class AttentionCall:
+    """One call of an attention in a forward pass of its model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    output: torch.Tensor | None = None
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    """What each projection was called with."""
+
+    @property
+    def hidden_states(self) -> Any:
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+    def projected(self) -> list[str]:
+        """The projections that were called once, with the attention's own input."""
+        return [name for name, given in self.inputs.items() if len(given) == 1 and given[0] is self.hidden_states]
+
+
+def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
+    """Run `model` on a few tokens, and return the first call of each candidate. `candidates`: projections by attention."""
+    calls: dict[Any, AttentionCall] = {}
+    done: set[Any] = set()
+
+    def enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(attention, AttentionCall(args, kwargs, inputs={name: [] for name in candidates[attention]}))
+
+    def leave(attention: Any, _: Any, output: Any) -> None:
+        if attention not in done:
+            calls[attention].output = _tensor(output)
+            done.add(attention)
+
+    def project(attention: Any, name: str, _: Any, args: tuple[Any, ...]) -> None:
+        if attention in calls and attention not in done:
+            calls[attention].inputs[name].append(args[0] if args else None)
+
+    with ExitStack() as hooks:
+        for attention, names in candidates.items():
+            made = [
+                attention.register_forward_pre_hook(enter, with_kwargs=True),
+                attention.register_forward_hook(leave),
+            ]
+            for name in names:
+                part = getattr(attention, name)
+                made.append(part.register_forward_pre_hook(functools.partial(project, attention, name)))
+            for hook in made:
+                hooks.callback(hook.remove)
+        probe_logits(model)
+    return calls
+
+
+def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rotated: bool) -> bool:
+    """Whether the attention's code gives the observed output when it is handed the results of its projections `names`.
+
+    `rotated`: whether q and k are handed out rotated, and its own rotation is left out.
+    """
+    hidden = call.hidden_states
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            linears = [getattr(attention, name) for name in names]
+            results = [linear(hidden) for linear in linears]
+            forward = type(attention).forward
+            if rotated:
+                forward, sizes = without_rope(type(attention)), [result.shape[-1] for result in results]
+                angles = call.kwargs["position_embeddings"]
+                results = rotated_parts(torch.cat(results, -1), attention, angles, sizes)
+            given = {
+                name: Given(linear, hidden, result)
+                for name, linear, result in zip(names, linears, results, strict=True)
+            }
+            output = _tensor(forward(StandIn(attention, given), *call.args, **call.kwargs))
+    except ERRORS:
+        return False
+    return output is not None and call.output is not None and _close(output, call.output, 2e-2)
+
+
+def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
+    """Logits of eight fixed tokens under the autocast around this call: what the model computes, small enough to keep.
+
+    `nudge`: how far, relative to its size, each number of the embedded tokens is moved.
+    """
+    device = next(model.parameters()).device
+    ids = torch.arange(TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+
+    def moved(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
+        up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
+        return states * (1 + nudge * up).to(states.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(moved) if nudge else None
+    try:
+        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    finally:
+        if hook:
+            hook.remove()
+    return logits
+
+
+def relative_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one.float() - other.float()).norm() / other.float().norm()).item()
+
+
+def _tensor(output: Any) -> torch.Tensor | None:
+    """The first result of a module."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return first.detach() if isinstance(first, torch.Tensor) else None
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    return one.shape == other.shape and bool((one - other).norm() <= tolerance * other.norm())

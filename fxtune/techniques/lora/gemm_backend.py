@@ -1,0 +1,113 @@
+"""Selects the GEMM backend for frozen weights of fused adapters and for the head: cuBLAS, or quack's kernel (kernels/matmul.py).
+
+Whether quack's kernel is available is known before a weight is loaded (`obstacle`). Whether it compiles is known when the model
+is built (`enable`). That it runs is observed by torch's profiler on one of the model's own weights (`observe`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxtune.errors import HardwareError
+from fxtune.kernels.frozen_base import DENSE_CUTE
+from fxtune.kernels.matmul import CAPABILITY, CUTE, LEAST_ROWS, LEAST_SIZE, VERSION, mm, prepare, served
+from fxtune.system.host import cache_home
+from fxtune.system.profiler import operators
+from fxtune.techniques.lora.fused_modules import groups, use_cute
+
+if TYPE_CHECKING:
+    from fxtune.techniques.facts import Facts
+
+PACKAGE = "quack-kernels"
+OPERATOR = r"^fxtune::cute_mm$"
+ROWS = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS, 8 * LEAST_ROWS)
+"""Numbers of rows that observe() tries until the kernel takes a product."""
+
+
+def obstacle(facts: Facts) -> str | None:
+    """Why quack's kernel cannot multiply for fused adapters under `facts`, and what to change; None if it can."""
+    found = facts.packages.get(PACKAGE)
+    tokens = facts.tokens
+    sizes = [int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)]
+    if facts.device != "cuda" or facts.capability != CAPABILITY:
+        card = (
+            f"{facts.device_name}, {facts.capability[0]}.{facts.capability[1]}" if facts.capability else facts.device
+        )
+        return f"its kernel is for a GPU of compute capability 9.0 (H100, H200), and this is {card}"
+    if found != VERSION:
+        return (
+            f"it calls inner functions of {PACKAGE} {VERSION}, and {found or 'none'} is installed: "
+            f"pip install '{PACKAGE}[cu13]=={VERSION}'"
+        )
+    if facts.compute_dtype not in ("bfloat16", "float16"):
+        return (
+            f"it is for products in 16 bits, and these are in {facts.compute_dtype}: set "
+            "techniques.precision.autocast=bfloat16"
+        )
+    if facts.techniques.quantize.enabled:
+        return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
+    if tokens and tokens < LEAST_ROWS:
+        return (
+            f"it is for micro-batches of {LEAST_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
+            "train.micro_batch_size or data.sequence_length"
+        )
+    if sizes and min(sizes) < LEAST_SIZE:
+        return f"it is for linears whose sizes are {LEAST_SIZE:,} or more, and this model has some of {min(sizes):,}"
+    return None
+
+
+def enable(model: Any, optional: bool) -> str | None:
+    """Compile quack's kernel for the dtype that autocast has here, and use it for the fused groups of `model` and its head.
+
+    If it does not compile: with `optional`, leave the model as it is and return the reason; else raise HardwareError.
+    """
+    weight = next(model.parameters())
+    device = weight.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    # Broad on purpose: it is a compiler of another package, with errors of its own.
+    try:
+        prepare(device, dtype, cache_home() / "quack")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        line = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        why = f"{type(error).__name__}: {line}"
+        if optional:
+            return why
+        raise HardwareError(
+            f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or cublas."
+        ) from error
+    use_cute(model)
+    model.products_by = CUTE
+    return None
+
+
+@torch.no_grad()
+def observe(model: Any) -> tuple[str, bool | None]:
+    """Multiply by a weight of the model as its operators do, forward and backward. Returns what ran, and whether it was quack's
+    kernel; None if no group's weight is large enough for it.
+
+    It takes the smallest weight that is large enough, since the check needs memory of its own.
+    """
+    device = next(model.parameters()).device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    matrices = sorted((group.weight.data for group in groups(model, DENSE_CUTE)), key=torch.Tensor.numel)
+    for matrix in matrices:
+        matrix = matrix.to(dtype or matrix.dtype)
+        for rows in ROWS:
+            x, y = (matrix.new_zeros(rows, size) for size in reversed(matrix.shape))
+            if served(x, matrix.t(), y) and served(y, matrix, x):
+                products = lambda: (mm(x, matrix.t(), y, CUTE), mm(y, matrix, x, CUTE))  # noqa: B023, E731
+                seen = operators(products, {"cute": OPERATOR})["cute"]
+                kernels = (
+                    ", ".join(sorted(name[:60] for name in seen.kernels)) or "kernels that the profiler may not see"
+                )
+                theirs = not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels)
+                return (
+                    f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}, and "
+                    f"back: {seen.calls} products by {kernels}",
+                    seen.calls == 2 and theirs,
+                )
+    return f"none of {len(matrices)} groups' weights is large enough, so cuBLAS multiplies", None

@@ -1,0 +1,75 @@
+"""The same model with peft's adapters and with fused ones, and their losses and gradients, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support.architectures import built, facts_of, lora, random_model
+
+from fxtune.models.load import ModelConfig
+from fxtune.techniques.base import Switch
+from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.quantize import Library, Type
+
+EVERY = {"attention": 2, "mlp": 2, "linear": 2}
+OPERATORS = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "mistral_sliding", "gemma", "gemma2", "gemma3"), EVERY),
+    "phi": {"attention": 2, "linear": 6},
+    "phi3": {"linear": 8},
+}
+"""Operators of a fused model with two layers, by family."""
+LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def lora_pair(
+    model: ModelConfig,
+    dtype: str = "float32",
+    prepare: Callable[[Pipeline], None] = lambda pipeline: None,
+    **options: Any,
+) -> list[Any]:
+    """The same model and adapters, whose B is not zero, by peft and fused. `options`: of techniques.lora."""
+    found = []
+    for fused in (Switch.off, Switch.on):
+        pipeline = lora(fused=fused, **options)
+        prepare(pipeline)
+        made = built(pipeline, model, dtype=dtype)
+        for name, parameter in made.named_parameters():
+            if "bias" in name:  # of the base: zero in a model drawn at random
+                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+        found.append(made)
+    return found
+
+
+def quantized_in(kind: Type, library: Library) -> Callable[[Pipeline], None]:
+    """What prepares a pipeline for a quantized base."""
+
+    def prepare(pipeline: Pipeline) -> None:
+        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
+        pipeline.quantize.resolve(facts_of(random_model("llama")))
+
+    return prepare
+
+
+def loss_and_gradients(model: Any, **autocast: Any) -> LossAndGradients:
+    model.train()
+    model.zero_grad()
+    with torch.autocast("cpu", **(autocast or {"enabled": False})):
+        loss = model(**make_probe(model)).logits.float().logsumexp(-1).mean()
+    loss.backward()
+    return loss.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def require_close(found: LossAndGradients, wanted: LossAndGradients, tolerance: float) -> None:
+    """`tolerance`: relative to the loss and to the norm of each gradient."""
+    (loss, gradients), (their_loss, theirs) = found, wanted
+    assert abs(loss - their_loss) <= tolerance * abs(their_loss)
+    assert list(gradients) == list(theirs)
+    for name, gradient in gradients.items():
+        assert gradient.dtype is theirs[name].dtype
+        assert (gradient - theirs[name]).norm() <= tolerance * theirs[name].norm(), name

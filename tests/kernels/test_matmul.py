@@ -323,7 +323,7 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
         (replace(H200, packages={"quack-kernels": "0.7.0"}), "0.7.0 is installed: pip install"),
         (replace(H200, dtype="float32"), "techniques.precision.autocast=bfloat16"),
         (replace(H200, techniques=enable(quantize={})), "techniques.quantize.enabled=true"),
-        (replace(H200, micro_batch_size=1, rows=(1024,)), "a micro-batch has 1,024"),
+        (replace(H200, micro_batch_size=1, rows=(1024,)), "this one has 1,024"),
         (replace(H200, model={"hidden_size": 576}), "some of 576"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`fxtune recipes`: which recipes there are; `fxtune recipes copy NAME mine.yaml`: one to edit."""
+"""`fxtune recipes` lists the recipes; `fxtune recipes copy NAME mine.yaml` copies one to edit."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ _USAGE = (
 
 
 def run(*arguments: str) -> None:
-    """List the recipes, or copy one. Raises ConfigError for anything else."""
+    """List the recipes, or copy one. Raises ConfigError for other arguments."""
     if not arguments:
         say(listing())
     elif arguments[0] == "copy" and len(arguments) == 3:
         target = copy(arguments[1], Path(arguments[2]))
         found = discovery.recipes().get(target.stem)
-        name = target.stem if found and found.path.resolve() == target.resolve() else _typed(target)
+        typed = str(target) if "/" in str(target) else f"./{target}"
+        name = target.stem if found and found.path.resolve() == target.resolve() else typed
         print(f"{arguments[1]} -> {target}\nEdit it, then: fxtune +recipe={name}")
     else:
-        known = "" if arguments[0] == "copy" else f" There is no `fxtune recipes {arguments[0]}`."
-        raise ConfigError(f"What shall be done with the recipes?{known}\n{_USAGE}")
+        raise ConfigError(f"`fxtune recipes {' '.join(arguments)}` is not a command. Use one of:\n{_USAGE}")
 
 
 def listing() -> str:
-    """The recipes, each with its header line, by where they are from."""
+    """The user's recipes and the shipped ones, each with its header line."""
     found = discovery.recipes()
     width = max((len(name) for name in found), default=0)
-    ours = discovery.place(discovery.shipped("recipes"))
     blocks = []
-    for shipped, title in ((False, f"in {discovery.LOCAL}/"), (True, f"shipped with fxtune, in {ours}/")):
+    shipped_folder = discovery.place(discovery.shipped("recipes"))
+    for shipped, title in (
+        (False, f"in {discovery.LOCAL}/"),
+        (True, f"shipped with fxtune, in {shipped_folder}/"),
+    ):
         lines = [f"  {recipe.name:{width}}  {recipe.title}" for recipe in found.values() if recipe.shipped is shipped]
         if lines:
             blocks.append("\n".join([title, *lines]))
@@ -43,7 +46,7 @@ def listing() -> str:
 
 
 def copy(name: str, target: Path) -> Path:
-    """Copy the recipe `name` to `target` (a folder: under its own name there). Never writes over a file."""
+    """Copy the recipe `name` to the file or into the folder `target`. Never overwrites a file."""
     source = discovery.find(name)
     if target.is_dir():
         target = target / f"{source.name}.yaml"
@@ -55,15 +58,10 @@ def copy(name: str, target: Path) -> Path:
         raise ConfigError(f"{source.path} cannot be read as a text file: {error}") from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:  # "x": fails where there is a file, in one step
+        with target.open("x", encoding="utf-8") as file:  # "x" fails if the file exists, without a race
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{target} is there already and is left as it is; choose another name") from error
+        raise ConfigError(f"{target} exists already and is not overwritten; choose another name") from error
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error}") from error
     return target
-
-
-def _typed(path: Path) -> str:
-    text = str(path)
-    return text if "/" in text else f"./{text}"

@@ -1,7 +1,7 @@
 """A recipe, a dataset, a model folder and a checkpoint are data from strangers: each test tries to get more out of one of them.
 
 What shows that code ran is a file (`ran`); that a template was let loose, the clock and the memory; that a path led out, what
-lies there. Recipes' own tricks with Hydra and YAML are in tests/cli/test_main.py (`STRANGE`).
+lies there. Recipes' own tricks with Hydra and YAML are in tests/config/test_validate.py (`STRANGE`).
 """
 
 from __future__ import annotations

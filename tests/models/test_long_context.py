@@ -27,11 +27,6 @@ LONG = 4 * SIZES["max_position_embeddings"] - 6
 KINDS = ("adapter", "merged", "model")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return on_disk(tmp_path_factory.mktemp("long") / "base")
-
-
 def yarned(**options) -> Rope:
     return Rope(enabled=True, **{"factor": 4.0, **options})
 
@@ -57,9 +52,7 @@ def loading_lines(folder: Path) -> str:
     return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
 
 
-def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_logits_at_the_long_length(
-    base, tmp_path
-):
+def test_loading_code_gives_same_long_logits_without_fxtune(base, tmp_path):
     """An adapter, the model that it is merged into and a fully tuned model, each loaded as its card says, without fxtune."""
     wanted = {kind: tuned(base, tmp_path / kind, kind) for kind in KINDS}
     script = "import os, sys, torch\n"
@@ -85,7 +78,7 @@ def test_the_card_s_lines_give_plain_transformers_in_another_process_the_same_lo
         }
 
 
-def test_other_ways_to_load_an_adapter_are_right_or_loud_or_told_of_in_the_card(base, tmp_path):
+def test_other_ways_to_load_adapter_are_right_or_fail_or_are_in_the_card(base, tmp_path):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,7 +97,7 @@ def test_other_ways_to_load_an_adapter_are_right_or_loud_or_told_of_in_the_card(
         )
 
 
-def test_the_card_s_vllm_command_names_the_scaling_the_length_and_the_rank(base, tmp_path):
+def test_vllm_command_has_scaling_length_and_rank(base, tmp_path):
     def command(folder: Path) -> list[str]:
         return shlex.split(
             (folder / "README.md").read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", "")
@@ -136,7 +129,7 @@ def test_the_card_s_vllm_command_names_the_scaling_the_length_and_the_rank(base,
     assert "vllm" not in (plain / "README.md").read_text()
 
 
-def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
+def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
     """Nothing said of RoPE: the adapter's scaling. The same said again: the same. Another: refused."""
     mine, folder = tuned(base, tmp_path, "adapter")
     model = ModelConfig(path=str(base), adapter=str(folder))
@@ -160,7 +153,7 @@ def test_an_adapter_brings_its_scaling_to_whoever_builds_on_it(base, tmp_path):
     assert further.build(model, load_config(model), CPU, 0).config.max_position_embeddings == 512
 
 
-def test_a_model_that_was_scaled_is_scaled_alike_once_more_without_any_change(base, tmp_path):
+def test_scaling_a_scaled_model_alike_changes_nothing(base, tmp_path):
     for kind in (RopeType.yarn, RopeType.linear, RopeType.llama3, RopeType.dynamic):
         rope = Rope(enabled=True, type=kind, factor=4.0)
         _, folder = tuned(base, tmp_path / kind.value, "model", rope)
@@ -175,7 +168,7 @@ def test_a_model_that_was_scaled_is_scaled_alike_once_more_without_any_change(ba
         assert all(evidence.acted for evidence in pipeline.rope.verify(one, make_probe(one)))
 
 
-def test_an_adapter_of_another_model_or_with_a_broken_config_is_told(base, tmp_path):
+def test_adapter_of_other_model_or_with_broken_config_is_refused(base, tmp_path):
     _, folder = tuned(base, tmp_path, "adapter")
     other = on_disk(tmp_path / "other", "qwen3")
     with pytest.raises(ConfigError, match="was trained on a llama model, and its base here is a qwen3"):
@@ -185,7 +178,7 @@ def test_an_adapter_of_another_model_or_with_a_broken_config_is_told(base, tmp_p
         load_config(ModelConfig(path=str(base), adapter=str(folder)))
 
 
-def test_an_evaluation_takes_the_scaling_from_the_adapter_and_says_so(small, cwd, capsys):
+def test_evaluation_uses_rope_scaling_of_adapter(small, cwd, capsys):
     """Rows longer than the base's context, as the run had them: without the recipe's word the figure is the run's own."""
     small.data.eval_fraction, small.data.packing, small.data.sequence_length = 0.1, True, 640
     small.techniques.rope = Rope(enabled=True, factor=2.0)

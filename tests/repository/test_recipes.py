@@ -159,7 +159,7 @@ def test_a_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
 
     Path("recipes/mine.yaml").write_text("edited")
     assert main(["recipes", "copy", "quickstart", "recipes/mine.yaml"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert Path("recipes/mine.yaml").read_text() == "edited"
 
     assert main(["recipes", "copy", "quickstart", "here.yaml"]) == 0

@@ -1,0 +1,41 @@
+"""Where recipes and groups are found."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.recipes import write_recipe
+
+from fxtune.config import discovery
+from fxtune.errors import ConfigError, did_you_mean, nearest
+
+
+def test_local_recipe_hides_the_shipped_one(cwd):
+    assert discovery.find("quickstart").shipped
+    path = write_recipe("# mine\n", "quickstart")
+    found = discovery.find("quickstart")
+    assert (found.path, found.shipped, found.title) == (path, False, "mine")
+    assert list(discovery.recipes()) == sorted(discovery.recipes())
+
+
+def test_unknown_recipe_or_path_is_named(cwd):
+    with pytest.raises(ConfigError, match="did you mean `quickstart`"):
+        discovery.find("qickstart")
+    with pytest.raises(ConfigError, match="there is no recipe file"):
+        discovery.find("./none.yaml")
+
+
+def test_groups_hold_their_options():
+    assert {"adamw", "muon"} <= set(discovery.groups()["optimizer"])
+
+
+@given(st.text())
+def test_nearest_proposes_only_known_names(word):
+    assert nearest(word, ["optimizer", "train"]) in (None, "optimizer", "train")
+
+
+def test_did_you_mean_proposes_or_lists():
+    assert did_you_mean("Lorra", ["lora", "rope"]) == "; did you mean `lora`?"
+    assert did_you_mean("xyz", ["lora", "rope"]) == ". There are: lora, rope."
+    assert did_you_mean("xyz", map(str, range(20))) == "."

@@ -1,0 +1,88 @@
+"""A saved model or adapter is complete, replaces the old one, and loads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+
+import pytest
+import torch
+from support.architectures import (
+    CPU,
+    built,
+    logits,
+    lora,
+    trained,
+)
+
+from fxtune.errors import StorageError
+from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
+from fxtune.models.save import save_model
+from fxtune.techniques.pipeline import Pipeline
+
+
+def load(path, **options):
+    model = ModelConfig(path=str(path), **options)
+    return build(model, load_config(model), CPU, seed=0)
+
+
+def test_saved_model_loads_in_plain_transformers(base, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = trained(load(base))
+    folder = save_model(model, load_tokenizer(ModelConfig(path=str(base))), tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model))
+    assert AutoTokenizer.from_pretrained(folder).pad_token == "t1"
+    assert not list(tmp_path.glob(".*")), "nothing staged is left"
+
+
+def test_saving_replaces_and_full_disk_keeps_the_old_folder(base, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+    model = load(base)
+    save_model(model, tokenizer, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
+    with pytest.raises(StorageError, match="No space left"):
+        save_model(trained(model), tokenizer, tmp_path / "out")
+    monkeypatch.undo()
+    limits, _ = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10_000, limits[1])
+    )  # the weights themselves do not fit: another library's error
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            save_model(model, tokenizer, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    save_model(model, tokenizer, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_adapter_has_config_only_if_base_config_was_edited(base, tmp_path):
+    model = ModelConfig(path=str(base))
+    adapter = save_model(built(lora(), model), load_tokenizer(model), tmp_path / "adapter")
+    assert sorted(path.name for path in adapter.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base.resolve())
+    assert Pipeline().lora.enabled is False
+
+
+def test_target_modules_are_sorted(base, tmp_path):
+    adapter = save_model(
+        built(lora(), ModelConfig(path=str(base))), load_tokenizer(ModelConfig(path=str(base))), tmp_path / "adapter"
+    )
+    modules = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert len(modules) > 1
+    assert modules == sorted(modules)

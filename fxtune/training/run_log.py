@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from fxtune.checkpoint.manager import TrainState
@@ -56,7 +57,7 @@ class RunLog:
         self.done.add(after)
         report = self.compile.report()
         try:
-            self.folder.write("compile.json", report.plain())
+            self.folder.write("compile.json", asdict(report))
         except StorageError as error:  # only a report is lost: training goes on
             self.screen.note(str(error))
         self.tracker.log(

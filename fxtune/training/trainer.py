@@ -357,7 +357,7 @@ class Trainer:
         self.tracker.summary(self.state.figures)
         self.folder.finish(self.state.figures)
         recorder = self.train_step.recorder
-        recorded = [recorder.told()] if recorder else []
+        recorded = [recorder.summary()] if recorder else []
         self.log.ended(
             self.questions, [*self.monitor.summary(self.plan.steps), *recorded, f"The {kind} is in {output}"]
         )

@@ -191,7 +191,7 @@ def test_a_recorded_pass_leaves_weights_alone_that_its_gradients_do_not_reach():
             call(given, 2.0)
             optimizer.step(1e-2, torch.isfinite(optimizer.clip(1.0)))
         if recorded:
-            assert call.played > 6
+            assert call.replayed > 6
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     for plain, recorded in zip(trained(False), trained(True), strict=True):

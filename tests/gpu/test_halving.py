@@ -171,7 +171,7 @@ def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
             assert norm == pytest.approx(wanted_norm, rel=5e-2)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         if run.train_step.recorder:
-            assert run.train_step.recorder.played >= 4, "recorded again, in the new shape"
+            assert run.train_step.recorder.replayed >= 4, "recorded again, in the new shape"
     del run
     torch._dynamo.reset()
     gc.collect()
@@ -203,7 +203,7 @@ def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
         assert tried[0] == ROWS
         assert run.state.rows["training"] < ROWS
         assert tried[-1] == run.state.rows["training"]
-        assert run.train_step.recorder.played >= 4
+        assert run.train_step.recorder.replayed >= 4
         assert all(loss < 2 * figures(run)[0][0] for loss, _ in figures(run))
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.manual_seed(0)  # refused as long as a generator believes that it is recorded

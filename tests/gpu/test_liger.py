@@ -241,7 +241,7 @@ def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
     except ConfigError as error:
         refused = str(error)
     if seen is None:
-        assert "cannot tell what the Triton kernel _rms_norm" in refused
+        assert "cannot determine what the Triton kernel _rms_norm" in refused
     else:
         exact = reference.plain("llama", given)
         apart, usual = (

@@ -181,7 +181,7 @@ def run(
                 break
         torch.cuda.synchronize()
         took = (time.perf_counter() - begun) / (steps - 1 - steps // 2) * 1000
-        told = built.train_step.recorder.told() if built.train_step.recorder else ""
+        told = built.train_step.recorder.summary() if built.train_step.recorder else ""
         weights = [parameter.detach().float().cpu() for parameter in built.train_step.optimizer.names]
     print(f"\n{name}: {took:.2f} ms a step. {told}")
     return [loss.item() for loss in losses], weights, took
@@ -212,8 +212,8 @@ def test_recorded_passes_are_played_and_faster(recipe):
         for step, _, _ in built.steps():
             if step.index == 30:
                 break
-        assert built.train_step.recorder.played > 0.5 * built.train_step.recorder.passes, (
-            built.train_step.recorder.told()
+        assert built.train_step.recorder.replayed > 0.5 * built.train_step.recorder.passes, (
+            built.train_step.recorder.summary()
         )
     _, _, fast = run(recipe, "recorded", 40)
     assert fast < slow, (fast, slow)

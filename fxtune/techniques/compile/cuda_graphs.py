@@ -1,24 +1,36 @@
-"""Forward and backward of a micro-batch as one launch: CUDA graphs of whatever a function does.
+"""CUDA graphs of training passes: forward and backward of a micro-batch as one launch.
 
-A layer of a small model is done on the device before the host has launched the next one, so the device waits for the host: 0.6
-billion weights at 2,048 tokens keep an H200 busy for half of the time. A recorded pass is launched at once: layers, head, loss,
-backward, and the addition to the gradients.
+A layer of a small model finishes on the GPU before the host has launched the next one, so the GPU waits for the host:
+a model of 0.6 billion weights at 2,048 tokens keeps an H200 busy for half of the time. A recorded pass is launched at
+once: layers, head, loss, backward, and the addition to the gradients.
 
-What is recorded reads and writes the same memory each time. So each shape of a batch has a recording and inputs of its own, into
-which a batch is copied; gradients must lie in memory of their own (`Optimizer.keep_gradients`), to which every pass adds; and the
-one number that is returned is copied out. What a pass notes on the host, which weights its gradients have reached
-(`Optimizer.reached`), is noted again for each that is played. Random numbers go on as in plain code: torch hands the generator's
-seed and offset to a recording when it is played. Recordings share one pool of memory, since one is played at a time: the largest
-decides.
+A recording reads and writes the same memory each time. Therefore:
 
-A shape's first pass runs as it is, on the stream that records: kernels are compiled and libraries loaded by that. The second one
-is recorded, and played like all after it. A shape beyond the MOST-th runs as it is.
+- each shape of a batch has its own recording with its own inputs, into which a batch is copied;
+- gradients stay in memory of their own (`Optimizer.keep_gradients`), to which every pass adds;
+- the returned scalar is copied out;
+- what a pass notes on the host, the names of the weights that gradients reached (`Optimizer.reached`), is noted again
+  at each replay;
+- all recordings share one memory pool, since one is replayed at a time: the largest one decides its size.
+
+Random numbers continue as in plain code: torch passes the generator's seed and offset to a recording when it is
+replayed.
+
+The first pass of a shape runs without recording, on the stream that records: this compiles kernels and loads
+libraries. The second pass is recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are
+never recorded.
+
+Python collects no garbage while a pass is recorded. The garbage of an earlier model may hold graphs, Triton modules
+and events, and CUDA refuses to destroy these in a thread that records, which spoils the recording. Up to release 2.8
+torch collected garbage before each recording; since then it does not (pytorch#161037).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +38,12 @@ import torch
 from fxtune.errors import ConfigError
 from fxtune.system.oom import out_of_memory_reason
 
-MOST = 64
+MAX_SHAPES = 64
 
 
 class Recorder:
-    """Calls one function, from recordings where it can. `passes` and `played`: how many calls there were, and how many of them
-    were played.
-    """
+    """Calls one function, from recordings where it can. `passes` counts the calls, `replayed` those that were
+    replays."""
 
     def __init__(
         self,
@@ -40,77 +51,84 @@ class Recorder:
         device: torch.device,
         reached: set[str] | None = None,
     ) -> None:
-        """`function`: takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It must do
-        the same for all inputs of a shape, and must not ask the device for anything. `reached`: what its calls add names to.
+        """`function` takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It
+        must do the same for all inputs of a shape, and must not wait for the device. `reached`: the set to which its
+        calls add names.
         """
         self.function, self.reached = function, set() if reached is None else reached
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        self.number = torch.ones((), device=device)
-        self.known: dict[Any, _Recording | None] = {}
-        self.passes = self.played = 0
+        self.scalar = torch.ones((), device=device)
+        self.recordings: dict[Any, _Recording | None] = {}
+        """By shape; None after the first pass, which is not recorded."""
+        self.passes = self.replayed = 0
 
-    def __call__(self, given: Any, number: float) -> torch.Tensor:
-        """function(given, number), a tensor that nothing writes to later. Raises ConfigError where it cannot be recorded."""
+    def __call__(self, batch: Any, scalar: float) -> torch.Tensor:
+        """function(batch, scalar), in a tensor that later calls do not overwrite. Raises ConfigError if it cannot be
+        recorded."""
         self.passes += 1
-        self.number.fill_(number)
-        shape = tuple((name, tensor.shape) for name, tensor in _tensors(given).items())
-        if shape not in self.known:
-            if len(self.known) < MOST:
-                self.known[shape] = None
-            return self._aside(given)
-        recording = self.known[shape]
+        self.scalar.fill_(scalar)
+        shape = tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())
+        if shape not in self.recordings:
+            if len(self.recordings) < MAX_SHAPES:
+                self.recordings[shape] = None
+            return self._run(batch)
+        recording = self.recordings[shape]
         if recording is None:
-            recording = self.known[shape] = self._record(given)
-        self.played += 1
+            recording = self.recordings[shape] = self._record(batch)
+        self.replayed += 1
         self.reached |= recording.reached
-        return recording.play(given)
+        return recording.replay(batch)
 
     def drop(self) -> None:
-        """Forget all recordings, whose memory is free when the device has played them, and begin anew."""
-        self.known.clear()
+        """Forget all recordings and start again. Their memory is free once the device has finished the last replay."""
+        self.recordings.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
-    def told(self) -> str:
-        """One sentence about what became of the calls."""
-        recordings = sum(recording is not None for recording in self.known.values())
+    def summary(self) -> str:
+        """One sentence on how many calls were replays."""
+        recordings = sum(recording is not None for recording in self.recordings.values())
         return (
-            f"CUDA graphs: {self.played} of {self.passes} training passes were played from {recordings} recordings, one for "
-            "each shape that came twice."
+            f"CUDA graphs: {self.replayed} of {self.passes} training passes were replayed from {recordings} "
+            "recordings, one for each shape that occurred twice."
         )
 
-    def _aside(self, given: Any) -> torch.Tensor:
-        """Run it on the recording stream: autograd remembers the stream of what it has seen."""
+    def _run(self, batch: Any) -> torch.Tensor:
+        """Run without recording, on the recording stream: autograd runs a backward pass on the stream of its forward
+        pass."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            out = self.function(given, self.number)
+            out = self.function(batch, self.scalar)
         current.wait_stream(self.stream)
-        for tensor in _tensors(given).values():
+        for tensor in _tensors(batch).values():
             tensor.record_stream(self.stream)
         out.record_stream(current)
         return out
 
-    def _record(self, given: Any) -> _Recording:
-        inputs = dataclasses.replace(given, **{name: tensor.clone() for name, tensor in _tensors(given).items()})
+    def _record(self, batch: Any) -> _Recording:
+        inputs = dataclasses.replace(batch, **{name: tensor.clone() for name, tensor in _tensors(batch).items()})
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         before = set(self.reached)
         self.reached.clear()
+        # Threads of the data loader may pin memory meanwhile: with thread_local that is neither recorded nor an error.
+        capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
-            # Threads of the data loader may pin memory meanwhile: what they do is not recorded, and no error.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                out = self.function(inputs, self.number)
+            with _no_garbage_collection(), capture:
+                out = self.function(inputs, self.scalar)
+            return _Recording(graph, inputs, out, frozenset(self.reached))
         except RuntimeError as error:
-            torch.cuda.set_stream(current)  # torch leaves its own behind where a recording cannot even be ended
             if out_of_memory_reason(error):
                 raise
             first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
             raise ConfigError(
                 f"techniques.compile.cuda_graphs: a training pass could not be recorded ({first}). Set it to off."
             ) from error
-        reached = frozenset(self.reached)
-        self.reached |= before
-        return _Recording(graph, inputs, out, reached)
+        finally:
+            torch.cuda.set_stream(
+                current
+            )  # where a recording cannot be ended, torch leaves the recording stream in place
+            self.reached |= before
 
 
 @dataclasses.dataclass
@@ -120,13 +138,24 @@ class _Recording:
     out: torch.Tensor
     reached: frozenset[str]
 
-    def play(self, given: Any) -> torch.Tensor:
-        theirs = _tensors(given)
+    def replay(self, batch: Any) -> torch.Tensor:
+        new = _tensors(batch)
         for name, tensor in _tensors(self.inputs).items():
-            tensor.copy_(theirs[name])
+            tensor.copy_(new[name])
         self.graph.replay()
         return self.out.clone()
 
 
-def _tensors(given: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(given).items() if isinstance(value, torch.Tensor)}
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

@@ -1,15 +1,17 @@
-"""The residual stream is added where fused adapters write their result: a pass over the graph of a compiled layer.
+"""A pass over the graph of a compiled layer: the operators of fused adapters add the residual stream to their result.
 
-`residual + mlp(norm(residual))` is how a pre-norm decoder layer ends, and `residual + o_proj(...)` how its first half does. The
-last act of fused LoRA in it is quack's product (matmul.py), or over fp8, nf4 and int8 a pass over something hidden_size wide that
-adds what adapters add (lora_adapters.add); adding the stream is another pass, over three such tensors. quack's kernel adds it to
-its float32 sums and rounds once: on random data the result is 1.66e-3 from float32's, where two roundings make 2.35e-3. The pass
-rounds before it adds it, as two operators would, and saves one reading and one writing.
+A pre-norm decoder layer ends with `residual + mlp(norm(residual))`, and its first half with `residual + o_proj(...)`.
+Where adapters are fused, the last step of that MLP or linear is a product by quack's kernel (kernels/matmul.py); over
+fp8, nf4 and int8 it is a pass over a tensor hidden_size wide that adds the adapters' share (lora_adapters.add). Adding
+the stream would be one more pass over three such tensors. quack's kernel adds it to its float32 sums and rounds once:
+on random data the result is 1.66e-3 from float32's, and 2.35e-3 with two roundings. The adapters' pass rounds before
+it adds the stream, as two operators would, and saves one read and one write.
 
-The two are found in the graph that Inductor is about to write code for: after autograd, for which they stay what they were, and
-whatever the model's own code looks like. A norm in between (Gemma 2), a factor (Granite), another dtype (autocast over a float32
-stream) and shapes that the compiler leaves open keep them apart, and so does eager mode. So do products that cuBLAS does: torch
-would copy the stream to where the result goes first, and cuBLAS rounds before it adds it.
+The pass looks at the graph for which Inductor is about to generate code: after autograd, which does not see the
+change, and whatever the model's own code looks like. It leaves a sum alone if a norm (Gemma 2) or a factor (Granite)
+lies between, if the dtypes differ (autocast over a float32 stream), if shapes are dynamic, and if cuBLAS does the
+product: torch would first copy the stream into the result, and cuBLAS rounds before it adds. Eager mode has no such
+pass.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from fxtune.kernels import fused_lora  # noqa: F401  (its operators are named below)
+from fxtune.kernels import fused_lora  # noqa: F401  (registers the operators below)
 from fxtune.kernels.frozen_base import DENSE
 
-_ADD = torch.ops.aten.add.Tensor
-_KIND: dict[Any, int] = {torch.ops.fxtune.lora_linear.default: 6, torch.ops.fxtune.lora_mlp.default: 7}
-"""Which argument of an operator says how the weights of its last product are stored, and who multiplies by them."""
+_KIND_ARGUMENT: dict[Any, int] = {torch.ops.fxtune.lora_linear.default: 6, torch.ops.fxtune.lora_mlp.default: 7}
+"""By operator: the argument that says how the weights of its last product are stored, and which kernel multiplies by
+them."""
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def install() -> None:
-    """Have torch.compile run the pass from now on, beside the one that somebody else may have installed."""
+    """Make torch.compile run the pass, after one that somebody else may have installed."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -44,7 +46,8 @@ def install() -> None:
             fold(graph)
 
         def uuid(self) -> Optional[Any]:
-            # What fold() does is not part of it: compiled code is kept in a folder for each state of kernels/ (compiled.py).
+            # This need not identify fold()'s code: each state of it has its own cache folder
+            # (system/compiler_cache.py).
             if self.before is None:
                 return ("fxtune.residual",)
             before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
@@ -56,15 +59,15 @@ def install() -> None:
 
 
 def fold(graph: fx.Graph) -> int:
-    """Let each fused operator whose result is only added to a tensor that is there before it add that tensor itself, and return
-    how many do."""
+    """Where the result of a fused operator is only added to an earlier tensor, let the operator add it. Returns the
+    number of sums."""
     folded, order = 0, {node: index for index, node in enumerate(graph.nodes)}
-    for total in graph.find_nodes(op="call_function", target=_ADD):
+    for total in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         if total.kwargs or not all(isinstance(one, fx.Node) for one in total.args):
             continue
         for result, residual in (total.args, total.args[::-1]):
-            fused = _fused(result)
-            if fused is None or order[residual] > order[fused] or not _alike(residual, result):
+            fused = _fused_operator(result)
+            if fused is None or order[residual] > order[fused] or not _same_layout(residual, result):
                 continue
             y = next(node for node in fused.users if node.args[1] == 0)
             with graph.inserting_before(fused):
@@ -78,18 +81,20 @@ def fold(graph: fx.Graph) -> int:
     return folded
 
 
-def _fused(node: fx.Node) -> Optional[fx.Node]:
-    """The operator whose first result `node` is, seen through views, if nobody reads it but one, and it has no residual yet."""
+def _fused_operator(node: fx.Node) -> Optional[fx.Node]:
+    """The operator whose first result is `node` or the tensor that `node` views, if it can take a residual and nothing
+    else reads it."""
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
     made: Any = node.args[0]
-    kind = made.args[_KIND[made.target]] if made.target in _KIND else DENSE
+    kind = made.args[_KIND_ARGUMENT[made.target]] if made.target in _KIND_ARGUMENT else DENSE
     return made if kind != DENSE and made.args[-1] is None else None
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    mine, its = one.meta["val"], other.meta["val"]
-    known = all(isinstance(size, int) for size in (*mine.shape, *its.shape))
-    return known and (mine.shape, mine.dtype, mine.device) == (its.shape, its.dtype, its.device)
+def _same_layout(one: fx.Node, other: fx.Node) -> bool:
+    """The same static shape, dtype and device."""
+    first, second = one.meta["val"], other.meta["val"]
+    static = all(isinstance(size, int) for size in (*first.shape, *second.shape))
+    return static and (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)

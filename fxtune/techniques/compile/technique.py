@@ -48,7 +48,7 @@ from fxtune.system.facts import c_compiler
 from fxtune.techniques.attention.backends import BY_DOCUMENTS
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.compile import residual_pass
-from fxtune.techniques.compile.report import CompileReport, Watch
+from fxtune.techniques.compile.report import CompileMonitor, CompileReport
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
@@ -111,7 +111,7 @@ class Compile(Technique):
     input needs no gradient) and each kind of layer take one each."""
 
     def __post_init__(self) -> None:
-        self._watch = self._new_watch()
+        self._monitor = self._new_monitor()
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.dynamic is Dynamic.never:
@@ -222,8 +222,8 @@ class Compile(Technique):
         # Code of a model before this one in the process (a sweep's) would be taken for this one's: it would run, uncounted, and
         # hold that model's memory where it is recorded as CUDA graphs.
         torch._dynamo.reset()
-        self._watch = self._new_watch()
-        self._watch.begin()
+        self._monitor = self._new_monitor()
+        self._monitor.start()
         lengths = MOST_LENGTHS + 1  # the probe's is one more
         limit = lengths * (self.max_recompiles + 1) + 1  # the budget speaks before torch gives up
         for name in ("recompile_limit", "accumulated_recompile_limit"):
@@ -235,7 +235,7 @@ class Compile(Technique):
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
             part.forward = partial(
-                _dispatched, part.forward, partial(self._watch.call, compiled), self.scope is Scope.model
+                _dispatched, part.forward, partial(self._monitor.call, compiled), self.scope is Scope.model
             )
         return model
 
@@ -243,11 +243,11 @@ class Compile(Technique):
         """Forget what mode=reduce_overhead has recorded, so that its memory is free; all is compiled again, from the disk."""
         if self.enabled and self.mode is CompileMode.reduce_overhead:
             torch._dynamo.reset()
-            self._watch.forgive()
+            self._monitor.allow_recompiling()
 
     def report(self) -> CompileReport:
         """What the compiler did so far to the model that apply() was given."""
-        return self._watch.report()
+        return self._monitor.report()
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Profile one forward after a first one that compiles: torch marks each entry into compiled code."""
@@ -285,8 +285,8 @@ class Compile(Technique):
                 seen.skipped_cuda_graphs == 0,
             )
 
-    def _new_watch(self) -> Watch:
-        return Watch(
+    def _new_monitor(self) -> CompileMonitor:
+        return CompileMonitor(
             "layer" if self.scope is Scope.layers else "decoder",
             self.mode.value,
             self.max_graph_breaks,

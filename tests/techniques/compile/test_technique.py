@@ -20,7 +20,7 @@ from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
-from fxtune.techniques.compile.report import LOGGER, Watch
+from fxtune.techniques.compile.report import LOGGER, CompileMonitor
 from fxtune.techniques.compile.technique import Compile, CompileMode, Dynamic, Scope
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import make_probe
@@ -191,7 +191,7 @@ def test_graph_breaks_have_a_budget(quick):
     _, model = compiled(fullgraph=False)
     broken(model)
     with pytest.raises(
-        ConfigError, match=r"max_graph_breaks=0, and the compiler broke off at 1 places:\n.*compile.py:\d+: "
+        ConfigError, match=r"max_graph_breaks=0, and there are graph breaks at 1 places:\n.*compile.py:\d+: "
     ):
         learn(model, row(model))
 
@@ -267,13 +267,15 @@ def test_of_a_backward_pass_it_is_the_same_error_and_nothing_is_kept(dynamic, mo
 
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lowers)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    watch = Watch("layer", "default", 0, 8)
-    watch.begin()
+    monitor = CompileMonitor("layer", "default", 0, 8)
+    monitor.start()
     for _ in range(2):  # the second start finds what the first has left on the disk
         torch._dynamo.reset()
         compiled = torch.compile(torch.mm, fullgraph=True, dynamic=dynamic)
         with pytest.raises(ConfigError, match="the Triton kernel _rms_norm_forward_kernel writes"):
-            watch.call(compiled, *(torch.ones(size, requires_grad=True) for size in ((5, 4), (4, 6)))).sum().backward()
+            monitor.call(
+                compiled, *(torch.ones(size, requires_grad=True) for size in ((5, 4), (4, 6)))
+            ).sum().backward()
 
 
 def test_another_error_is_left_as_it_is(monkeypatch):

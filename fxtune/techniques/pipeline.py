@@ -161,7 +161,7 @@ class Pipeline:
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
-        plan = self.checkpointing.keeping() if self.checkpointing.enabled else RecomputePlan()
+        plan = self.checkpointing.plan() if self.checkpointing.enabled else RecomputePlan()
         return forecast(replace(facts, techniques=self), plan)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:

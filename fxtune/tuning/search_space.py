@@ -140,8 +140,8 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
         reason += f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
     options = techniques.options()
-    keep_all = Checkpointing(policy=Policy.none).keeping()
-    plan = techniques.checkpointing.keeping() if techniques.checkpointing.enabled else keep_all
+    keep_all = Checkpointing(policy=Policy.none).plan()
+    plan = techniques.checkpointing.plan() if techniques.checkpointing.enabled else keep_all
     need = forecast(replace(facts, techniques=techniques), plan).device
     if facts.device == "cuda" and techniques.compile.enabled and changed.techniques.liger.enabled:
         options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial measures what `auto` is

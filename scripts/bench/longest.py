@@ -241,7 +241,7 @@ def facts_of(
         optimizer=config.optimizer.name.value,
     )
     techniques, _ = config.techniques.decided(facts, measure=False)
-    return replace(facts, techniques=techniques), techniques.checkpointing.keeping()
+    return replace(facts, techniques=techniques), techniques.checkpointing.plan()
 
 
 def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tuple[Row, Facts]:
@@ -362,7 +362,7 @@ def fitted(rows: list[Row], facts: Facts) -> Line:
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     """(tokens, layers whose input stays besides the last, what ends it) of the longest row that card and host hold."""
-    from fxtune.techniques.checkpointing.offload import pinned
+    from fxtune.techniques.checkpointing.offload import pinned_bytes
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
 
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
@@ -370,7 +370,7 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     sends = facts.techniques.checkpointing.offload
     tokens = stay = 0
     for length in range(STEP, FARTHEST, STEP):
-        staying = layers - 1 - min(int(host // pinned(length * hidden)), layers - 1) if sends else 0
+        staying = layers - 1 - min(int(host // pinned_bytes(length * hidden)), layers - 1) if sends else 0
         if line.at(length, staying, hidden) > room:
             break
         tokens, stay = length, staying

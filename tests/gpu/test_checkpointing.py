@@ -83,7 +83,7 @@ class Measured:
         self.loss = LanguageModel(self.model, self.pipeline.liger)
         offload = getattr(self.model, "offload", None)
         # Proofs look at forward passes that have no backward pass, whose inputs nobody asks for.
-        self.proving = (offload.stored - offload.fetched) if offload else 0
+        self.proving = (offload.inputs_sent - offload.inputs_fetched) if offload else 0
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def step(self) -> torch.Tensor:
@@ -147,7 +147,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
         optimizer="none",
         techniques=measured.pipeline,
     )
-    need = forecast(facts, measured.pipeline.checkpointing.keeping())
+    need = forecast(facts, measured.pipeline.checkpointing.plan())
     return need.weights + need.trained // 3 + need.kept + max(need.layer, need.loss)
 
 
@@ -279,7 +279,7 @@ def test_sending_what_layers_keep_costs_no_time_at_long_rows():
         if name == "sent":
             offload = measured.model.offload
             print(f"\n{offload.sent / GIB:.1f} GiB sent so far, {offload.pinned / GIB:.2f} GiB pinned")
-            assert offload.stored - offload.fetched == measured.proving
+            assert offload.inputs_sent - offload.inputs_fetched == measured.proving
         del measured
         freed()
     print({name: f"{seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB" for name, (seconds, peak) in found.items()})
@@ -304,7 +304,7 @@ def test_pinned_memory_is_at_most_what_was_forecast():
         optimizer="none",
         techniques=measured.pipeline,
     )
-    said = forecast(facts, measured.pipeline.checkpointing.keeping()).host
+    said = forecast(facts, measured.pipeline.checkpointing.plan()).host
     print(f"\npinned {measured.model.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
     assert 0.7 * said < measured.model.offload.pinned <= 1.1 * said
 
@@ -331,7 +331,7 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         if name == "offload":
             offload = measured.model.offload
             assert offload.pinned == 7 * 2 * 2048 * 32768
-            assert offload.stored - offload.fetched == measured.proving
+            assert offload.inputs_sent - offload.inputs_fetched == measured.proving
         del measured
         freed()
     (losses, gradients, seconds, peak), (sent, others, longer, less) = found["full"], found["offload"]

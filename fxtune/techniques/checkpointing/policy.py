@@ -1,18 +1,20 @@
-"""Which operators' results a checkpointed layer keeps, and which it computes again in the backward pass.
+"""Selective checkpointing: which operators' results a layer saves, and which operators the backward pass runs again.
 
-Checkpointing a layer whole computes its matrix products and its attention twice. They are nearly all of its time, and what
-they produce is a part of what it holds: norms, rotary embeddings, activations and residuals, which cost next to nothing to
-repeat, hold the rest. So the operators that compute much are named here and kept, and everything else is repeated
-(torch.utils.checkpoint's op-level policy; torchtitan and Megatron's "selective" recomputation, arXiv 2205.05198).
+A layer that is checkpointed as a whole computes its matrix products and its attention twice. They take nearly all of
+its time, and their results are only a part of what it saves: norms, rotary embeddings, activations and residuals,
+which cost next to nothing to repeat, are the rest. So the results of expensive operators are saved, and everything
+else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan and Megatron, arXiv
+2205.05198).
 
-A rule is plain data (tuples of names and numbers) and keeps no count: a product is told apart by its operator and by the shape
-of its second operand, which is that of the linear's weight. So the same rule serves a layer run operator by operator and
-one that torch.compile traces, which reads the rule's answers as marks for its own choice of what to save, and it can be a
-part of the compiler's cache key. Two linears of one shape cannot be told apart.
+A rule is plain data (tuples of names and numbers) without state. It recognises a product by its operator and by the
+shape of the second operand, which is that of the linear's weight. So the same rule serves a layer that runs operator
+by operator and one that torch.compile traces, where the answers mark nodes for the compiler's own choice; and it can
+be part of the compiler's cache key. Two linears of one shape cannot be told apart.
 
-The products of adapters: x A is kept, it is rank wide; (x A) B is repeated, it is as wide as the linear's own product and costs
-rank multiplications for each element. Where adapters are fused (fused_lora.py), one operator does the products of a group of
-linears, adapters included, known by the size of all its linears together; another a whole MLP.
+Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it is as wide as the linear's
+own product and costs only rank multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products
+of a group of linears in one operator, which is recognised by the size of all its linears together; another operator
+computes a whole MLP.
 """
 
 from __future__ import annotations
@@ -26,24 +28,23 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 MATMULS = frozenset(
-    {
-        "aten.mm",
-        "aten.addmm",
-        "aten.bmm",
-        "aten.baddbmm",
-        "aten._scaled_mm",
-        "aten._int_mm",
-        "aten._grouped_mm",
-        "aten._scaled_grouped_mm",
-        "aten.convolution",
-        "fxtune.lora_linear",
-        "fxtune.lora_mlp",
-    }
-)
-_SECOND = {"aten.addmm": 2, "aten.baddbmm": 2}
-"""Where the second operand stands, if not at 1."""
-INSIDE = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
-"""What operators do that are named by none of the lists."""
+    f"aten.{name}"
+    for name in [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_int_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "convolution",
+    ]
+) | {"fxtune.lora_linear", "fxtune.lora_mlp"}
+SECOND_OPERAND = {"aten.addmm": 2, "aten.baddbmm": 2}
+"""The position of the second operand, if it is not 1."""
+STANDS_FOR = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
+"""The operator that decides about another one which no list names."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS | {
     "aten._scaled_dot_product_flash_attention",
@@ -52,55 +53,52 @@ KNOWN = MATMULS | {
     "higher_order.flex_attention",
     "fxtune.flash4",
 }
-"""Names that are right whether or not their package has been imported yet."""
+"""Valid names, also before the package that registers them is imported."""
 
 
 class Rule(NamedTuple):
-    """What is kept. A name is an operator (`aten.mm`) or a group; an operator's own name goes before its group's."""
+    """What is saved. A name is an operator (`aten.mm`) or a group; an operator's name takes precedence over its
+    group's."""
 
     saved: tuple[str, ...] = GROUPS
     recomputed: tuple[str, ...] = ()
     linears: tuple[tuple[int, int, bool], ...] = ()
-    """(in, out, kept) of the linears whose products are decided by name; this goes before the operator's name."""
+    """(in, out, saved) of the linears that are named; takes precedence over the operator's name."""
     ranks: tuple[int, ...] = ()
     """Ranks of the adapters."""
 
-    def keeps(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether the result of the operator `name`, called with `arguments`, is kept."""
+    def saves(self, name: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether the result of the operator `name`, called with `arguments`, is saved."""
         if group_of(name) == "matmuls" and (shape := weight_shape(name, arguments)):
-            for inward, outward, kept in self.linears:
-                if shape == (inward, outward):
-                    return kept
+            for in_features, out_features, saved in self.linears:
+                if shape == (in_features, out_features):
+                    return saved
             if shape[0] in self.ranks:
                 return False
-        return self.keeps_all(name)
+        return self.saves_by_name(name)
 
-    def keeps_all(self, name: str) -> bool:
-        """keeps(), where nothing is known of the shape."""
-        for one in (name, INSIDE.get(name, name)):
+    def saves_by_name(self, name: str) -> bool:
+        """saves() for an operator whose shapes are unknown."""
+        for one in (name, STANDS_FOR.get(name, name)):
             if one in self.saved or one in self.recomputed:
                 return one in self.saved
         group = group_of(name)
         return group in self.saved and group not in self.recomputed
 
     def contexts(self) -> Any:
-        """What torch.utils.checkpoint takes as `context_fn`. It can be pickled, and torch.compile's cache tells rules apart."""
+        """The `context_fn` for torch.utils.checkpoint. It can be pickled, and torch.compile's cache distinguishes
+        rules by it."""
         made: Any = functools.partial(_contexts, *self)
         made.cache_hash = repr(tuple(self))
         return made
 
 
-def _contexts(
-    saved: tuple[str, ...],
-    recomputed: tuple[str, ...],
-    linears: tuple[tuple[int, int, bool], ...],
-    ranks: tuple[int, ...],
-) -> Any:
-    rule = Rule(saved, recomputed, linears, ranks)
+def _contexts(*fields: Any) -> Any:
+    rule = Rule(*fields)
 
     def policy(_: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
-        kept = rule.keeps(name_of(operator), arguments)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        saved = rule.saves(name_of(operator), arguments)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -114,27 +112,23 @@ def name_of(operator: Any) -> str:
 
 @functools.cache
 def group_of(name: str) -> str | None:
-    """`attention`, `matmuls` or None. Operators of other packages are known by the words in their names."""
-    space, _, own = name.partition(".")
+    """`attention`, `matmuls` or None. Operators of other packages are recognised by words in their names."""
+    namespace, _, own = name.partition(".")
     if "backward" in own or own.endswith("_bwd"):
         return None
     if any(word in own for word in ("attention", "flash", "attn", "fmha")) and not own.startswith("_fused_sdp_choice"):
         return "attention"
-    foreign = space != "aten" and (
-        own.endswith("mm") or any(word in own for word in ("matmul", "linear", "gemm", "gemv"))
-    )
-    if name in MATMULS or foreign:
-        return "matmuls"
-    return None
+    product = own.endswith("mm") or any(word in own for word in ("matmul", "linear", "gemm", "gemv"))
+    return "matmuls" if name in MATMULS or (namespace != "aten" and product) else None
 
 
 def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(in, out) of a product's second operand; None where it is no matrix."""
+    """(in, out) of a product's second operand; None if that is not a matrix."""
     if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
         a, b = arguments[1:3]
         return (int(a[0].shape[1]), sum(int(one.shape[0]) for one in b)) if name == "fxtune.lora_linear" else None
-    packed = name.startswith("bitsandbytes.")  # stored as [out, in], in 4 bits next to its shape
-    at = 2 if packed and ("4bit" in name or "mixed" in name) else _SECOND.get(name, 1)
+    packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is an argument of its own
+    at = 2 if packed and ("4bit" in name or "mixed" in name) else SECOND_OPERAND.get(name, 1)
     second: Any = arguments[at] if len(arguments) > at else None
     shape = second if isinstance(second, (list, tuple)) else getattr(second, "shape", ())
     if len(shape) != 2:
@@ -143,35 +137,24 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
 
 
 def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """(in, out) of each linear of a layer by the last part of its name, adapters left out."""
-    found = {}
+    """(in, out) of each linear of a layer except for adapters, by the last part of its name."""
+    found: dict[str, Any] = {}
     for path, module in layer.named_modules():
         parts = [part for part in path.split(".") if part != "base_layer"]
-        inward, outward = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        if isinstance(inward, int) and isinstance(outward, int) and parts and not _of_adapter(parts):
-            found[parts[-1]] = (inward, outward)
+        in_features, out_features = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        is_linear = isinstance(in_features, int) and isinstance(out_features, int)
+        if is_linear and parts and not any(part.startswith("lora_") for part in parts):
+            found[parts[-1]] = (in_features, out_features)
     return found
 
 
 def ranks(layer: nn.Module) -> tuple[int, ...]:
     """The ranks of a layer's adapters."""
-    return tuple(
-        sorted(
-            {
-                module.out_features
-                for path, module in layer.named_modules()
-                if "lora_A" in path.split(".") and isinstance(module, nn.Linear)
-            }
-        )
-    )
-
-
-def _of_adapter(parts: list[str]) -> bool:
-    return any(part.startswith("lora_") for part in parts)
+    linears = [module for path, module in layer.named_modules() if "lora_A" in path.split(".")]
+    return tuple(sorted({module.out_features for module in linears if isinstance(module, nn.Linear)}))
 
 
 def operators() -> Iterator[str]:
-    """The names of all operators that torch knows in this process, and of those that a package will add."""
-    yield from sorted(
-        KNOWN | {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
-    )
+    """The names of all operators that torch knows in this process, and those in KNOWN."""
+    registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    yield from sorted(KNOWN | registered)

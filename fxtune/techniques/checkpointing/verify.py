@@ -1,6 +1,11 @@
-"""What proves that checkpointing acted: layers that run twice, operators that do not, and bytes kept and sent.
+"""Evidence that checkpointing acted: layers that ran twice, operators that did not, bytes that were saved and sent.
 
-`Asked` says what each layer was to do; `evidence` runs the model on a small row, looks (count, kept_bytes), and compares.
+`evidence` runs the model on a small row and compares what it observes with `Expected`.
+
+`count` counts operators below autograd with a dispatch mode, in layers that run operator by operator. An operator of
+the backward pass that runs inside the call of some part of a layer (its norm, its attention, one of its linears) is a
+recomputation: gradients are computed outside of all parts. `saved_bytes` counts what autograd stores, which works for
+compiled layers, too.
 """
 
 from __future__ import annotations
@@ -23,13 +28,12 @@ from fxtune.techniques.lora import fuse, fused_modules
 
 
 @dataclass
-class Asked:
-    """What the layers of a model were to keep, by layer, first to last."""
+class Expected:
+    """What the layers of a model are to do, by layer, first to last."""
 
-    told: str
-    """In words."""
+    description: str
     levels: list[str]
-    """`everything`: not checkpointed; `budget`: what the compiler picks; any other word: checkpointed."""
+    """`everything`: not checkpointed; `budget`: the compiler's choice; any other: checkpointed."""
     rules: list[Rule]
     named: list[str] = field(default_factory=list)
     """Operators, groups and linears that must have run."""
@@ -37,16 +41,45 @@ class Asked:
     tiles: int = 1
     sending: list[bool] = field(default_factory=list)
     """Which layers send their input to the host."""
-    sends_kept: bool = False
-    """Whether they send what else they keep."""
+    sends_all_saved: bool = False
+    """Whether they also send what else they save."""
 
     @property
-    def repeated(self) -> list[bool]:
+    def recomputed(self) -> list[bool]:
         return [level not in ("everything", "budget") for level in self.levels]
 
 
-def evidence(model: nn.Module, asked: Asked, probe: dict[str, Any]) -> Iterator[Evidence]:
-    """Run `model` on `probe` forward and backward, and say what was seen. See Technique.verify."""
+@dataclass
+class OperatorCount:
+    """Runs of one operator in one layer, with second operands of one shape."""
+
+    group: str
+    shape: tuple[int, int] | None
+    """(in, out) of a product's second operand."""
+    saved: bool
+    """Whether the rule says that its results are saved."""
+    forward: int = 0
+    recomputed: int = 0
+    bytes: int = 0
+    """Of its results in the forward pass."""
+
+
+@dataclass
+class Counts:
+    """What ran, by layer, and there by operator and shape."""
+
+    operators: list[dict[tuple[str, Any], OperatorCount]]
+    first: list[int]
+    """Calls of the module that ran first in each layer: a norm or a linear."""
+    tiles: list[list[int]]
+    """Forward and backward calls of the first linear of each layer's MLP; if the MLP is one operator, its tiles."""
+
+    def all(self) -> list[tuple[str, OperatorCount]]:
+        return [(name, one) for layer in self.operators for (name, _), one in layer.items()]
+
+
+def evidence(model: nn.Module, expected: Expected, probe: dict[str, Any]) -> Iterator[Evidence]:
+    """Run `model` on `probe`, forward and backward, and compare. See Technique.verify."""
     layers = decoder_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad][:1]
 
@@ -54,224 +87,194 @@ def evidence(model: nn.Module, asked: Asked, probe: dict[str, Any]) -> Iterator[
         logits: torch.Tensor = model(**probe).logits
         return logits
 
+    def backward(logits: torch.Tensor) -> Any:
+        return torch.autograd.grad(logits.float().mean(), trained)
+
     with observed(model):
-        seen = count(layers, asked.rules, forward, lambda logits: torch.autograd.grad(logits.float().mean(), trained))
-        if any(asked.repeated):
-            yield _layers_ran(asked, layers, trained, seen)
-        yield _operators_ran(asked, layers, seen)
-        if any(asked.sending):
-            yield from _sent(model, asked, probe, lambda: torch.autograd.grad(forward().float().mean(), trained))
-        elif asked.budget is not None:
-            yield _budget_given(model, asked.budget, layers, probe, forward)
-        elif any(asked.repeated):
-            yield from _bytes_kept(model, asked, layers, probe, forward, seen)
-    if asked.tiles > 1:
-        yield _tiled(asked.tiles, probe["input_ids"].numel(), seen)
+        counts = count(layers, expected.rules, forward, backward)
+        if any(expected.recomputed):
+            yield _layers_ran_twice(expected, layers, trained, counts)
+        yield _operators_ran(expected, layers, counts)
+        if any(expected.sending):
+            yield from _offloaded(model, expected, probe, lambda: backward(forward()))
+        elif expected.budget is not None:
+            yield _budget_in_force(model, expected.budget, layers, probe, forward)
+        elif any(expected.recomputed):
+            yield from _bytes_saved(model, expected, layers, probe, forward, counts)
+    if expected.tiles > 1:
+        yield _tiled(expected.tiles, probe["input_ids"].numel(), counts)
 
 
-def _layers_ran(asked: Asked, layers: list[nn.Module], trained: list[nn.Parameter], seen: Counts) -> Evidence:
-    # Layers before the first trained parameter get no backward pass, so nothing is recomputed there.
-    inside = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
+def _layers_ran_twice(
+    expected: Expected, layers: list[nn.Module], trained: list[nn.Parameter], counts: Counts
+) -> Evidence:
+    # Layers below the first trained parameter have no backward pass, so they are not recomputed.
+    has_trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
     owned = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    first = 0 if any(id(parameter) not in owned for parameter in trained) else inside.index(True)
-    wanted = [1 + (repeated and index >= first) for index, repeated in enumerate(asked.repeated)]
+    first = 0 if any(id(parameter) not in owned for parameter in trained) else has_trained.index(True)
+    calls = [1 + (recomputed and index >= first) for index, recomputed in enumerate(expected.recomputed)]
     return Evidence(
         "checkpointing",
-        f"{sum(asked.repeated)} of {len(layers)} layers recomputed",
-        f"{sum(calls > 1 for calls in seen.first)} of {len(layers)} layers ran twice in one forward and backward",
-        seen.first == wanted,
+        f"{sum(expected.recomputed)} of {len(layers)} layers recomputed",
+        f"{sum(calls > 1 for calls in counts.first)} of {len(layers)} layers ran twice in one forward and backward",
+        counts.first == calls,
     )
 
 
-def _operators_ran(asked: Asked, layers: list[nn.Module], seen: Counts) -> Evidence:
-    """Nothing that is kept runs again, and everything that was named ran."""
+def _operators_ran(expected: Expected, layers: list[nn.Module], counts: Counts) -> Evidence:
+    """No saved operator ran again, and everything that was named ran."""
     sizes, ranks = policy.linears(layers[0]) | dict(fuse.group_sizes(layers[0])), policy.ranks(layers[0])
     shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
     totals: dict[str, list[int]] = {}
-    for name, kind in seen.all():
-        total = totals.setdefault(f"{name} ({shapes.get(kind.shape, 'adapters')})" if kind.shape else name, [0, 0])
-        total[0] += kind.forward
-        total[1] += kind.again
-    told = ", ".join(f"{name} {ahead}+{again}" for name, (ahead, again) in totals.items())
-    twice = any(kind.again for _, kind in seen.all())
-    # Tiles repeat the MLP's adapters, too, which have the shapes of attention's.
-    tiled = {kind.shape for _, kind in seen.all() if asked.tiles > 1 and kind.shape and kind.shape[1] in ranks}
-    wrong = [name for name, kind in seen.all() if kind.kept and kind.again and kind.shape not in tiled]
-    inside = fuse.MLP if any(map(fuse.is_fused_mlp, layers[0].modules())) else ()
-    missing = [
-        name
-        for name in asked.named
-        if not any(
-            name in (operator, policy.INSIDE.get(operator), kind.group)
-            or kind.shape == sizes.get(name, ())
-            or (name in inside and operator == "fxtune.lora_mlp")
-            for operator, kind in seen.all()
+    for name, one in counts.all():
+        total = totals.setdefault(f"{name} ({shapes.get(one.shape, 'adapters')})" if one.shape else name, [0, 0])
+        total[0] += one.forward
+        total[1] += one.recomputed
+    runs = ", ".join(f"{name} {forward}+{again}" for name, (forward, again) in totals.items())
+    any_again = any(one.recomputed for _, one in counts.all())
+    # Tiles also repeat the MLP's adapters, which have the shapes of attention's.
+    tiled = {one.shape for _, one in counts.all() if expected.tiles > 1 and one.shape and one.shape[1] in ranks}
+    wrong = [name for name, one in counts.all() if one.saved and one.recomputed and one.shape not in tiled]
+    in_mlp = fuse.MLP if any(map(fuse.is_fused_mlp, layers[0].modules())) else ()
+
+    def ran(name: str) -> bool:
+        return any(
+            name in (operator, policy.STANDS_FOR.get(operator), one.group)
+            or one.shape == sizes.get(name, ())
+            or (name in in_mlp and operator == "fxtune.lora_mlp")
+            for operator, one in counts.all()
         )
-    ]
+
+    missing = [name for name in expected.named if not ran(name)]
     note = f"; never ran: {', '.join(missing)}" if missing else ""
     return Evidence(
         "checkpointing",
-        asked.told,
-        f"runs forward + again: {told or 'none'}{note}",
-        not wrong and not missing and (twice or "input" not in asked.levels),
+        expected.description,
+        f"runs forward + again: {runs or 'none'}{note}",
+        not wrong and not missing and (any_again or "input" not in expected.levels),
     )
 
 
-def _bytes_kept(
+def _bytes_saved(
     model: nn.Module,
-    asked: Asked,
+    expected: Expected,
     layers: list[nn.Module],
     probe: dict[str, Any],
     forward: Callable[[], Any],
-    seen: Counts,
+    counts: Counts,
 ) -> Iterator[Evidence]:
-    """What autograd keeps of the layers, compiled ones as they are compiled, against what the rules leave it."""
-    everything, arguments, kept, one_graph = _bytes(model, layers, probe, forward)
+    """What autograd saves of the layers, compiled if they are, against what the rules allow."""
+    everything, arguments, saved, one_graph = _measure_bytes(model, layers, probe, forward)
     each = probe["input_ids"].numel() * len(layers)
-    inputs = arguments * (len(layers) + 4 * one_graph)  # the last norm's is in the graph, too
-    if set(asked.levels) - {"input"} and kept == everything:
-        return  # layers that are not compiled: torch's policy keeps what it keeps where these hooks do not see it
-    allowed = (
-        inputs + sum(kind.bytes for _, kind in seen.all() if kind.kept) + everything * ("everything" in asked.levels)
-    )
+    inputs = arguments * (len(layers) + 4 * one_graph)  # one graph has the last norm's in it, too
+    if set(expected.levels) - {"input"} and saved == everything:
+        return  # layers are not compiled: torch's policy stores tensors where these hooks do not see them
+    by_rules = sum(one.bytes for _, one in counts.all() if one.saved)
+    allowed = inputs + by_rules + everything * ("everything" in expected.levels)
     yield Evidence(
         "checkpointing",
         f"at most {allowed / each:,.0f} bytes a token and layer kept for the backward pass",
-        f"{kept / each:,.0f} bytes",
-        kept <= allowed,
+        f"{saved / each:,.0f} bytes",
+        saved <= allowed,
     )
 
 
-def _budget_given(
+def _budget_in_force(
     model: nn.Module, budget: float, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
 ) -> Evidence:
-    """Of a row as short as the probe most is weights to the compiler, so what it keeps of this one proves little."""
-    everything, _, kept, one_graph = _bytes(model, layers, probe, forward)
+    """The compiler's budget while layers run. In a row as short as the probe weights dominate, so the bytes prove
+    little."""
+    everything, _, saved, one_graph = _measure_bytes(model, layers, probe, forward)
     each = probe["input_ids"].numel() * len(layers)
-    given: list[float] = []
+    found: list[float] = []
     hook = (backbone(model) if one_graph else layers[0]).register_forward_pre_hook(
-        lambda *_: given.append(torch._functorch.config.activation_memory_budget)
+        lambda *_: found.append(torch._functorch.config.activation_memory_budget)
     )
     forward()
     hook.remove()
     return Evidence(
         "checkpointing",
         f"a budget of {budget:g} for the compiler",
-        f"{given[-1]:g} while layers run; {kept / each:,.0f} of {everything / each:,.0f} bytes a token and "
-        "layer of the probe kept",
-        given[-1] == budget,
+        f"{found[-1]:g} while layers run; {saved / each:,.0f} of {everything / each:,.0f} bytes a token and layer of "
+        "the probe kept",
+        found[-1] == budget,
     )
 
 
-def _bytes(
+def _measure_bytes(
     model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
 ) -> tuple[int, int, int, bool]:
-    """Kept without compiled code; one layer's arguments; kept as it runs; and whether all layers are one graph."""
+    """Bytes saved without compiled code, of one layer's arguments, and as the model runs; and whether all layers are
+    one graph."""
     tokens = probe["input_ids"].numel()
     with torch.compiler.set_stance("force_eager"):
-        everything, arguments = kept_bytes(model, layers, tokens, forward)
-    whole = backbone(model)
-    one_graph = "forward" in vars(whole)  # techniques.compile.scope=model: no hook may stand between its layers
-    kept, _ = kept_bytes(model, [whole] if one_graph else layers, tokens, forward)
-    return everything, arguments, kept, one_graph
+        everything, arguments = saved_bytes(model, layers, tokens, forward)
+    decoder = backbone(model)
+    one_graph = "forward" in vars(decoder)  # techniques.compile.scope=model: no hook can stand between its layers
+    saved, _ = saved_bytes(model, [decoder] if one_graph else layers, tokens, forward)
+    return everything, arguments, saved, one_graph
 
 
-def _sent(model: Any, asked: Asked, probe: dict[str, Any], step: Callable[[], Any]) -> Iterator[Evidence]:
-    offload, wanted = getattr(model, "offload", None), sum(asked.sending)
-    before, least = (offload.stored, offload.fetched, offload.sent) if offload else (0, 0, 0), 0
-    if offload:
-        least, offload.least = offload.least, 0  # the probe's tensors are small
-    with torch.enable_grad():
-        step()
-    after = (offload.stored, offload.fetched, offload.sent) if offload else (0, 0, 0)
-    if offload:
-        offload.least = least
-    stored, fetched, size = (now - then for now, then in zip(after, before, strict=True))
+def _offloaded(model: Any, expected: Expected, probe: dict[str, Any], step: Callable[[], Any]) -> Iterator[Evidence]:
+    offload, senders = getattr(model, "offload", None), sum(expected.sending)
+    sent = fetched = size = 0
+    if offload is not None:
+        before = offload.inputs_sent, offload.inputs_fetched, offload.sent
+        min_bytes, offload.min_bytes = offload.min_bytes, 0  # the probe's tensors are small
+        with torch.enable_grad():
+            step()
+        offload.min_bytes = min_bytes
+        after = offload.inputs_sent, offload.inputs_fetched, offload.sent
+        sent, fetched, size = (now - then for now, then in zip(after, before, strict=True))
     yield Evidence(
         "checkpointing",
-        f"the inputs of {wanted} layers wait in host memory",
-        f"{stored} sent there and {fetched} brought back in one forward and backward",
-        stored == fetched == wanted,
+        f"the inputs of {senders} layers wait in host memory",
+        f"{sent} sent there and {fetched} brought back in one forward and backward",
+        sent == fetched == senders,
     )
-    if asked.sends_kept:
-        each = wanted * probe["input_ids"].numel()
-        config = model.config.get_text_config()
-        inputs = config.hidden_size * next(model.parameters()).element_size()
+    if expected.sends_all_saved:
+        each = senders * probe["input_ids"].numel()
+        inputs = model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
         yield Evidence(
             "checkpointing",
-            f"and so does what else they keep: more than {inputs:,} bytes a token and layer",
+            f"what else they keep waits there, too: more than {inputs:,} bytes a token and layer",
             f"{size / each:,.0f} bytes",
             size / each > inputs,
         )
 
 
-def _tiled(tiles: int, tokens: int, seen: Counts) -> Evidence:
+def _tiled(tiles: int, tokens: int, counts: Counts) -> Evidence:
     pieces = -(-tokens // -(-tokens // tiles))
-    found = sorted({tuple(calls) for calls in seen.tiles})
-    told = " or ".join(f"{ahead} forward and {back} again" for ahead, back in found)
-    # Twice where the layer does more after its MLP (Gemma 2's norm), so that recomputing it goes through.
-    fits = all(ahead == pieces and back in (0, pieces, 2 * pieces) for ahead, back in found)
+    found = sorted({tuple(calls) for calls in counts.tiles})
+    # Twice if the layer does more after its MLP (Gemma 2's norm), because recomputing it runs through the MLP.
+    fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in found)
     return Evidence(
         "checkpointing",
         f"each MLP in {pieces} tiles (of the probe's {tokens} tokens)",
-        told,
-        fits and any(back for _, back in found),
+        " or ".join(f"{forward} forward and {again} again" for forward, again in found),
+        fits and any(again for _, again in found),
     )
-
-
-@dataclass
-class Seen:
-    """One kind of operator in one layer."""
-
-    group: str
-    shape: tuple[int, int] | None
-    """(in, out) of a product's second operand."""
-    kept: bool
-    """What the rule says of it."""
-    forward: int = 0
-    again: int = 0
-    bytes: int = 0
-    """Of its results in the forward pass."""
-
-
-@dataclass
-class Counts:
-    """By layer, and there by operator and shape: what ran."""
-
-    operators: list[dict[tuple[str, Any], Seen]]
-    first: list[int]
-    """Calls of what ran first in each layer: a norm, a linear."""
-    tiles: list[list[int]] = field(default_factory=list)
-    """Calls of the first linear of each layer's MLP, or tiles of it where it is one operator: forward, backward."""
-
-    def all(self) -> list[tuple[str, Seen]]:
-        return [(name, seen) for layer in self.operators for (name, _), seen in layer.items()]
 
 
 def count(
     layers: list[nn.Module], rules: list[Rule], forward: Callable[[], Any], backward: Callable[[Any], Any]
 ) -> Counts:
-    """Run `backward(forward())` with compiled code switched off, and count attention and products of `layers`.
-
-    `rules`: each layer's.
-    """
+    """Run `backward(forward())` without compiled code, and count attention and products of `layers`. `rules`: each
+    layer's."""
     mode = _Count(rules)
     hooks = []
     for index, layer in enumerate(layers):
-        uncalled = {
+        bypassed = {
             id(part) for module in layer.modules() for part in fused_modules.bypassed(module)
-        }  # a hook would part them
-        inner = [module for module in layer.modules() if module is not layer and id(module) not in uncalled]
+        }  # a hook would unfuse them
+        inner = [module for module in layer.modules() if module is not layer and id(module) not in bypassed]
         for module in inner:
             hooks.append(module.register_forward_pre_hook(partial(mode.enter, index)))
             hooks.append(module.register_forward_hook(mode.leave, always_call=True))
-        hooks += [
-            module.register_forward_pre_hook(partial(mode.first, index))
-            for module in inner
-            if not list(module.children())
-        ]
+        leaves = [module for module in inner if not list(module.children())]
+        hooks += [module.register_forward_pre_hook(partial(mode.first, index)) for module in leaves]
         mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module) and getattr(mlp, "fused", None) != "mlp":  # that one counts its tiles itself
+        if isinstance(mlp, nn.Module) and getattr(mlp, "fused", None) != "mlp":  # a fused MLP counts its tiles itself
             hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(mode.tile, index)))
     try:
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"), mode:
@@ -289,17 +292,19 @@ class _Count(TorchDispatchMode):
 
     def __init__(self, rules: list[Rule]) -> None:
         super().__init__()
-        self.rules, self.backward, self.inside = rules, False, []  # type: tuple[list[Rule], bool, list[int]]
+        self.rules, self.backward = rules, False
+        self.layers: list[int] = []
+        """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
-        """Layers by the place of their MLP's weights: a backward pass runs in no module."""
+        """Layers by the address of their MLP's weights: a fused backward pass runs in no module."""
         self.counts = Counts([{} for _ in rules], [0] * len(rules), [[0, 0] for _ in rules])
 
     def enter(self, index: int, *_: Any) -> None:
-        self.inside.append(index)
+        self.layers.append(index)
 
     def leave(self, *_: Any) -> None:
-        self.inside.pop()
+        self.layers.pop()
 
     def first(self, index: int, leaf: nn.Module, *_: Any) -> None:
         self.counts.first[index] += self.leaves.setdefault(index, leaf) is leaf
@@ -308,8 +313,8 @@ class _Count(TorchDispatchMode):
         self.counts.tiles[index][self.backward] += 1
 
     def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
-        """A whole MLP ran, forward or backward, in so many tiles of these rows."""
-        index = self.owners.setdefault(weights[0].data_ptr(), self.inside[-1] if self.inside else -1)
+        """A fused MLP ran, forward or backward, on these rows."""
+        index = self.owners.setdefault(weights[0].data_ptr(), self.layers[-1] if self.layers else -1)
         self.counts.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -318,23 +323,23 @@ class _Count(TorchDispatchMode):
         if name.startswith("fxtune.lora_mlp"):
             self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2])
         group = group_of(name)
-        if group is not None and self.inside:
+        if group is not None and self.layers:
             shape = weight_shape(name, args) if group == "matmuls" else None
-            index = self.inside[-1]
-            kinds = self.counts.operators[index]
-            seen = kinds.setdefault((name, shape), Seen(group, shape, self.rules[index].keeps(name, args)))
+            index = self.layers[-1]
+            new = OperatorCount(group, shape, self.rules[index].saves(name, args))
+            counted = self.counts.operators[index].setdefault((name, shape), new)
             if self.backward:
-                seen.again += 1
+                counted.recomputed += 1
             else:
-                seen.forward += 1
+                counted.forward += 1
                 results = result if isinstance(result, (tuple, list)) else [result]
-                seen.bytes += sum(one.numel() * one.element_size() for one in results if isinstance(one, torch.Tensor))
+                counted.bytes += _bytes_of(results)
         return result
 
 
-def kept_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that autograd keeps of all layers' forward pass, compiled or not, in tensors with an axis of `tokens`; and the
-    bytes of one layer's arguments. Parameters do not count, and what several layers keep counts once.
+def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that autograd saves in the layers' forward pass, compiled or not, in tensors with an axis of `tokens`; and
+    the bytes of one layer's arguments. Parameters do not count, and a tensor that several layers save counts once.
     """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, int] = {}
@@ -342,19 +347,17 @@ def kept_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: 
     arguments = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        at = tensor.untyped_storage().data_ptr()
-        if inside and tokens in tensor.shape and at not in weights:
-            found[at] = max(found.get(at, 0), tensor.numel() * tensor.element_size())
-        # The tensor itself, where it is its operator's own result, would hold that operator, which holds this: a ring that
-        # nobody collects, and with it the graph, its checkpoints and the model.
+        address = tensor.untyped_storage().data_ptr()
+        if inside and tokens in tensor.shape and address not in weights:
+            found[address] = max(found.get(address, 0), _bytes_of([tensor]))
+        # An operator that saves its own result would otherwise be part of a reference cycle that Python cannot
+        # collect, and with it the graph, its checkpoints and the model.
         return tensor.detach()
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal arguments
         inside.append(layer)
-        arguments = sum(
-            one.numel() * one.element_size() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)
-        )
+        arguments = _bytes_of(tree_leaves((args, kwargs)))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]
@@ -366,3 +369,7 @@ def kept_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: 
         for hook in hooks:
             hook.remove()
     return sum(found.values()), arguments
+
+
+def _bytes_of(values: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in values if isinstance(one, torch.Tensor))

@@ -57,7 +57,7 @@ from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.kernels.quantized import bytes_per_weight
 from fxtune.models.dims import Shape
 from fxtune.techniques.base import Switch
-from fxtune.techniques.checkpointing.offload import pinned
+from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         staying += sizes[level] - away
         held = staying + away + below  # this layer's own share is here, and that of the layer below is in transfer
         most, below = max(most, held + working[level]), away
-        host += pinned(int(away))
+        host += pinned_bytes(int(away))
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
         most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
     weights, trained = _parameter_bytes(facts, shape)

@@ -24,7 +24,7 @@ from torch import nn
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
 from fxtune.kernels.rotary import as_they_are, qkv, seeing
-from fxtune.techniques.checkpointing.tiled_mlp import kept_early
+from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
 
 
@@ -231,5 +231,5 @@ def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: 
         return [dx if needs[0] else None, *(da or [None] * len(a)), *(db or [None] * len(b))]
 
     flat = x.flatten(0, -2).to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
-    y = kept_early(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b])
+    y = save_input_first(lambda flat: operators.lora_mlp(flat, a, b, *rest, None)[0], backward, flat, [*a, *b])
     return y.view(x.shape)

@@ -372,12 +372,12 @@ def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecas
     pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
     model = random_model("llama")
     made = traced(pipeline.build(model, load_config(model), CPU, 0)).train()
-    kept, _ = verify.kept_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
+    kept, _ = verify.saved_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
     facts = replace(facts_of(model), device="cuda", techniques=replace(pipeline, compile=Compile(enabled=True)))
     tables = (
         24 * 4 * (2 * 16 + 2) + 24 * 8
     )  # cos, sin and positions, which all layers share; everything: the norms' factors
-    assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.keeping()).kept(level) <= tables, kept
+    assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.plan()).kept(level) <= tables, kept
 
 
 @pytest.mark.usefixtures("_anew")
@@ -436,7 +436,7 @@ def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
         made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
     )
     ours = moved(pipeline.build(model, load_config(model), CPU, 0))
-    ours.offload.least = 0
+    ours.offload.min_bytes = 0
     ours = traced(ours)
     pipeline.checkpointing.offload_what = What.kept
     assert "3 sent there and 3 brought back" in seen(pipeline, ours)
@@ -463,7 +463,7 @@ def test_host_memory_that_cannot_be_pinned_is_told_as_what_to_change(monkeypatch
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(
-        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are taken.*out of memory\)\. Lower"
+        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are pinned.*out of memory\)\. Lower"
     ) as told:
         model(**make_probe(model))
     assert "further lines" not in str(told.value)
@@ -473,13 +473,13 @@ def test_a_forward_pass_without_a_backward_one_gives_its_buffers_back():
     model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=4))
     offload = Offload(decoder_layers(model), torch.device("cpu"))
     logits = model(**make_probe(model)).logits
-    assert offload.stored == 3
+    assert offload.inputs_sent == 3
     assert not offload.pool
     del logits
     assert len(offload.pool) == 3
     with torch.no_grad():
         model(**make_probe(model))
-    assert offload.stored == 3
+    assert offload.inputs_sent == 3
 
 
 def test_longer_rows_get_larger_buffers_and_no_more_of_them():
@@ -508,7 +508,7 @@ def test_a_model_that_lost_its_offload_is_noticed():
         ({"every": 0}, "every: 0 must be"),
         ({"every": 3}, "every: 3 must be"),
         ({"every": 2, "policy": Policy.none}, "every: 2 is not read by policy=none"),
-        ({"save": ["aten.mm"]}, "save: read by policy=selective alone, and policy is full"),
+        ({"save": ["aten.mm"]}, "save: read only by policy=selective, and policy is full"),
         (
             {"policy": Policy.selective, "save": ["aten._scaled_m"]},
             "save: aten._scaled_m is no .* Did you mean aten._scaled_mm?",
@@ -517,7 +517,7 @@ def test_a_model_that_lost_its_offload_is_noticed():
         ({"policy": Policy.selective, "save": ["matmul"]}, "save: matmul .* Did you mean matmuls?"),
         (
             {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["q_proj"]},
-            "recompute: q_proj stands in save",
+            "recompute: q_proj is in save",
         ),
         (
             {"policy": Policy.selective, "save": ["q_proj"], "recompute": ["o_proj"]},
@@ -528,25 +528,25 @@ def test_a_model_that_lost_its_offload_is_noticed():
         *(
             (
                 {"policy": policy, "budget": 0.3},
-                f"budget: read by policy=budget alone, and policy is {policy.value}. Leave it out",
+                f"budget: read only by policy=budget, and policy is {policy.value}. Leave it out",
             )
             for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)
         ),
-        ({"offload": True}, "offload: brings tensors from a GPU to host memory, and this runs on cpu"),
+        ({"offload": True}, "offload: copies tensors from a GPU to host memory, and the device is cpu"),
         ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
         ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
-        ({"offload_layers": 3}, "offload_layers: read where offload=true"),
-        ({"offload_what": What.kept}, "offload_what: read where offload=true"),
+        ({"offload_layers": 3}, "offload_layers: read only with offload=true"),
+        ({"offload_what": What.kept}, "offload_what: read only with offload=true"),
         ({"offload": True, "offload_what": What.kept}, "offload_what: policy=full keeps nothing but"),
-        ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers hand"),
+        ({"offload": True, "offload_what": What.kept, **NARROW}, "offload_what: kept is what compiled layers save"),
         ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
         ({"policy": Policy.mix}, "mix: counts no layer"),
-        ({"mix": {"wide": 1}}, "mix: read by policy=mix alone, and policy is full"),
-        ({"policy": Policy.mix, "mix": {"narow": 1}}, "mix: narow is nothing .* Did you mean narrow?"),
+        ({"mix": {"wide": 1}}, "mix: read only by policy=mix, and policy is full"),
+        ({"policy": Policy.mix, "mix": {"narow": 1}}, "mix: narow is no level.* Did you mean narrow?"),
         ({"policy": Policy.mix, "mix": {"narrow": 1, "wide": 2}}, "mix: counts 3 layers, and the model has 2"),
         ({"policy": Policy.mix, "mix": {"narrow": -1, "wide": 2}}, "mix: -1 layers are less than none"),
         ({"policy": Policy.mix, "mix": {"wide": 1}, "mlp_tiles": 2}, "mix: mlp_tiles=2 keeps nothing of an MLP"),
-        ({"save": ["attention"], "policy": Policy.none}, "save: read by policy=selective alone"),
+        ({"save": ["attention"], "policy": Policy.none}, "save: read only by policy=selective"),
         ({"mlp_tiles": 0}, "mlp_tiles: 0 must be at least 1"),
         ({"mlp_tiles": 2, "every": 2}, "mlp_tiles: with every=2"),
         (
@@ -630,7 +630,7 @@ def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
     return technique, why
 
 
-HOST = "what they keep, but for gate and up, of all but the last in host memory"
+HOST = "what they keep except gate and up of all but the last in host memory"
 
 
 @pytest.mark.parametrize(
@@ -669,7 +669,7 @@ def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, hos
     facts = card(gib, length, rows, host=host)
     technique, why = chosen(facts)
     assert why.startswith(said), why
-    need = forecast(facts, technique.keeping())
+    need = forecast(facts, technique.plan())
     assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
     assert need.device <= gib * GIB
     assert need.host <= 0.8 * host * GIB
@@ -678,9 +678,9 @@ def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, hos
 def test_auto_fills_a_card_to_a_margin_and_says_what_everything_would_need():
     technique, why = chosen(card(139, 65536))
     assert "everything would need 24" in why
-    assert 0.9 * 139 * GIB < forecast(card(139, 65536), technique.keeping()).device < 0.95 * 139 * GIB
+    assert 0.9 * 139 * GIB < forecast(card(139, 65536), technique.plan()).device < 0.95 * 139 * GIB
     one_more = {"narrow": technique.mix["narrow"] - 1, "wide": technique.mix["wide"] + 1}
-    assert forecast(card(139, 65536), replace(technique, mix=one_more).keeping()).device > 0.95 * 139 * GIB
+    assert forecast(card(139, 65536), replace(technique, mix=one_more).plan()).device > 0.95 * 139 * GIB
 
 
 def test_auto_tries_the_smallest_and_says_so_where_nothing_fits():
@@ -701,7 +701,7 @@ def test_more_memory_never_takes_longer():
         times = []
         for gib in range(24, 400, 24):
             facts = card(gib, length, rows)
-            times.append(step_time.overhead(facts, chosen(facts)[0].keeping()))
+            times.append(step_time.overhead(facts, chosen(facts)[0].plan()))
         assert all(less >= more - 1e-9 for less, more in pairwise(times))
         assert times[0] > times[-1] == 0
 
@@ -713,7 +713,7 @@ def test_what_auto_chose_can_be_said_by_hand():
         again = Checkpointing(**vars(technique))
         assert again.policy is not Policy.auto
         assert again.resolve(card(gib, length)) is None
-        assert forecast(card(gib, length), again.keeping()) == forecast(card(gib, length), technique.keeping())
+        assert forecast(card(gib, length), again.plan()) == forecast(card(gib, length), technique.plan())
 
 
 def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():

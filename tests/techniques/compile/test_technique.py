@@ -136,7 +136,7 @@ def test_the_report_is_for_people_and_for_files(quick):
     technique, model = compiled()
     learn(model, row(model))
     report = technique.report()
-    assert json.loads(json.dumps(report.plain()))["graphs"] == 2
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["graphs"] == 2
     assert report.seconds > 0
     first, again = report.lines()
     assert first.startswith("compiled by layer (mode default): 2 graphs in ")

@@ -33,7 +33,7 @@ def with_compiler(monkeypatch):
     """The machine has a C++ compiler, and no layer is built to look at its modules."""
     from fxtune.techniques.compile import technique as compiling
 
-    monkeypatch.setattr(compiling, "_without_compiler", lambda facts: iter(()))
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda facts: iter(()))
     monkeypatch.setattr("fxtune.techniques.checkpointing.technique.layer_of", lambda config: None)
     monkeypatch.setattr(search_space, "skeleton", lambda config: None)
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.tokenized.tokenize import tokenize
 
-TINY = Path(__file__).parent.parent / "fxtune" / "assets" / "tiny"
+TINY = Path(__file__).resolve().parents[2] / "fxtune" / "assets" / "tiny"
 
 
 def write_chats(path: Path, size: int, seed: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Data that is broken, odd or gone, and processes that are killed while they read it: an error that says so, or a quarantine."""
+"""Broken or missing data gives an error or a quarantined row, and a killed process an error or the same batches."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def tokenizer():
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenise a file as a run does. What takes 20 s hangs."""
+    """Tokenize a file as a run does. A call of 300 s fails, because it would block forever."""
 
     def too_late(*_):
-        raise AssertionError("it hangs")
+        raise AssertionError("the call blocks")
 
     before = signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(20)
+    signal.alarm(300)
 
     def call(path, on_bad_row=OnBadRow.quarantine, chat_template=None, **source):
         data = DataConfig(
@@ -101,14 +101,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_said(read, tmp_path, name):
+def test_broken_file_is_an_error_with_its_reason(read, tmp_path, name):
     content, said = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         read(tmp_path / name)
 
 
-def test_what_is_no_file_is_said_and_not_waited_for(read, tmp_path):
+def test_special_file_is_an_error_and_never_blocks(read, tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mkfifo(tmp_path / "pipe.json")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -134,7 +134,7 @@ def test_what_is_no_file_is_said_and_not_waited_for(read, tmp_path):
 
 @pytest.mark.parametrize("name", ["table.json", "ids.npy", "bad_rows.jsonl", "", ".lock", ".staging"])
 @pytest.mark.parametrize("odd", ["pipe", "socket", "device"])
-def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name, read, tmp_path):
+def test_special_file_in_the_token_cache_is_an_error_and_never_blocks(odd, name, read, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(lines(GOOD))
     folder = read(tmp_path / "good.jsonl").folder
     place = folder / name if name[:1] not in ("", ".") else folder.with_name(folder.name + name)
@@ -153,7 +153,7 @@ def test_what_is_no_file_in_the_token_cache_is_said_and_not_waited_for(odd, name
     assert len(read(tmp_path / "good.jsonl")) == 1
 
 
-def test_a_pipe_in_an_old_table_that_nobody_uses_is_not_waited_for_either(read, tmp_path):
+def test_pipe_in_an_unused_old_table_does_not_block(read, tmp_path):
     old = tmp_path / "cache" / "tokens" / "old"
     old.mkdir(parents=True)
     os.mkfifo(old / "table.json")
@@ -164,7 +164,7 @@ def test_a_pipe_in_an_old_table_that_nobody_uses_is_not_waited_for_either(read, 
     assert old.exists()
 
 
-def test_each_row_that_cannot_be_used_is_in_the_quarantine_with_its_reason(read, tmp_path):
+def test_each_unusable_row_is_quarantined_with_its_reason(read, tmp_path):
     def turns(*contents):
         roles = zip(("user", "assistant"), contents, strict=True)
         return {"messages": [{"role": role, "content": content} for role, content in roles]}
@@ -202,7 +202,7 @@ def test_each_row_that_cannot_be_used_is_in_the_quarantine_with_its_reason(read,
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_row_of_100_mb_is_quarantined_and_never_held(read, tmp_path, packed):
+def test_row_of_100_mb_is_quarantined_and_never_in_memory(read, tmp_path, packed):
     path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
     with gzip.open(path, "wb", compresslevel=1) if packed else open(path, "wb") as file:
         file.write(lines(GOOD) + b'{"messages": [{"role": "user", "content": "')
@@ -219,7 +219,7 @@ def test_a_row_of_100_mb_is_quarantined_and_never_held(read, tmp_path, packed):
 
 
 @pytest.mark.parametrize("unit", TextUnit)
-def test_a_text_of_100_mb_in_one_piece_says_how_to_cut_it(read, tmp_path, unit):
+def test_text_of_100_mb_error_names_text_unit(read, tmp_path, unit):
     (tmp_path / "book.txt").write_bytes(b"word " * 20_000_000 + b"\n\nthe end\n")
     if unit is TextUnit.document:
         with pytest.raises(DataError, match=r"a row of 95\.4 MiB.*text_unit to paragraph or line"):
@@ -230,8 +230,8 @@ def test_a_text_of_100_mb_in_one_piece_says_how_to_cut_it(read, tmp_path, unit):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_a_column_that_changes_its_type_late_is_a_bad_row_there_and_nowhere_else(read, tmp_path, kind):
-    """A reader that infers a schema from a file's first rows fails at such a row, or makes strings of numbers all through it."""
+def test_late_type_change_makes_one_bad_row(read, tmp_path, kind):
+    """A reader that infers a schema from the first rows fails at such a row, or makes all numbers strings."""
     count, path = 20_000, tmp_path / f"rows.{kind}"
     if kind == "jsonl":
         path.write_bytes(lines(*[PAIR] * (count - 1), {"prompt": "a", "completion": 7}, PAIR))
@@ -254,7 +254,7 @@ def test_a_column_that_changes_its_type_late_is_a_bad_row_there_and_nowhere_else
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "txt", "parquet"])
 @pytest.mark.parametrize("how", ["shrinks", "is removed", "is replaced"])
-def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how, monkeypatch):
+def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, monkeypatch):
     path, rows, draw = tmp_path / f"rows.{kind}", 3000, random.Random(0)
     chats = [{"messages": [{"role": "user", "content": str(draw.random())}, GOOD["messages"][1]]} for _ in range(rows)]
     path.write_bytes(
@@ -267,7 +267,6 @@ def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how,
             "parquet": lambda: parquet(rows),
         }[kind]()
     )
-    monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
     monkeypatch.setattr(sources, "SHARD_BYTES", 5000)
     encode = Encoder.encode
 
@@ -289,7 +288,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(read, tmp_path, kind, how,
     assert not list((tmp_path / "cache").glob("tokens/*/table.json"))
 
 
-def test_a_full_disk_under_the_cache_or_the_quarantine_is_said(tokenizer, tmp_path):
+def test_full_disk_is_a_storage_error(tokenizer, tmp_path):
     good = {"prompt": "a " * 200, "completion": "b " * 200}
     (tmp_path / "rows.jsonl").write_bytes(lines(*[good] * 2000, *[b"{broken" * 99] * 999))
     source = SourceConfig(path=str(tmp_path / "rows.jsonl"))
@@ -312,8 +311,8 @@ def test_a_full_disk_under_the_cache_or_the_quarantine_is_said(tokenizer, tmp_pa
             )
 
 
-def test_a_run_whose_loader_workers_are_killed_learns_the_same(tokenizer, tmp_path, capsys):
-    """Of the loader alone, with the built-in tokenizer's table; a whole run is in test_kills.py."""
+def test_killed_loader_workers_change_no_batch(tokenizer, tmp_path, capsys):
+    """The loader alone, with the built-in tokenizer; test_kills.py has a complete run."""
     (tmp_path / "rows.jsonl").write_bytes(
         lines(
             *(
@@ -355,7 +354,7 @@ def test_a_run_whose_loader_workers_are_killed_learns_the_same(tokenizer, tmp_pa
 
 
 def loaders() -> set[int]:
-    """Processes that build batches, of all who are running."""
+    """All running processes that a fork server started."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -366,7 +365,7 @@ def loaders() -> set[int]:
     return found
 
 
-def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, forks):
+def test_killed_tokenize_worker_ends_the_command_with_advice(tmp_path, forks):
     (tmp_path / "rows.jsonl").write_bytes(
         lines(
             *[
@@ -388,7 +387,7 @@ def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, for
         "data.cache_dir=cache",
     ]
     run = forks.start(words, tmp_path)
-    worker = harness.wait_for(lambda: run.ended() or tokenising(run.pid))
+    worker = harness.wait_for(lambda: run.ended() or tokenize_worker(run.pid))
     harness.wait_for(lambda: run.ended() or list(tmp_path.glob("cache/tokens/*.staging/ids.npy")))
     assert not run.ended(), (tmp_path / "log.txt").read_text()
     os.kill(worker, signal.SIGKILL)
@@ -400,7 +399,7 @@ def test_a_tokenising_worker_that_is_killed_is_said_by_the_command(tmp_path, for
     assert not list(tmp_path.glob("cache/tokens/*/"))
 
 
-def tokenising(pid: int) -> int | None:
+def tokenize_worker(pid: int) -> int | None:
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
@@ -419,8 +418,8 @@ def test_two_thousand_fuzzed_inputs(tmp_path):
     assert min(report.documents, report.quarantined, report.literal, report.supervised) > 300, report
 
 
-def test_the_fuzzer_sees_a_quoted_turn_that_counts(tmp_path, monkeypatch):
-    """What it looks for is there to be found: with special tokens in messages taken for such, as tokenizers do, it finds them."""
+def test_fuzzer_finds_a_supervised_quoted_turn(tmp_path, monkeypatch):
+    """The fuzzer can fail: without the escaping of special tokens it finds violations."""
     sys.path.insert(0, str(harness.ROOT / "scripts" / "faults"))
     try:
         import fuzz

@@ -1,4 +1,4 @@
-"""Tiny tokenizers with the special tokens of each model family, and the families' chat templates, for tests."""
+"""Tiny tokenizers with the special tokens of each model family, and the families' chat templates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEXT = [
 
 
 def template(family: str, marks: bool) -> str:
-    """The family's template; without `marks` as it ships: no {% generation %} in it."""
+    """The family's template; without `marks` as it was published, without {% generation %}."""
     source = (TEMPLATES / f"{family}.jinja").read_text()
     return source if marks else re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
 

@@ -16,7 +16,7 @@ PAD = 0
 
 @dataclasses.dataclass
 class Table:
-    """What the plan reads of a token table, held in memory."""
+    """The part of a token table that a plan reads, in memory."""
 
     ids: np.ndarray
     supervised: np.ndarray

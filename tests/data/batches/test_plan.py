@@ -1,9 +1,8 @@
-"""The laws of the data plan: nothing lost, nothing doubled, nothing crossed, nothing remembered."""
+"""The data plan loses, repeats and mixes up no document, and a batch is a function of plan, seed and step alone."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 from collections import Counter
 
@@ -14,11 +13,9 @@ from hypothesis import strategies as st
 from support.tables import PAD, Table, natural, table, training
 
 from fxtune.data.batches.batch import IGNORE_INDEX
-from fxtune.data.batches.build import plan_evaluation, plan_training, prepare_data
+from fxtune.data.batches.build import plan_evaluation, plan_training
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, OnLong, SourceConfig
-from fxtune.errors import ConfigError, DataError
-from fxtune.models.load import ModelConfig, load_tokenizer
 
 
 def batches(plan: Plan):
@@ -34,8 +31,8 @@ def same(one, other) -> bool:
     )
 
 
-def cut_apart(plan: Plan, step: int, micro: int):
-    """(piece, ids, targets) of each segment of a micro-batch: cut where the positions restart, as the model does."""
+def split_batch(plan: Plan, step: int, micro: int):
+    """(piece, ids, targets) of each segment of a micro-batch, split where the positions restart, as the model does."""
     batch = plan.batch(step, micro)
     for row, pieces in enumerate(plan.contents(step, micro)):
         starts = (batch.position_ids[row] == 0).nonzero().flatten().tolist()
@@ -75,14 +72,14 @@ law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChec
 
 @law
 @given(several, shapes, st.sampled_from([(1, 1), (1, 4), (2, 4), (3, 3)]))
-def test_an_epoch_holds_every_document_once_whole_and_apart(tables, shape, sizes):
-    """Ids come back exactly; targets are the ids shifted by one inside each segment, and never across its end."""
+def test_epoch_has_every_document_once_complete_and_separate(tables, shape, sizes):
+    """Ids are unchanged; targets are the ids shifted by one inside each segment, never across its end."""
     length = shape["sequence_length"]
     plan = training(tables, micro=sizes[0], step=sizes[1], **shape)
     seen: Counter = Counter()
     for step in range(plan.steps):
         for micro in range(plan.micro_batches(step)):
-            for piece, ids, targets in cut_apart(plan, step, micro):
+            for piece, ids, targets in split_batch(plan, step, micro):
                 seen[piece] += 1
                 start = tables[piece.source].offsets[piece.document] + piece.first
                 whole = slice(start, start + piece.length)
@@ -104,7 +101,7 @@ def test_an_epoch_holds_every_document_once_whole_and_apart(tables, shape, sizes
 
 @law
 @given(several, shapes, st.integers(1, 30))
-def test_a_batch_is_a_function_of_plan_seed_and_step(tables, shape, max_steps):
+def test_batch_is_a_function_of_plan_seed_and_step(tables, shape, max_steps):
     plan = training(tables, max_steps=max_steps, epochs=5, **shape)
     rebuilt = training(tables, max_steps=max_steps, epochs=5, **shape)
     for step in np.random.default_rng(0).permutation(plan.steps).tolist():  # asked in any order, against in order
@@ -117,7 +114,7 @@ def test_a_batch_is_a_function_of_plan_seed_and_step(tables, shape, max_steps):
 
 @law
 @given(several, shapes, st.booleans(), st.sampled_from([1, 2, 4]))
-def test_the_counts_of_a_step_are_those_of_its_batches(tables, shape, weighted, micro):
+def test_counts_of_a_step_equal_those_of_its_batches(tables, shape, weighted, micro):
     plan = training(tables, micro=micro, epochs=2.5, weights=[1.0, 2.5, 0.3] if weighted else None, **shape)
     for step in range(plan.steps):
         found = [plan.batch(step, m) for m in range(plan.micro_batches(step))]
@@ -134,7 +131,7 @@ def test_the_counts_of_a_step_are_those_of_its_batches(tables, shape, weighted, 
     assert plan.epoch(plan.steps) == pytest.approx(2.5, abs=0.5 / len(plan.stream.epoch(2)) + 1e-9)
 
 
-def test_the_split_into_micro_batches_leaves_a_steps_documents_and_the_fingerprint():
+def test_micro_batch_size_keeps_step_documents_and_fingerprint():
     data = [natural(60, 20, 0)]
     for packing in (True, False):
         plans = [training(data, micro=micro, step=8, packing=packing, sequence_length=64) for micro in (1, 2, 8)]
@@ -146,7 +143,7 @@ def test_the_split_into_micro_batches_leaves_a_steps_documents_and_the_fingerpri
         assert len({plan.fingerprint for plan in plans}) == 1
 
 
-def test_the_fingerprint_changes_with_whatever_changes_a_steps_documents():
+def test_fingerprint_changes_if_a_steps_documents_change():
     data = [natural(60, 20, 0, "a"), natural(60, 20, 1, "b")]
     base = dict(sequence_length=64, seed=0, max_steps=5)
     longer = training(data, **{**base, "max_steps": 50})
@@ -165,7 +162,7 @@ def test_the_fingerprint_changes_with_whatever_changes_a_steps_documents():
     assert len({longer.fingerprint, *prints}) == len(prints) + 1
 
 
-def test_epochs_follow_each_other_with_no_partial_step_between_and_each_in_another_order():
+def test_epochs_are_shuffled_differently_without_partial_steps_between():
     data = [natural(21, 20, 0)]
     plan = training(data, packing=False, sequence_length=512, epochs=3, step=4)
     order = [d for step in range(plan.steps) for m in range(plan.micro_batches(step)) for d in plan.documents(step, m)]
@@ -190,7 +187,7 @@ def test_epochs_follow_each_other_with_no_partial_step_between_and_each_in_anoth
         (None, 0.001, 1),
     ],
 )
-def test_steps_or_epochs_whichever_comes_first(max_steps, epochs, steps):
+def test_run_ends_at_max_steps_or_epochs_whichever_is_first(max_steps, epochs, steps):
     data = [table([([1, 2, 3], [True] * 3)] * 40)]
     plan = training(data, packing=False, max_steps=max_steps, epochs=epochs)
     assert plan.steps == steps
@@ -201,7 +198,7 @@ def test_steps_or_epochs_whichever_comes_first(max_steps, epochs, steps):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_sources_get_their_share_of_supervised_tokens(packing):
+def test_weighted_sources_get_their_share_of_supervised_tokens(packing):
     data = [natural(1500, 30, 0, "big"), natural(120, 60, 1, "small"), natural(400, 10, 2, "short", share=0.9)]
     weights = [0.2, 0.5, 0.3]
     plan = training(data, weights=weights, sequence_length=256, packing=packing, step=8, epochs=3)
@@ -218,7 +215,7 @@ def test_sources_get_their_share_of_supervised_tokens(packing):
 
 @law
 @given(several, st.lists(st.floats(0.01, 100), min_size=3, max_size=3), st.booleans())
-def test_a_weighted_document_comes_again_only_after_all_others_have(tables, weights, packing):
+def test_weighted_document_repeats_only_after_all_others(tables, weights, packing):
     plan = training(tables, weights=weights, sequence_length=16, packing=packing)
     counts: Counter = Counter()
     share = np.zeros(len(tables))
@@ -247,7 +244,7 @@ def test_held_out_documents_are_chosen_by_content():
         found: Counter = Counter()
         for step in range(plan.steps):
             for micro in range(plan.micro_batches(step)):
-                found.update(tuple(tokens.tolist()) for _, tokens, _ in cut_apart(plan, step, micro))
+                found.update(tuple(tokens.tolist()) for _, tokens, _ in split_batch(plan, step, micro))
         return found
 
     config = DataConfig(sources=[SourceConfig(path="x")], eval_fraction=0.2, sequence_length=32)
@@ -270,7 +267,7 @@ def test_held_out_documents_are_chosen_by_content():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_evaluation_sees_each_segment_once_always_in_the_same_order(packing):
+def test_evaluation_has_each_segment_once_in_a_fixed_order(packing):
     data = [natural(50, 30, 0, "a"), natural(30, 30, 1, "b")]
     config = DataConfig(
         eval_sources=[SourceConfig(path="a"), SourceConfig(path="b")], sequence_length=64, packing=packing
@@ -308,7 +305,7 @@ def test_rows_are_padded_to_the_smallest_bucket_that_holds_them():
         assert batch.input_ids.shape[1] == int((batch.input_ids != PAD).sum(1).max())
 
 
-def test_sorting_inside_a_step_saves_padding_and_the_summary_knows_the_padding():
+def test_sorting_inside_a_step_saves_padding():
     data = [natural(400, 40, 4)]
     for step, buckets in ((16, []), (2, []), (16, [64, 128])):
         plan = training(data, packing=False, sequence_length=512, micro=2, step=step, buckets=buckets)
@@ -326,73 +323,8 @@ def test_sorting_inside_a_step_saves_padding_and_the_summary_knows_the_padding()
     assert {b.input_ids.shape[1] for b in found} == {512}
 
 
-def test_long_documents_are_counted_and_told():
-    long, short = (list(range(1, 26)), [True] * 25), (list(range(1, 6)), [True] * 5)
-    mute, late = ([1, 2, 3], [True, False, False]), (list(range(1, 26)), [False] * 20 + [True] * 5)
-    data = [table([short, long, mute, short, late, long], "chats.jsonl")]
-    split = training(data, sequence_length=10)
-    assert {
-        name: split.summary()[name] for name in ("split", "pieces", "without_targets", "segments", "lost_tokens")
-    } == dict(split=3, pieces=9, without_targets=3, segments=2 + 6 + 1, lost_tokens=0)
-    truncated = training(data, sequence_length=10, on_long=OnLong.truncate)
-    assert truncated.summary()["truncated"] == 3
-    assert truncated.summary()["lost_tokens"] == 45
-    assert truncated.summary()["segments"] == 4  # the late answer was cut off
-    dropped = training(data, sequence_length=10, on_long=OnLong.drop)
-    assert (dropped.summary()["dropped"], dropped.summary()["segments"]) == (3, 2)
-    assert split.notes()[0] == "chats.jsonl: 3 documents longer than 10 tokens were split into 9 pieces."
-    assert "3 documents longer than 10 tokens were truncated, 45 tokens left out" in truncated.notes()[0]
-    assert "3 documents longer than 10 tokens were dropped" in dropped.notes()[0]
-    assert "1 documents or pieces had nothing to learn" in dropped.notes()[1]
-    assert training([table([short])], sequence_length=10).notes() == []
-    with pytest.raises(
-        DataError, match=r"chats.jsonl: document 1 .* has 25 tokens, data.sequence_length is 10, and 3 of 6"
-    ):
-        training(data, sequence_length=10, on_long=OnLong.error)
-
-
-def test_a_source_with_nothing_to_learn_is_an_error_that_names_it():
-    mute = table([([1, 2, 3], [True, False, False])] * 3, "mute.jsonl")
-    with pytest.raises(
-        DataError, match=r"mute.jsonl: nothing to learn from. 3 documents .* 3 documents or pieces without"
-    ):
-        training([natural(5, 10, 0), mute])
-    with pytest.raises(DataError, match=r"eval_fraction=1e-06 holds out none of 3 documents"):
-        plan_evaluation([natural(3, 10, 0)], DataConfig(eval_fraction=1e-6), micro_batch_size=1, held_out=True)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (dict(micro=3, step=4), "train.global_batch_size=4 must be a multiple of train.micro_batch_size=3"),
-        (dict(micro=0), "both at least 1"),
-        (dict(max_steps=0), "train.max_steps=0"),
-        (dict(epochs=0.0), "train.epochs=0"),
-        (dict(epochs=float("nan")), "train.epochs=nan"),
-        (dict(sequence_length=1), "data.sequence_length=1"),
-        (dict(eval_fraction=1.0), "data.eval_fraction=1.0"),
-        (dict(packing=False, buckets=[64, 32]), "ascending"),
-        (dict(packing=False, buckets=[0, 32]), "above 0"),
-        (dict(buckets=[32]), "data.packing=true"),
-        (dict(weights=[1.0, None]), "b without a weight"),
-        (dict(weights=[1.0, -1.0]), "b has weight -1.0"),
-        (dict(weights=[1.0, 0.0]), "b has weight 0.0"),
-    ],
-)
-def test_what_contradicts_itself_is_refused_with_its_key(wrong, said):
-    with pytest.raises(ConfigError, match=said):
-        training([natural(5, 10, 0, "a"), natural(5, 10, 1, "b")], **wrong)
-
-
-def test_two_ways_to_hold_out_are_one_too_many():
-    with pytest.raises(ConfigError, match=r"data.eval_fraction and data.eval_sources are both set"):
-        DataConfig(eval_fraction=0.1, eval_sources=[SourceConfig(path="x")]).validate()
-    with pytest.raises(ConfigError, match="eval_sources have no weights"):
-        DataConfig(eval_sources=[SourceConfig(path="x", weight=1.0)]).validate()
-
-
-def test_batches_are_what_they_were_when_this_was_written():
-    """A run that is resumed with a newer fxtune, numpy or torch must go on with the batches that it began with."""
+def test_batches_are_unchanged_since_the_first_release():
+    """A run that is resumed with a newer fxtune, numpy or torch must get the batches that it began with."""
     data = [
         table([(list(range(1, i * 7 % 40 + 3)), [True] * (i * 7 % 40 + 2)) for i in range(40)], "a"),
         table([([i, i + 1, i + 2], [False, True, True]) for i in range(1, 30)], "b"),
@@ -402,34 +334,3 @@ def test_batches_are_what_they_were_when_this_was_written():
         for packing, weights in ((True, None), (False, None), (True, [1.0, 2.0]))
     ]
     assert hashlib.sha256(str(seen).encode()).hexdigest()[:16] == "45321ea2646574c7"
-
-
-def test_prepare_goes_from_files_to_plans(tmp_path):
-    tokenizer = load_tokenizer(ModelConfig())
-    for name, count in (("train", 20), ("eval", 7)):
-        rows = [{"text": f"{name} {i}: a document of its own."} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(
-        sources=[SourceConfig(path=str(tmp_path / "train.jsonl"))],
-        sequence_length=64,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    sizes = dict(micro_batch_size=2, global_batch_size=4, progress=False)
-    assert prepare_data(config, tokenizer, **sizes).evaluation is None
-    config.eval_sources = [SourceConfig(path=str(tmp_path / "eval.jsonl"))]
-    made = prepare_data(config, tokenizer, **sizes)
-    assert made.training.summary()["documents"] == 20
-    assert made.evaluation.summary()["documents"] == 7
-    batch = made.training.batch(0, 0)
-    used = sum(piece.length for piece in made.training.contents(0, 0)[0])
-    assert (batch.input_ids[0, used:] == tokenizer.pad_token_id).all()
-    [first] = made.evaluation.contents(0, 0)[0][:1]
-    table = made.evaluation.tables[0]
-    text = tokenizer.decode(table.ids[table.offsets[first.document] : table.offsets[first.document + 1]].tolist())
-    assert text.startswith("eval ")
-    sources, config.sources = config.sources, []
-    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
-        prepare_data(config, tokenizer, **sizes)
-    config.sources, config.eval_sources, config.eval_fraction = sources, [], 0.4
-    made = prepare_data(config, tokenizer, **sizes)
-    assert made.training.summary()["documents"] + made.evaluation.summary()["documents"] == 20

@@ -1,4 +1,4 @@
-"""Rows of every format to ids and masks: what the model sees, and what it is trained to write."""
+"""Rows of every format become ids and the mask of what the model learns to write."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_text_learns_every_token_between_bos_and_eos(style: str) -> None:
         assert encoded(encoder, {"text": text}).ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_text_of_a_tokenizer_that_adds_nothing() -> None:
+def test_text_with_a_tokenizer_without_special_tokens() -> None:
     tokenizer = families.build_tokenizer("bytelevel", None, None)
     document = encoded(Encoder(tokenizer, RowFormat.text), {"text": "two"})
     assert document.ids == tokenizer("two")["input_ids"]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_prompt_and_completion_are_tokenised_as_one_text(style: str) -> None:
+def test_prompt_and_completion_are_tokenized_as_one_text(style: str) -> None:
     tokenizer = families.build_tokenizer(style, "<s>", "</s>")
     encoder = Encoder(tokenizer, RowFormat.prompt_completion)
     for prompt, completion in (("what is two?", " it is four."), ("what 😀 é ", "two 😀  "), ("two  ", "  two")):
@@ -76,7 +76,7 @@ def test_prompt_and_completion_are_tokenised_as_one_text(style: str) -> None:
         assert boundary > 0
 
 
-def test_a_token_over_the_boundary_is_learned() -> None:
+def test_token_across_the_prompt_boundary_is_learned() -> None:
     tokenizer = families.build_tokenizer("bytelevel", None, "</s>")
     (token,) = tokenizer("assistant", add_special_tokens=False)["input_ids"]
     document = encoded(Encoder(tokenizer, RowFormat.prompt_completion), {"prompt": "assis", "completion": "tant"})
@@ -91,7 +91,7 @@ def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:
     assert tokenizer.decode(document.ids).count("four") == 2
 
 
-def test_pre_tokenised_rows() -> None:
+def test_pretokenized_rows() -> None:
     encoder = Encoder(families.build_tokenizer("bytelevel", "<s>", "</s>"), RowFormat.tokens)
     assert encoded(encoder, {"input_ids": [5, 6, 7]}) == Document([5, 6, 7], [True] * 3)
     assert encoded(encoder, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == Document(
@@ -125,12 +125,12 @@ def test_pre_tokenised_rows() -> None:
         ("messages", {**CHAT, "tools": [{"name": "\ud800"}]}, "a lone surrogate in tools or tool_calls"),
     ],
 )
-def test_rows_that_cannot_be_used_are_reasons(format: str, row: Any, expected: str) -> None:
+def test_unusable_rows_return_a_reason(format: str, row: Any, expected: str) -> None:
     found = reason(Encoder(families.tokenizer("qwen3"), RowFormat(format)), row)
     assert expected in found
 
 
-def test_good_and_bad_rows_keep_their_places() -> None:
+def test_results_keep_the_order_of_good_and_bad_rows() -> None:
     encoder = Encoder(families.tokenizer("gemma3"), RowFormat.messages)
     other = {"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "fox"}]}
     twice_user = {"messages": [CHAT["messages"][0], *CHAT["messages"]]}
@@ -144,7 +144,7 @@ def test_good_and_bad_rows_keep_their_places() -> None:
     assert encoder.encode([]) == []
 
 
-def test_the_ids_are_those_of_apply_chat_template() -> None:
+def test_ids_equal_apply_chat_template() -> None:
     for family in families.FAMILIES:
         tokenizer = families.tokenizer(family)
         messages = [{"role": "system", "content": "s "}, *CHAT["messages"], {"role": "user", "content": " é 😀"}]
@@ -157,7 +157,7 @@ def test_an_encoder_pickles() -> None:
     assert pickle.loads(pickle.dumps(encoder)).encode([CHAT]) == encoder.encode([CHAT])
 
 
-def test_a_template_file_replaces_the_tokenizers(tmp_path: Path) -> None:
+def test_template_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     turns = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
     file.write_text(turns + "{% if add_generation_prompt %}[assistant]\n{% endif %}")
@@ -179,7 +179,7 @@ def test_a_template_file_replaces_the_tokenizers(tmp_path: Path) -> None:
         Encoder(tokenizer, RowFormat.messages, str(file))
 
 
-def test_a_chat_without_a_chat_template_is_one_error() -> None:
+def test_missing_chat_template_is_one_error() -> None:
     tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
     for format in (RowFormat.messages, RowFormat.sharegpt, RowFormat.alpaca):
         with pytest.raises(DataError, match=r"has no chat template .* set data.chat_template=FILE"):
@@ -198,8 +198,8 @@ def test_a_slow_tokenizer_is_refused() -> None:
         Encoder(Slow(), RowFormat.text)
 
 
-def test_a_hostile_template_stops_the_source() -> None:
-    """Not a row's fault, so not a row's reason: it must not be quarantined away row by row."""
+def test_hostile_template_stops_the_source() -> None:
+    """The template is at fault and not a row, so rows must not be quarantined one by one."""
     tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
     tokenizer.chat_template = (
         "{% if messages[0].content == 'two' %}{{ ''.__class__.__mro__ }}{% endif %}{{ messages[-1].content }}"
@@ -209,7 +209,7 @@ def test_a_hostile_template_stops_the_source() -> None:
         encoder.encode([CHAT])
 
 
-def test_named_templates_follow_the_tools() -> None:
+def test_tools_select_the_named_template() -> None:
     tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
     body = "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     tokenizer.chat_template = {"default": body, "tool_use": "tools!" + body}
@@ -218,7 +218,7 @@ def test_named_templates_follow_the_tools() -> None:
     assert tokenizer.decode(encoded(encoder, {**CHAT, "tools": [{"name": "f"}]}).ids).startswith("tools!user:")
 
 
-def test_a_template_without_an_end_of_turn_is_remarked_on() -> None:
+def test_template_without_end_of_turn_gets_a_remark() -> None:
     tokenizer = families.build_tokenizer("bytelevel", "<s>", "</s>")
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (remark,) = Encoder(tokenizer, RowFormat.messages).remarks()
@@ -228,9 +228,9 @@ def test_a_template_without_an_end_of_turn_is_remarked_on() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_no_text_of_another_role_is_ever_learned(style: str) -> None:
-    """Each role writes in an alphabet of its own, so that a single leaked or lost token shows. (Whitespace aside: a newline
-    at the start of an answer may share its token with the one that ends the header.)"""
+def test_text_of_other_roles_is_never_learned(style: str) -> None:
+    """Each role has its own alphabet, so that a single leaked or lost token is visible. Whitespace is left out: a newline at the
+    start of an answer may share a token with the newline that ends the header."""
     tokenizer = families.build_tokenizer(style, "<s>", "</s>", ("<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = families.template("chatml", marks=False)
     encoder = Encoder(tokenizer, RowFormat.messages)

@@ -90,14 +90,14 @@ def test_alpaca_without_input() -> None:
         ({"function_call": {"name": "f", "arguments": "{}"}}, False),
     ],
 )
-def test_which_turns_are_learned(turn: dict[str, Any], learned: bool) -> None:
+def test_weight_and_train_select_learned_turns(turn: dict[str, Any], learned: bool) -> None:
     assert read_conversation({"messages": [USER, {**ANSWER, **turn}]}, RowFormat.messages).supervised == [
         False,
         learned,
     ]
 
 
-def test_the_assistants_turns_of_a_prompt_are_context() -> None:
+def test_assistant_turns_of_a_prompt_are_not_learned() -> None:
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert read_conversation(row, RowFormat.prompt_completion).supervised == [False, False, False, True]
 
@@ -135,7 +135,7 @@ def test_tools_and_tool_results() -> None:
     assert chat.messages[2] == {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"}
 
 
-def test_reasoning_by_any_of_its_names() -> None:
+def test_reasoning_is_read_under_all_its_names() -> None:
     for name in ("reasoning_content", "thinking", "reasoning"):
         chat = read_conversation({"messages": [USER, {**ANSWER, name: "because"}]}, RowFormat.messages)
         assert chat.messages[1] == {**ANSWER, "reasoning_content": "because", "thinking": "because"}
@@ -198,6 +198,6 @@ def messages(*turns: Any, **rest: Any) -> dict[str, Any]:
         ("prompt_completion", {"prompt": [USER], "completion": "a"}, "completion is a string, not a list of messages"),
     ],
 )
-def test_reasons_are_precise(format: str, row: dict[str, Any], reason: str) -> None:
+def test_errors_name_the_wrong_key(format: str, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=re.escape(reason)):
         read_conversation(row, RowFormat(format))

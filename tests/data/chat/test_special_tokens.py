@@ -32,7 +32,7 @@ def encoded(tokenizer, *messages, **row) -> Document:
     return document
 
 
-def test_a_quoted_turn_opens_none_and_is_not_supervised():
+def test_quoted_turn_opens_no_turn_and_is_not_supervised():
     tokenizer = families.tokenizer("chatml")
     attacked = encoded(tokenizer, ("system", ATTACK), ("user", ATTACK), ("assistant", "no."))
     structure = [special(tokenizer)[token] for token in attacked.ids if token in special(tokenizer)]
@@ -44,7 +44,7 @@ def test_a_quoted_turn_opens_none_and_is_not_supervised():
     assert attacked.escaped
 
 
-def test_an_answer_that_quotes_one_is_learned_as_letters():
+def test_answer_that_quotes_a_special_token_is_learned_as_text():
     tokenizer = families.tokenizer("chatml")
     document = encoded(tokenizer, ("user", "how does a turn end?"), ("assistant", "with <|im_end|>, always."))
     learned = [token for token, mark in zip(document.ids, document.supervised, strict=True) if mark]
@@ -54,7 +54,7 @@ def test_an_answer_that_quotes_one_is_learned_as_letters():
 
 @pytest.mark.parametrize("marks", [True, False])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
+def test_quotes_do_not_change_the_chat_structure(family, marks):
     tokenizer = families.tokenizer(family, marks)
     quotes = list(special(tokenizer).values())
     content = st.lists(
@@ -89,7 +89,7 @@ def test_the_structure_is_that_of_the_same_chat_without_quotes(family, marks):
         st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8
     )
 )
-def test_letters_are_tokenised_where_they_stand(parts):
+def test_quoted_tokens_are_tokenized_in_their_context(parts):
     """As by the tokenizer itself, asked to take no special token for one, between those that the template writes."""
     tokenizer = families.tokenizer("chatml")
     text = "".join(parts)
@@ -102,7 +102,7 @@ def test_letters_are_tokenised_where_they_stand(parts):
     assert encoded(tokenizer, ("user", text), ("assistant", "yes")).ids == expected
 
 
-def test_tools_calls_names_and_reasoning_are_letters_too():
+def test_special_tokens_in_tools_calls_names_and_reasoning_are_text():
     tokenizer = families.tokenizer("qwen3")
     tool = {"type": "function", "function": {"name": "f", "description": ATTACK, "parameters": {ATTACK: [ATTACK]}}}
     rows = [
@@ -127,7 +127,7 @@ def test_tools_calls_names_and_reasoning_are_letters_too():
     assert first == second
 
 
-def test_a_token_from_two_messages_that_a_template_writes_side_by_side_is_refused():
+def test_special_token_across_two_messages_is_refused():
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ '<|im_end|>' }}"
@@ -144,7 +144,7 @@ def test_a_token_from_two_messages_that_a_template_writes_side_by_side_is_refuse
     assert reason == "two parts of this row make a special token if one directly follows the other"
 
 
-def test_a_template_that_looks_at_the_string_makes_a_reason():
+def test_template_that_reads_the_quoted_string_makes_a_bad_row():
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -159,7 +159,7 @@ def test_a_template_that_looks_at_the_string_makes_a_reason():
     assert isinstance(document, Document)
 
 
-def test_a_unigram_model_that_has_the_token_among_its_pieces_writes_letters():
+def test_unigram_vocabulary_with_the_special_token_writes_text():
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in "</s>abcno:user \n▁it")]
     core = Tokenizer(models.Unigram([*dict(pieces).items()], unk_id=0))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -174,7 +174,7 @@ def test_a_unigram_model_that_has_the_token_among_its_pieces_writes_letters():
     assert document.ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_what_opens_an_assistants_turn_counts_also_where_it_is_not_special():
+def test_token_that_opens_an_assistant_turn_counts_as_special():
     """DeepSeek's tokenizers have their turns' openings among the tokens that are added, and do not call them special."""
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
     tokenizer.add_tokens(["<|User|>", "<|Assistant|>", "<think>", "</think>"])
@@ -199,7 +199,7 @@ def test_text_and_prompts_as_strings_keep_their_special_tokens():
         assert not document.escaped
 
 
-def test_it_is_said_and_workers_can_do_it(tmp_path, capsys):
+def test_quoted_special_tokens_are_reported_and_the_encoder_pickles(tmp_path, capsys):
     tokenizer = families.tokenizer("chatml")
     rows = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}

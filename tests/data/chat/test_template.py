@@ -134,14 +134,14 @@ TWO_TURNS = [
         ),
     ],
 )
-def test_stock_templates_supervise_exactly_the_answers(family: str, expected: list[str]) -> None:
+def test_published_templates_supervise_exactly_the_answers(family: str, expected: list[str]) -> None:
     found = supervised_text(family, TWO_TURNS)
     if family in ("mistral", "phi3", "zephyr"):  # their tokenizers write a space of their own before a first word
         found = [one.lstrip(" ").replace("\n ", "\n") for one in found]
     assert [one.replace(" <", "<") if family in ("phi3", "zephyr") else one for one in found] == expected
 
 
-def test_qwen3_thinking_is_supervised_where_the_template_keeps_it() -> None:
+def test_qwen3_reasoning_is_supervised_if_the_template_keeps_it() -> None:
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nb"},
@@ -153,7 +153,7 @@ def test_qwen3_thinking_is_supervised_where_the_template_keeps_it() -> None:
     assert supervised_text("qwen3", messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
 
 
-def test_an_answer_that_a_template_writes_into_a_users_turn_is_not_supervised() -> None:
+def test_answer_inside_a_user_turn_is_not_supervised() -> None:
     """Llama-3.1 takes the first message for the user's, whoever's it is, and writes it behind the tools."""
     turns = [
         {"role": "assistant", "content": "it is four."},
@@ -168,7 +168,7 @@ def test_an_answer_that_a_template_writes_into_a_users_turn_is_not_supervised() 
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-def test_tool_calls_and_tool_results_are_context(family: str) -> None:
+def test_tool_calls_and_tool_results_are_not_learned(family: str) -> None:
     messages = [
         {"role": "user", "content": "add"},
         {"role": "assistant", "content": "two and two", "tool_calls": [CALL]},
@@ -196,7 +196,7 @@ def found(source: str, messages: list[dict] = CHAT, learn: list[bool] = LEARN) -
     return [text[start:end] for start, end in spans]
 
 
-def test_a_mark_is_ended_after_the_end_of_turn_token() -> None:
+def test_mark_ends_after_the_end_of_turn_token() -> None:
     head = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
     tail = "{% else %}<|user|>{{ m.content }}\n{% endif %}{% endfor %}"
     for body in (
@@ -211,7 +211,7 @@ def test_a_mark_is_ended_after_the_end_of_turn_token() -> None:
         assert span.replace(" ", "") == "a</s></s>"
 
 
-def test_marks_that_transformers_misplaces_are_not_trusted() -> None:
+def test_misplaced_marks_are_not_used() -> None:
     """Inside a macro the tracker counts from where the macro was called, so the mark would fall on the header."""
     source = (
         "{% macro say(m) %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
@@ -221,7 +221,7 @@ def test_marks_that_transformers_misplaces_are_not_trusted() -> None:
     assert found(source) == ["a</s>"]
 
 
-def test_marks_on_some_turns_only_fall_back() -> None:
+def test_marks_on_some_turns_only_are_not_used() -> None:
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}</s>"
         "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
@@ -230,7 +230,7 @@ def test_marks_on_some_turns_only_fall_back() -> None:
     assert found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True]) == ["a</s>", "b</s>"]
 
 
-def test_the_opening_of_the_next_turn_is_not_taken_for_an_end_of_turn() -> None:
+def test_header_of_the_next_turn_is_no_end_of_turn() -> None:
     """GLM's kind of template: nothing closes a turn but the next one's tag, which the user's side writes."""
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     assert found(source) == ["a"]
@@ -246,7 +246,7 @@ def test_an_end_of_turn_in_plain_letters() -> None:
     assert found(source) == ["a\n## end"]
 
 
-def test_content_made_of_the_sentinels_own_characters() -> None:
+def test_content_with_the_sentinels_characters() -> None:
     chat = [
         {"role": "user", "content": "\U000f80000\U000f8001"},
         {"role": "assistant", "content": "\U000f80000\U000f8001"},
@@ -254,7 +254,7 @@ def test_content_made_of_the_sentinels_own_characters() -> None:
     assert found(PLAIN, chat, LEARN[:2]) == ["\U000f80000\U000f8001</s>"]
 
 
-def test_thinking_prompts_that_earlier_turns_do_not_show() -> None:
+def test_reasoning_prompt_that_earlier_turns_lack() -> None:
     """QwQ's kind: the generation prompt opens <think>, finished turns have no trace of it, users quote the prompt."""
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>"
@@ -279,20 +279,20 @@ def test_a_generation_prompt_that_depends_on_the_conversation() -> None:
     assert found(source, [{"role": "user", "content": "ponder"}, CHAT[1]], LEARN[:2]) == ["-a</s>"]
 
 
-def test_content_that_a_template_escapes_is_still_placed() -> None:
+def test_content_that_a_template_escapes_is_located() -> None:
     source = PLAIN.replace("{{ m.content }}", "{{ m.content | tojson }}")
     chat = [CHAT[0], {"role": "assistant", "content": 'say "a"\n'}]
     assert found(source, chat, LEARN[:2]) == ['"say \\"a\\"\\n"</s>']
 
 
-def test_turns_out_of_order_are_a_reason() -> None:
+def test_turns_out_of_order_are_a_bad_row() -> None:
     source = PLAIN.replace("in messages", "in messages[::-1]")
     assert found(source) == ["a</s>"]
     with pytest.raises(RowError, match=r"writes messages\[3\] inside an earlier turn"):
         found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True])
 
 
-def test_marks_serve_where_the_content_is_written_twice() -> None:
+def test_marks_locate_content_that_is_written_twice() -> None:
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}({{ m.content }})"
         "{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -300,7 +300,7 @@ def test_marks_serve_where_the_content_is_written_twice() -> None:
     assert found(source) == ["a</s>"]
 
 
-def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
+def test_empty_answer_written_differently_is_a_bad_row() -> None:
     source = PLAIN.replace("{{ m.content }}</s>", "{{ '-' + m.content + '-' if m.content else '-' }}")
     source = source.replace("%}<|assistant|>", "%}<|assistant|>-")
     assert found(source) == ["a-"]
@@ -328,12 +328,12 @@ def test_an_empty_answer_that_is_written_otherwise_is_a_reason() -> None:
         (PLAIN + "{{ 1 + messages[1].content }}", "the chat template fails on this conversation: TypeError"),
     ],
 )
-def test_what_cannot_be_placed_is_a_reason_not_a_guess(source: str, reason: str) -> None:
+def test_content_that_cannot_be_located_is_a_bad_row(source: str, reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         found(source)
 
 
-def test_a_template_that_is_silent_until_the_assistant_spoke_supervises_no_user() -> None:
+def test_template_silent_before_the_assistant_supervises_no_user() -> None:
     source = (
         "<s>{% if messages[-1].role == 'assistant' and messages|length > 1 %}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% endif %}"
@@ -341,7 +341,7 @@ def test_a_template_that_is_silent_until_the_assistant_spoke_supervises_no_user(
     assert found(source, CHAT[:2], LEARN[:2]) == ["a"]
 
 
-def test_reasoning_under_a_head_that_changes_with_every_turn() -> None:
+def test_reasoning_with_a_header_that_changes_each_turn() -> None:
     """No prompt is a prefix of the whole here, so what is certain is supervised: from the reasoning on."""
     source = "{{ messages|length }}" + PLAIN.replace(
         "{{ m.content }}", "{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content }}"
@@ -372,7 +372,7 @@ def test_a_template_with_a_syntax_error_names_the_line() -> None:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_the_cost_of_a_conversation_without_marks_is_two_renders(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_without_marks_takes_two_renderings(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(families.tokenizer(family), RowFormat.messages)
     renders: list[int] = []
     draw = ChatTemplate.render

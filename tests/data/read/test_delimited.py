@@ -1,0 +1,29 @@
+"""CSV files: cells stay text, and each row knows its line."""
+
+import csv
+
+from support.rows import places, values
+
+from fxtune.data.config import SourceConfig
+from fxtune.data.read.formats import RowFormat
+from fxtune.data.read.sources import open_source
+
+
+def test_csv_cells_stay_text_and_rows_know_their_line(tmp_path):
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["instruction", "output"], ["add 1,\nthen 2", "003"], ["x", ""], ["NA", "null"]])
+    assert values(tmp_path / "a.csv") == [
+        {"instruction": "add 1,\nthen 2", "output": "003"},
+        {"instruction": "x", "output": ""},
+        {"instruction": "NA", "output": "null"},
+    ]
+    assert places(tmp_path / "a.csv") == [":2", ":4", ":5"]
+    assert open_source(SourceConfig(path=str(tmp_path / "a.csv"))).format() is RowFormat.alpaca
+    (tmp_path / "b.csv").write_text("prompt;completion\na,b;c\nonly one\n")
+    good, short = open_source(SourceConfig(path=str(tmp_path / "b.csv"))).rows()
+    assert good.value == {"prompt": "a,b", "completion": "c"}
+    assert short.value is None
+    assert short.where.endswith("b.csv:3")
+    assert "1 cells under a header of 2 columns" in short.error
+    assert short.raw == ["only one"]

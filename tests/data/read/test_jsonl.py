@@ -1,0 +1,60 @@
+"""JSONL files: bad lines with their reason, and shards that give the lines of the file."""
+
+import json
+import random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.rows import write_jsonl
+
+from fxtune.data.config import SourceConfig
+from fxtune.data.read import sources
+from fxtune.data.read.jsonl import LineShard, line_shards
+from fxtune.data.read.sources import open_source
+
+
+def test_unreadable_row_has_line_and_reason(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "bom"}\r\n\n  \n{"text": \n[1]\n{"text": "\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n'
+        b'{"text": "\xff"}\n' + b"[" * 100_000 + b'\n{"text": "end"}'
+    )
+    found = {row.where.rpartition(":")[2]: row for row in open_source(SourceConfig(path=str(path))).rows()}
+    assert {at for at, row in found.items() if row.error is None} == {"1", "7", "10"}
+    assert found["7"].value == {"text": "😀"}
+    assert found["4"].error == "not JSON (Expecting value, column 10)", "not column 1 of the line after it"
+    assert found["4"].raw == '{"text": '
+    assert "a list, not an object" in found["5"].error
+    assert "surrogate" in found["6"].error
+    assert "not UTF-8 (byte 11 of the line)" in found["8"].error
+    assert "cannot be read as JSON" in found["9"].error
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(st.just(""), st.just("   "), st.text(alphabet='ab"\\é\u2028 ', max_size=40)), min_size=1),
+    st.integers(1, 60),
+    st.booleans(),
+    st.sampled_from(["\n", "\r\n"]),
+)
+def test_shards_of_any_size_give_the_lines_of_the_file(tmp_path, texts, shard_bytes, last_newline, newline):
+    """Each line that is not blank comes once, in order, under its own number, wherever the file is cut."""
+    body = newline.join(json.dumps({"text": text}, ensure_ascii=False) if text.strip(" ") else text for text in texts)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((body + newline * last_newline).encode())
+    shards = list(line_shards(path, "a.jsonl", path.stat().st_size, shard_bytes, {}))
+    assert [(row.where, row.value["text"]) for shard in shards for row in shard.rows()] == [
+        (f"a.jsonl:{number}", text) for number, text in enumerate(texts, 1) if text.strip(" ")
+    ]
+    assert [shard.start for shard in shards[1:]] == [shard.end for shard in shards[:-1]]
+
+
+def test_large_files_are_cut_into_shards_for_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SHARD_BYTES", 256)
+    draw = random.Random(1)
+    rows = [{"text": "w" * draw.randint(0, 90)} for _ in range(200)]
+    source = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows))))
+    shards = list(source.shards())
+    assert len(shards) > 20
+    assert all(isinstance(shard, LineShard) and shard.size < 500 for shard in shards)
+    assert [row.value for shard in shards for row in shard.rows()] == rows

@@ -1,0 +1,55 @@
+"""Chat rows, files of them, and what a source reads back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fxtune.data.config import SourceConfig
+from fxtune.data.read.sources import open_source
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"question {i} é"}, {"role": "assistant", "content": "yes"}]}
+    for i in range(7)
+]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    """One row a line; a string is written as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def values(path: str | Path, **config: Any) -> list[Any]:
+    """The rows of a source, none of which may be bad."""
+    found = list(open_source(SourceConfig(path=str(path), **config)).rows())
+    assert all(row.error is None for row in found), found
+    return [row.value for row in found]
+
+
+def places(path: str | Path, **config: Any) -> list[str]:
+    """Where each row stands, without the path."""
+    return [row.where.removeprefix(str(path)) for row in open_source(SourceConfig(path=str(path), **config)).rows()]
+
+
+TOKENIZE_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def numbered_chat(number: int, answer: str | None = None) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"what is {number}"},
+            {"role": "assistant", "content": answer or f"answer number {number} é" * (number % 4 + 1)},
+        ]
+    }
+
+
+def token_folders(tmp_path: Path) -> list[Path]:
+    """The folders of the token cache below `tmp_path`, sorted."""
+    return sorted(path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())

@@ -1,8 +1,8 @@
-"""metrics.jsonl, the history of a run: one JSON object a line, each written at once and whole.
+"""metrics.jsonl, the history of a run: one JSON object a line, each written at once and completely.
 
-A run that goes on cuts off the lines of the steps that it does again and the piece of a line that a kill left, so each figure
-of each step is there once. A disk that takes no more loses nothing: lines wait in memory, half a kilobyte each, and are written
-where they belong as soon as there is room. What never was written is said, at the end and by the run that goes on.
+A resumed run removes the lines of the steps that it does again, and the incomplete line that a kill left, so each figure of a step
+is there once. A full disk loses nothing: lines wait in memory, half a kilobyte each, and are written in order once there is room.
+Lines that were never written are reported at the end, and by the run that goes on.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fxtune.tracking.wandb_worker import STEP
 NAME = "metrics.jsonl"
 
 
-class History:
-    """Of the run in `folder`, of which `step` optimizer steps are done; 0 starts it anew. Never raises.
+class MetricsFile:
+    """The file of the run in `folder`, which has done `step` optimizer steps; with 0 the file is emptied. Never raises.
 
-    `logged`: the last of these steps whose figures were logged, where that is known. `note` gets one-line messages for the user.
+    `logged`: the last of these steps that was logged, if that is known. `note` gets one-line messages for the user.
     """
 
     def __init__(self, folder: Path, step: int, logged: int | None, note: Callable[[str], None]) -> None:
         self.path = folder / NAME
         self.kept: set[frozenset[str]] = set()
-        """The names in each line of `step`."""
+        """The names of the figures in each line of `step`."""
         self._note = note
         self._file: IO[bytes] | None = None
         self._end = 0
         self._waiting = b""
-        """Whole lines that the disk did not take."""
+        """Complete lines that the disk did not take."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             last, self.kept = _keep_until(self.path, step)
-            self._file = self.path.open("ab", buffering=0)  # nothing stays behind in a buffer of Python's
+            self._file = self.path.open("ab", buffering=0)
             self._end = self._file.tell()
         except OSError as error:
             note(f"{self.path} cannot be written ({error}); training goes on without it")
@@ -50,23 +50,24 @@ class History:
                 "them. Training goes on all the same."
             )
 
-    def write(self, line: dict[str, Any]) -> int | None:
-        """Add a line. Returns where it ends in the file, in bytes, be it there already or not; None where there is no file."""
+    def write(self, line: dict[str, Any]) -> None:
         if self._file is None:
-            return None
-        text = (json.dumps(_finite(line)) + "\n").encode()
+            return
         first = not self._waiting
-        self._waiting += text
-        self._end += len(text)
+        # JSON has no NaN and no infinities; pandas, jq and DuckDB read null as a missing number.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in line.items()
+        }
+        self._waiting += (json.dumps(finite) + "\n").encode()
         if (error := self._flush()) and first:
             self._note(
                 f"{NAME} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait in "
                 "memory until there is room"
             )
-        return self._end
 
     def close(self) -> None:
-        """Write what still waits, or say that it is lost. Safe to call twice."""
+        """Write the waiting lines, or report that they are lost. Safe to call twice."""
         if self._file is None:
             return
         if error := self._flush():
@@ -79,14 +80,15 @@ class History:
             self._note(f"{self.path}: {error}")
 
     def _flush(self) -> OSError | None:
+        """Write the waiting lines; of a line that does not fit no part stays in the file."""
         assert self._file is not None
         try:
             taken = self._file.write(self._waiting) or 0
-            whole = self._waiting.rfind(b"\n", 0, taken) + 1
-            self._waiting = self._waiting[whole:]
+            complete = self._waiting.rfind(b"\n", 0, taken) + 1
+            self._waiting, self._end = self._waiting[complete:], self._end + complete
             if self._waiting:
-                if taken > whole:  # a piece of a line does not stay
-                    self._file.truncate(self._end - len(self._waiting))
+                if taken > complete:
+                    self._file.truncate(self._end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             return error
@@ -94,9 +96,9 @@ class History:
 
 
 def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
-    """Drop the lines beyond `step`, and what a kill or a full disk left of a line; whole or not at all. Raises OSError.
+    """Remove lines of later steps than `step` and incomplete lines, completely or not at all. Raises OSError.
 
-    Returns the step of the last line that is left (0: there is none), and the names in each line of `step`.
+    Returns the step of the last remaining line (0: there is none), and the names in each line of `step`.
     """
     if not path.is_file():
         return 0, set()
@@ -106,7 +108,7 @@ def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
         size, end, last = size + len(line), start + len(line), values[STEP]
         if last == step:
             names.add(frozenset(values) - {STEP, "time"})
-    if size == end:  # what goes stands at the end, as almost always: to cut it off needs no room on the disk
+    if size == end:  # as almost always, only the end of the file is removed, which needs no room on the disk
         with path.open("r+b") as file:
             file.truncate(end)
             os.fsync(file.fileno())
@@ -118,7 +120,7 @@ def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
 
 
 def _lines(path: Path, step: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """The whole lines of steps up to `step`, none where that is 0: where each starts, its bytes and what it says."""
+    """The complete lines of steps up to `step`, none if that is 0: where each begins, its bytes and its values."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -130,11 +132,3 @@ def _lines(path: Path, step: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]
                 continue
             if keep:
                 yield start, line, values
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """NaN and infinities as null: JSON has no word for them, and pandas, jq and DuckDB read null as a missing number."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }

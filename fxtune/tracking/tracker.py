@@ -1,8 +1,8 @@
 """Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked.
 
-A tracker is a witness: whatever happens to it, training goes on. `Tracker.log` never raises and never waits. W&B runs in
-a process of its own (wandb_link.py says why), fed by a thread here: starting costs the loop nothing, a network that
-does not answer sends the run offline, and a service that dies is reported once.
+Whatever happens to a tracker, training goes on: `Tracker.log` never raises and never waits. W&B runs in a process of its own
+(wandb_client.py says why), which reads metrics.jsonl: starting it costs the loop nothing, a network that does not answer sends
+the run offline, and a service that dies is reported once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from fxtune.system.atomic_files import replace_text
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
 from fxtune.techniques.facts import Facts
-from fxtune.tracking.jsonl import History
+from fxtune.tracking.jsonl import MetricsFile
 from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
 from fxtune.tracking.wandb_worker import GOES_ON, STEP
 
 SYNC_PATIENCE = 15.0
-"""Seconds that W&B has to answer `fxtune sync`, which may take UPLOAD_PATIENCE then."""
+"""Seconds that W&B has to answer `fxtune sync`."""
 UPLOAD_PATIENCE = 6 * 3600.0
+"""Seconds that the upload of `fxtune sync` may take."""
 SHORT_PATIENCE = 3.0
-"""Seconds that a run which was told to stop waits for W&B: whoever told it will not wait for long, and it goes on later."""
+"""Seconds that a stopped run waits for W&B: a scheduler does not wait for long, and the run is resumed later."""
 
 
 class WandbMode(str, Enum):
@@ -70,13 +71,13 @@ class WandbConfig:
 class TrackingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
-    """Also write TensorBoard event files, into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
+    """Also write TensorBoard event files into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
     display: Display = Display.auto
-    """`auto`: a live display on a terminal, one line a log interval elsewhere."""
+    """`auto`: a live display on a terminal, one line per log interval elsewhere."""
 
 
 def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why this tracking cannot work here, worded as what to change. Loads nothing."""
+    """Yield each reason why this tracking cannot work here, and what to change. Imports no tracker."""
     if config.tensorboard and "tensorboard" not in facts.packages:
         yield _TENSORBOARD_MISSING
     wandb = config.wandb
@@ -84,8 +85,6 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
         return
     if "wandb" not in facts.packages:
         yield f"tracking.wandb.mode={wandb.mode.value}, but wandb is not installed: pip install wandb"
-    if not wandb.init_timeout > 0:
-        yield f"tracking.wandb.init_timeout={wandb.init_timeout}: give seconds above 0"
     if not 0 < len(wandb.project) <= 128 or set(wandb.project) & set("/\\#?%:"):
         yield (f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :")
     for tag in wandb.tags:
@@ -100,7 +99,7 @@ _TENSORBOARD_MISSING = (
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """`online`, `offline` or `disabled`: what the configured mode means with this machine's credentials. Never asks."""
+    """`online`, `offline` or `disabled`: the configured mode with this machine's credentials. Never asks the user for any."""
     mode = config.mode.value
     if config.mode is WandbMode.auto:
         mode = os.environ.get("WANDB_MODE", "").lower()
@@ -109,13 +108,13 @@ def wandb_mode(config: WandbConfig) -> str:
 
 
 class Tracker:
-    """Writes a run's metrics to every place asked for.
+    """Writes a run's metrics to every place that the config names.
 
-    `resume_step`: the optimizer steps already done by the run that goes on here; `logged`: the last of them that was logged (see
-    history.py for what becomes of its metrics.jsonl). `wandb_id`: the id of the W&B run to continue.
-    `note` gets one-line messages for the user, always from the thread that calls this object.
+    `resume_step`: the optimizer steps already done by the run that is resumed; `logged`: the last of them that was logged (jsonl.py
+    says what becomes of metrics.jsonl). `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages for the
+    user, always from the thread that calls this object.
 
-    Raises ConfigError where TensorBoard is asked for and not installed; nothing else.
+    Raises ConfigError if TensorBoard is configured and not installed; nothing else.
     """
 
     def __init__(
@@ -132,64 +131,57 @@ class Tracker:
         self.run_dir = Path(run_dir)
         self._note = note
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._step = resume_step
+        self._summary: dict[str, Any] = {}
         self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
         self._resume_step = resume_step
-        self._history = History(self.run_dir, resume_step, logged, self._notes.put)
+        self._file = MetricsFile(self.run_dir, resume_step, logged, self._notes.put)
         self._wandb: WandbClient | None = None
         self.wandb_id: str | None = None
-        """The id under which W&B knows this run; None where W&B is off. Belongs into the checkpoint."""
+        """The id under which W&B knows this run, for the checkpoint; None if W&B is disabled."""
         mode = wandb_mode(config.wandb)
         if mode != "disabled":
-            self.wandb_id = _identity(self.run_dir, wandb_id)
+            self.wandb_id = wandb_run_id(self.run_dir, wandb_id)
             if mode == "offline" and config.wandb.mode is not WandbMode.offline:
                 self._notes.put(
                     "W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline"
                 )
             modes = (mode, "offline")
-            self._wandb = _link(
+            self._wandb = _client(
                 config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, modes, self._notes
             )
-        self._drain()
+        self._pass_notes_on()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
-        self._step = step
-        if step == self._resume_step and frozenset(metrics) in self._history.kept:
-            return  # a kill between the last figures and the end of the run: they are asked for again, and are there
-        values = {STEP: step, **{name: _plain(value) for name, value in metrics.items()}}
-        end = self._history.write({"time": round(time.time(), 3), **values})
-        if self._wandb:
-            self._wandb.put({"log": values, "end": end}, step)
+        if step == self._resume_step and frozenset(metrics) in self._file.kept:
+            return  # the run was killed after it wrote these figures, and computed them again
+        values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
+        self._file.write({"time": round(time.time(), 3), **values})
         if self._tensorboard:
-            self._to_tensorboard(step, values)
-        self._drain()
+            self._log_to_tensorboard(step, values)
+        self._pass_notes_on()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Set the figures that stand for the whole run in W&B's table of runs."""
-        if self._wandb:
-            self._wandb.put({"summary": {name: _plain(value) for name, value in figures.items()}}, self._step)
-        self._drain()
+        """Set the figures that W&B shows for the whole run, in its table of runs."""
+        self._summary |= {name: _json_value(value) for name, value in figures.items()}
 
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Set the summary, close everything. Safe to call twice.
+        """Set the summary and close everything. Safe to call twice.
 
-        Waits for W&B's last upload as wandb_link.py says, half a minute at most; SHORT_PATIENCE with the exit code of a run
-        that was told to stop.
+        Waits for W&B's last upload, for half a minute at most; SHORT_PATIENCE with the exit code of a run that was stopped.
         """
-        if figures:
-            self.summary(figures)
-        link, self._wandb = self._wandb, None
-        if link:
+        self.summary(figures or {})
+        self._close_files()  # first, because W&B's process reads metrics.jsonl to its end
+        client, self._wandb = self._wandb, None
+        if client:
             try:
                 with SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext():
-                    link.finish(exit_code, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
-            except Stopped:  # the run is finished, whatever W&B has of it
-                if not link.finish(exit_code, SHORT_PATIENCE):
+                    client.finish(exit_code, self._summary, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
+            except Stopped:  # the run is finished; only the upload is stopped
+                if not client.finish(exit_code, self._summary, SHORT_PATIENCE):
                     again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
                     self._notes.put(f"W&B was left behind. To send it what it does not have: {again}")
-        self._close_files()
-        self._drain()
+        self._pass_notes_on()
 
     def __enter__(self) -> Tracker:
         return self
@@ -202,14 +194,14 @@ class Tracker:
         if self._tensorboard:
             try:
                 self._tensorboard.close()
-            except Exception as error:  # noqa: BLE001  a third party's writer at the end of a run: report, do not raise
+            except Exception as error:  # noqa: BLE001  a third party's writer must not fail a finished run
                 self._notes.put(f"TensorBoard: {error}")
             self._tensorboard = None
-        self._history.close()
+        self._file.close()
 
-    def _drain(self) -> None:
+    def _pass_notes_on(self) -> None:
         while not self._notes.empty():
-            self._note(redact(self._notes.get()))  # an address with a password may be part of an error's text
+            self._note(redact(self._notes.get()))  # an error's text may hold an address with a password
 
     def _open_tensorboard(self, resume_step: int) -> Any:
         try:
@@ -223,22 +215,22 @@ class Tracker:
             self._notes.put(f"TensorBoard's files cannot be written ({error}); training goes on without them")
             return None
 
-    def _to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
+    def _log_to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
         assert self._tensorboard is not None
         try:
             for name, value in values.items():
                 if name != STEP and isinstance(value, (int, float)):
                     self._tensorboard.add_scalar(name, value, step)
-        except Exception as error:  # noqa: BLE001  its writer thread re-raises whatever broke it; training goes on without
+        except Exception as error:  # noqa: BLE001  re-raised by its writer thread, from whatever broke there
             self._notes.put(f"TensorBoard stopped at step {step} ({error}); training goes on")
             self._tensorboard = None
 
 
 def upload(run_dir: Path, note: Callable[[str], None]) -> None:
-    """Send W&B what it does not have of the run in `run_dir`, which is not under way.
+    """Send W&B the rows that it does not have of the run in `run_dir`, which no process may be training.
 
-    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune leaves one, or W&B did not take
-    all of it).
+    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes one, or W&B did not take
+    everything).
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
@@ -264,15 +256,16 @@ def upload(run_dir: Path, note: Callable[[str], None]) -> None:
                 "tracking.wandb is missing. Bring it back."
             ) from error
         notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        link = _link(config, _identity(run_dir, None), run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
-        link.finish(0 if (run_dir / "result.json").exists() else 1, UPLOAD_PATIENCE)
+        run_id = wandb_run_id(run_dir, None)
+        client = _client(config, run_id, run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
+        client.finish(0 if (run_dir / "result.json").exists() else 1, {}, UPLOAD_PATIENCE)
     while not notes.empty():
         note(redact(notes.get()))
-    if link.trouble:
-        raise StorageError(f"{run_dir}: {redact(link.trouble)}. Nothing is lost: give the same command again later.")
+    if client.trouble:
+        raise StorageError(f"{run_dir}: {redact(client.trouble)}. Nothing is lost: give the same command again later.")
 
 
-def _link(
+def _client(
     config: WandbConfig,
     wandb_id: str,
     run_dir: Path,
@@ -296,27 +289,29 @@ def _link(
     return WandbClient(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
 
 
-def _identity(run_dir: Path, given: str | None) -> str:
-    """The W&B run that this folder belongs to: a run that was killed before its first checkpoint is still the same one."""
+def wandb_run_id(run_dir: Path, given: str | None) -> str:
+    """The id of this folder's W&B run. It is kept in a file, so that a run killed before its first checkpoint has it, too."""
     file = run_dir / "wandb" / "id"
     known = given
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if file.is_file() and not file.is_symlink():  # the folder may be a stranger's: no pipe, no file of ours
+        if (
+            file.is_file() and not file.is_symlink()
+        ):  # the folder may be a stranger's: no pipe, no link to a file of ours
             known = known or file.read_text(encoding="utf-8").strip()
     known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
-    with contextlib.suppress(OSError):  # the folder cannot be written, as W&B will say itself
+    with contextlib.suppress(OSError):  # if the folder cannot be written, W&B says so itself
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, known)
     return known
 
 
-def _plain(value: Any) -> int | float | str | bool | None:
-    """A Python number from whatever holds one (a tensor, a numpy scalar); text for anything else."""
+def _json_value(value: Any) -> int | float | str | bool | None:
+    """A Python number from a tensor or a numpy scalar; text for anything that JSON does not have."""
     if hasattr(value, "item"):
         value = value.item()
     return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
 
 
 def _new_id() -> str:
-    """Eight characters, as W&B makes its own; drawn from the system, so that a run's seed does not repeat it."""
+    """Eight characters, like W&B's own ids, from the system's random numbers: a run's seed does not repeat it."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

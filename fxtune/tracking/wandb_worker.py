@@ -1,10 +1,11 @@
-"""The process that W&B runs in: it reads what wandb_link.py writes, one JSON object a line, and answers likewise.
+"""The process that W&B runs in: it follows metrics.jsonl and sends W&B one row for each step.
 
-In: first `{"argv", "settings", "init"}`, then any of `{"log": {...}}`, `{"summary": {...}}`, `{"finish": exit_code}`.
+In, one JSON object a line: first `{"argv", "settings", "init", "history"}`, at the end `{"finish": exit_code, "summary": {...}}`.
+End of input without "finish": the training process died; the run is marked as failed.
 Out: `{"imported": true}`, then `{"ready": {"dir", "url", "last"}}` or `{"failed": reason}`, later `{"lost": reason}`, last
-`{"done": true}` or `{"late": reason}`. End of input without "finish": the training process died; the run is marked failed.
+`{"done": true}` or `{"late": reason}`.
 
-Nothing of fxtune is imported here: the file runs by its path, whatever the working directory.
+This file imports nothing of fxtune: it runs by its path, whatever the working directory.
 """
 
 from __future__ import annotations
@@ -12,36 +13,37 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 STEP = "train/step"
+POLL = 0.5  # seconds between two looks at metrics.jsonl
 GRACE = 3.0  # seconds that wandb may take beyond its own finish_timeout before the process ends itself
-LOOK = 5.0  # seconds between two looks at whether W&B's service gave the upload up
+CHECK = 5.0  # seconds between two looks at the service's log
 GOES_ON = 75  # the exit code of a run that was told to stop and will be started again
 
 
 def main() -> None:
-    # W&B's service inherits 0, 1 and 2. Were it to hold our pipes, their other end would not see us die.
+    # W&B's service inherits 0, 1 and 2. If it held our pipes, their other end would not notice that we died.
     lines, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # the training process decides when to end; the end of input tells us
+        signal.signal(name, signal.SIG_IGN)  # the training process decides when to end
 
     def answer(**message: Any) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the training process is gone; finish the upload
             answers.write(json.dumps(message) + "\n")
             answers.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # nobody listens any more; go on to the end of input
 
     start = json.loads(lines.readline())
-    sys.argv = start["argv"]  # what W&B shows as the run's command
+    sys.argv = start["argv"]  # W&B shows it as the run's command
     # Broad on purpose, here and below: whatever W&B raises becomes one line for the training process.
     try:
         import wandb
@@ -57,73 +59,91 @@ def main() -> None:
         answer(failed=_reason(error))
         os._exit(1)  # not through wandb's exit hooks, which may wait for a server that never answers
     answer(ready={"dir": run.settings.sync_dir, "url": None if run.offline else run.url, "last": last})
-    _serve(run, lines, answer, last, start["settings"]["finish_timeout"])
-
-
-def _serve(run: Any, lines: IO[str], answer: Any, last: int, limit: float) -> None:
-    """Hand rows to W&B, each whole: those of one step are one row, handed over when the next step's begins.
-
-    A row that the server has cannot be added to. So one that may not be whole, when the training process died or will go on,
-    is not handed over: the session that goes on has it in its replay.
-    """
-    row: dict[str, Any] = {}
-    exit_code = None
-    lost = False
-    looked = time.monotonic()
-
-    def hand_over() -> None:
-        if row:
-            run.log(dict(row), step=row[STEP], commit=True)
-            row.clear()
-
-    for line in lines:
-        message = json.loads(line)
-        if lost:
-            continue
-        try:
-            if "finish" in message:
-                exit_code = message["finish"]
-                break
-            if "summary" in message:
-                run.summary.update(message["summary"])
-            elif message["log"][STEP] > last:
-                if row and message["log"][STEP] != row[STEP]:
-                    hand_over()
-                row.update(message["log"])
-            if time.monotonic() > looked + LOOK:
-                looked = time.monotonic()
-                if refusal := _gave_up(run):
-                    raise OSError(refusal)
-        except Exception as error:  # noqa: BLE001
-            lost = True
-            answer(lost=_reason(error))
-    watchdog = threading.Timer(limit + GRACE, os._exit, (1,))
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(lines, commands), daemon=True).start()
+    try:
+        command, last_row = _follow(run, start["history"], last, commands)
+    except Exception as error:  # noqa: BLE001
+        answer(lost=_reason(error))
+        os._exit(1)
+    watchdog = threading.Timer(start["settings"]["finish_timeout"] + GRACE, os._exit, (1,))
     watchdog.daemon = True
     watchdog.start()
     try:
+        exit_code = command["finish"]
+        run.summary.update(command.get("summary") or {})
         if exit_code not in (None, GOES_ON):
-            hand_over()
+            last_row()
         run.finish(exit_code=1 if exit_code is None else exit_code)
-        if refusal := _gave_up(run):
-            raise OSError(refusal)
+        _require_uploaded(run)
     except Exception as error:  # noqa: BLE001
         answer(late=_reason(error))
         os._exit(1)
     answer(done=True)
 
 
-def _gave_up(run: Any) -> str | None:
-    """Why W&B's service does not have all of the history on the server, for all that it tells: run.log() and run.finish() go on
-    as if it had. A request that it repeats is no reason.
+def _read_commands(lines: IO[str], commands: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in lines:
+        commands.put(json.loads(line))
+    commands.put({"finish": None})
 
-    Its own log says so, as of wandb 0.22 to 0.31: one JSON object a line, an error of the part that streams the history.
+
+def _follow(
+    run: Any, history: str, last: int, commands: queue.SimpleQueue[dict[str, Any]]
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Send the rows of steps after `last` as they are written, until the first command. Returns it, and what sends the last row.
+
+    Lines of one step are one row, sent when the next step begins. A row that the server has cannot be extended. So the last one
+    is not sent where it may be incomplete, when the training process died or will go on: the next session sends it.
     """
-    with contextlib.suppress(OSError), open(run.settings.log_internal, encoding="utf-8", errors="replace") as log:
+    row: dict[str, Any] = {}
+
+    def send() -> None:
+        if row:
+            run.log(dict(row), step=row[STEP], commit=True)
+            row.clear()
+
+    command, checked = None, time.monotonic()
+    with open(history, "rb") as stream:
+        while command is None:
+            with contextlib.suppress(queue.Empty):
+                command = commands.get(timeout=POLL)
+            for line in _new_lines(stream):
+                if line[STEP] > last:
+                    if row and line[STEP] != row[STEP]:
+                        send()
+                    row.update(line)
+            if time.monotonic() > checked + CHECK:
+                checked = time.monotonic()
+                _require_uploaded(run)
+    return command, send
+
+
+def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The complete lines from here to the end of the file, without the figures that are null."""
+    while (line := stream.readline()).endswith(b"\n"):
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a full disk leaves such lines
+            values = {name: value for name, value in json.loads(line).items() if value is not None}
+            if isinstance(values.get(STEP), int):
+                values["_timestamp"] = values.pop("time", None) or time.time()
+                yield values
+    stream.seek(-len(line), os.SEEK_CUR)
+
+
+def _require_uploaded(run: Any) -> None:
+    """Raise OSError if W&B's service gave the history's upload up. run.log() and run.finish() do not report that.
+
+    The service's own log does, as of wandb 0.22 to 0.31: one JSON object a line, an error of the part that streams the history.
+    Requests that it repeats are not errors.
+    """
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(run.settings.log_internal, encoding="utf-8", errors="replace") as log,
+    ):
         for line in log:
             if '"level":"ERROR' in line and '"msg":"filestream:' in line:
                 with contextlib.suppress(ValueError):
-                    return str(json.loads(line)["msg"])
-    return None
+                    raise OSError(str(json.loads(line)["msg"]))
 
 
 def _reason(error: BaseException) -> str:

@@ -104,7 +104,7 @@ def wandb(fault: str | int, half_way: bool) -> dict[str, Any]:
         begun = time.monotonic()
         tracker = track(Path(place), notes, first - 1)
         started = time.monotonic() - begun
-        while half_way and tracker._wandb and not tracker._wandb._folder:
+        while half_way and tracker._wandb and not tracker._wandb.folder:
             time.sleep(0.05)
         server.mode = fault
         if half_way and fault == "refused":

@@ -393,15 +393,12 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
     waited: list[float | None] = []
 
     class Slow:
-        def finish(self, exit_code: int, patience: float | None = None) -> bool:
+        def finish(self, exit_code: int, summary: dict, patience: float | None = None) -> bool:
             waited.append(patience)
             if patience is None:
                 tell()
-                time.sleep(5)
+                time.sleep(600)  # the signal ends it
             return False
-
-        def put(self, *_: object) -> None:
-            pass
 
     made = Tracker.__init__
     monkeypatch.setattr(
@@ -409,12 +406,10 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
         "__init__",
         lambda self, *given, **named: (made(self, *given, **named), setattr(self, "_wandb", Slow()))[0],
     )
-    began = time.monotonic()
     assert trainer.run(run_)["train/step"] == 6
     assert Path("run/result.json").exists()
     assert waited == [None, 3.0]
     assert said[-1] == "W&B was left behind. To send it what it does not have: fxtune sync run"
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("resume", list(Resume))

@@ -44,8 +44,7 @@ from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
-from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode
-from fxtune.tracking.tracker import _identity as wandb_identity
+from fxtune.tracking.tracker import Display, Tracker, TrackingConfig, WandbMode, wandb_run_id
 from fxtune.training.trainer import run as train
 
 # --- recipes
@@ -751,7 +750,7 @@ def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):
     for number, make in enumerate((os.mkfifo, lambda path: Path(path).symlink_to(cwd / "mine"))):
         Path(f"run{number}/wandb").mkdir(parents=True)
         make(f"run{number}/wandb/id")
-        assert re.fullmatch("[a-z0-9]{8}", wandb_identity(Path(f"run{number}"), None))
+        assert re.fullmatch("[a-z0-9]{8}", wandb_run_id(Path(f"run{number}"), None))
     assert Path("mine").read_text() == "private"
 
 

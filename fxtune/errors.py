@@ -1,7 +1,7 @@
-"""The errors a user can mend. Each class is an exit code; each message says what, where and what to change.
+"""Errors that a user can fix. Each class has an exit code; each message says what is wrong, where, and what to change.
 
-`ValueError` is their root because that is what they are: a value somebody gave. A bug of ours stays an `AssertionError`
-or whatever Python raised, with its traceback.
+They are `ValueError`s: a value from the user is wrong. A bug of fxtune stays an `AssertionError`, or whatever Python raised, with
+its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user gave cannot be used. The message alone must be enough to mend it."""
+    """Something that the user gave is not usable. The message alone must be enough to fix it."""
 
     exit_code = 2
 
@@ -32,48 +32,48 @@ class DataError(UserError):
 
 
 class HardwareError(UserError):
-    """This machine cannot do what was asked."""
+    """This machine cannot run the recipe."""
 
     exit_code = 4
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out in the middle of some work. The message says what to change; half as many rows at once may do, too
-    (fxtune/system/oom.py), and are tried first.
-    """
+    """Memory ran out. The message says what to change; before it is shown, half as many rows are tried (system/oom.py)."""
 
 
 class NumbersError(UserError):
-    """Training went non-finite and stopped before it could harm the weights."""
+    """Loss or gradients were not finite, and training stopped before they could reach the weights."""
 
     exit_code = 5
 
 
 class StorageError(UserError):
-    """A disk, a checkpoint or a run folder cannot be used."""
+    """A disk, a checkpoint or a run folder is not usable."""
 
     exit_code = 6
 
 
 class HubError(StorageError):
-    """Something of the hub is not on this disk, and the hub cannot be reached for it."""
+    """A file of the hub is not on this disk, and the hub cannot be reached."""
 
 
 class CheckError(UserError):
-    """What `fxtune verify` or `fxtune doctor` looked at is not as it should be. Their tables said so already."""
+    """`fxtune verify` or `fxtune doctor` found something wrong. Their tables have shown what."""
 
     exit_code = 1
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to end, and it does so in order. Nothing is wrong, so it is no UserError; libraries let it
-    pass as they do Ctrl-C. What a scheduler runs again after it goes on: EX_TEMPFAIL of sysexits.h.
+    """A signal told this process to end, and it ends in an orderly way. Not a UserError, because nothing is wrong.
+
+    It derives from KeyboardInterrupt, which libraries let pass. The exit code tells a scheduler to run the command again:
+    EX_TEMPFAIL of sysexits.h.
     """
 
     def __init__(self, number: signal.Signals, outcome: str = "") -> None:
         self.signal = number
         self.outcome = outcome
-        """What was saved, and what the same command will do; set by whoever knows."""
+        """What was saved, and what the same command will do. The trainer sets it."""
 
     @property
     def exit_code(self) -> int:
@@ -88,8 +88,8 @@ FILE, FOLDER = "a file", "a folder"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What lies at `path`, links followed, as a message says it: FILE, FOLDER or what nobody may open, since whoever opens a
-    pipe waits for somebody who writes to it, and some devices never end. None: nothing, or nothing that can be seen."""
+    """The kind of file at `path`, links followed, in words for a message: FILE, FOLDER, or one that must not be opened, because
+    reading a pipe waits for a writer and some devices never end. None if nothing is there or it cannot be seen."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # ValueError: a name that no file can have
@@ -98,7 +98,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The name of an error and the first line of its message; where that only introduces the next one, both."""
+    """The class of an error and the first line of its message; with the second line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
 

@@ -1,4 +1,4 @@
-"""This process's place in the world: its device and rank, and the facts of the machine."""
+"""The device that this process trains on, and the facts of the machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.system.facts import MachineFacts, installed_packages
 from fxtune.system.host import cores, memory
+from fxtune.system.units import GIB
 
-CONTEXT = 2**30
-"""Bytes of a card that a driver and the context of a process take, at most."""
+CONTEXT = GIB
+"""Bytes of GPU memory that the driver and the context of a process take, at most."""
 _LIMITED: set[torch.device] = set()
-"""Cards whose memory a run of this process has limited; the next run of a sweep may not want that."""
+"""GPUs whose memory an earlier run of this process limited: the next run of a sweep may have another limit, or none."""
 
 
 class Device(str, Enum):
@@ -28,17 +29,16 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class World:
-    """Where this process runs. fxtune trains on one device; `rank` and `size` are here so that a launcher is refused clearly."""
+    """Where this process runs: on one device."""
 
     device: torch.device
-    rank: int = 0
-    size: int = 1
 
     @staticmethod
     def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
-        """Pick the device, and let torch have at most `memory_gib` GiB of its memory (None: all of it).
+        """Select the device, and limit torch to `memory_gib` GiB of its memory (None: no limit).
 
-        Raises HardwareError where the device asked for is not there, ConfigError where the limit cannot be kept.
+        Raises HardwareError if the device is missing, ConfigError if the limit is not possible or a launcher such as torchrun
+        started several processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
@@ -62,10 +62,10 @@ class World:
         return world
 
     def facts(self, deterministic: bool = False) -> MachineFacts:
-        """The device, the memory and the packages here.
+        """The device, the memory and the installed packages.
 
-        `deterministic`: count all memory as free but what a driver takes. What other processes leave free differs from run to
-        run, and `auto` decides by it.
+        `deterministic`: count all memory as free except the driver's. What other processes leave free differs from run to run,
+        and `auto` settings depend on it.
         """
         name, capability, total = f"{cores()} cores, {platform.machine()}", None, memory()[0]
         free = total
@@ -88,14 +88,14 @@ class World:
 
 
 def _limit(device: torch.device, gib: float) -> None:
-    """Let torch's allocator have at most `gib` GiB of the card. The CUDA context (about 0.5 GiB) comes on top."""
+    """Limit torch's allocator to `gib` GiB of the GPU. The CUDA context (about 0.5 GiB) is not included."""
     if device.type != "cuda":
         raise ConfigError(f"run.memory_gib={gib} limits a GPU's memory, and this run is on a CPU. Remove it.")
-    whole = torch.cuda.get_device_properties(device).total_memory
-    if gib * 2**30 > whole:
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gib * GIB > total:
         raise ConfigError(
-            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {whole / 2**30:.1f} GiB. Lower or "
+            f"run.memory_gib={gib}, but {torch.cuda.get_device_name(device)} has {total / GIB:.1f} GiB. Lower or "
             "remove it."
         )
-    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole, device)
+    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, device)
     _LIMITED.add(device)

@@ -1,10 +1,9 @@
-"""The one console, and text and tables for it.
+"""The console on standard output, and text and tables for it.
 
-Everything goes to standard output: what a command says is its output, whether it is looked at, piped to `tee` or kept by
-Slurm. Standard error is for errors. NO_COLOR and COLUMNS are respected, as is a reader that went away: a run does not die
-because `tee` did.
+Messages are a command's output, whether it is read on a terminal, piped to `tee` or kept by Slurm; standard error is for errors.
+NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
 
-Text from outside (answers, names, paths) is never read as rich's markup, and its control characters are shown, not obeyed.
+Text from outside (answers, names, paths) is never parsed as rich's markup, and its control characters are shown as symbols.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from rich.text import Text
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process here. A training run goes on unseen; metrics.jsonl has its figures."""
+        """rich would end the process here. Training goes on without output; metrics.jsonl has the figures."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @lru_cache(maxsize=1)
 def console() -> Console:
-    """The console of this process, on standard output. Without a terminal it is 120 columns wide (COLUMNS overrides)."""
+    """The console of this process. Without a terminal it is 120 columns wide (COLUMNS overrides)."""
     made = _Console(highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 120  # rich's 80 would fold tables that a log file has room for
+        made.width = 120  # rich's 80 would fold tables in log files
     return made
 
 
 def plain(text: object) -> Text:
-    """Text that is shown as it is: no markup, control characters as symbols (a data set must not drive the terminal)."""
+    """Text without markup, its control characters shown as symbols, so that data cannot control the terminal."""
     return Text(
         "".join(
             chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "�" if 127 <= ord(c) < 160 else c
@@ -46,7 +45,7 @@ def plain(text: object) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table for `console().print`. Cells are plain text, or rich renderables as they are; numbers stand to the right."""
+    """A table for `console().print`. Cells are plain text or rich renderables; columns of numbers are right-aligned."""
     made = Table(
         title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns)
     )
@@ -60,7 +59,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def answers_table(rows: Iterable[tuple[str, str, str | None, str | None]], title: str = "Held-out questions") -> Table:
-    """Rows of (question, right answer, answer before training, answer after); an answer that was not asked for is None."""
+    """A table of (question, right answer, answer before training, answer after); a missing answer is None."""
     kept = list(rows)
     both = any(before is not None for _, _, before, _ in kept)
     lines = []
@@ -77,7 +76,7 @@ def _marked(answer: str | None, right: str) -> Text:
 
 
 def tick(good: bool) -> Text:
-    """A green tick or a red cross; words where the terminal has no Unicode."""
+    """A green tick or a red cross; words on a terminal without Unicode."""
     if not unicode():
         return Text("yes" if good else "NO", "green" if good else "red")
     return Text("✓" if good else "✗", "green" if good else "red")
@@ -89,7 +88,7 @@ def unicode() -> bool:
 
 
 def say(what: RenderableType) -> None:
-    """Print a line of text as one line whatever the width, or anything that rich renders. Never raises for a dead output."""
+    """Print text without folding it, or anything that rich renders. Never raises if the output is gone."""
     try:
         if isinstance(what, (str, Text)):
             console().print(plain(what) if isinstance(what, str) else what, soft_wrap=True)

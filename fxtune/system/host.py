@@ -1,4 +1,4 @@
-"""What of the host this process may use: memory and CPU cores, as its container has them, a folder for caches. Without torch."""
+"""What this process may use of its host: memory, CPU cores and a cache folder, within its container's limits. Without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory in all and available to this process; the limit of a container, of a batch job or of `ulimit -v` counts."""
+    """Total and available bytes of memory, within the limits of the container, the batch job and `ulimit -v`."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -28,7 +28,7 @@ def memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) of this process's address space, if that has a limit, and of its control groups."""
+    """(bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -37,10 +37,10 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) of each control group with a limit that this process is in, and of those around it.
+    """(bytes allowed, bytes used) for each control group with a limit that contains this process.
 
-    Version 2 has one tree, version 1 one for memory. A container mostly sees its own group as the root, a job of Slurm or systemd
-    does not, and any group above may be the one that limits. What is used counts without files that can be read again.
+    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, a job of Slurm
+    or systemd does not, and any parent group may hold the limit. Used bytes exclude the page cache.
     """
     named = {"": (CGROUPS, "memory.max", "memory.current", "inactive_file")}
     named["memory"] = (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -54,7 +54,7 @@ def _groups() -> Iterator[tuple[int, int]]:
         root, limit_file, used_file, cache = named[name]
         folder = root / group.relative_to("/")
         with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / limit_file).read_text())  # "max": no limit, and no number
+            limit = int((folder / limit_file).read_text())  # "max" means no limit
             used, spare = int((folder / used_file).read_text()), 0
             with contextlib.suppress(OSError, ValueError):
                 rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -63,12 +63,12 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use (a container's affinity counts, the host's size does not)."""
+    """CPU cores that this process may use: its affinity, not the size of the host."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_age() -> float:
-    """Seconds since this process was started, imports included; 0 where nobody can say."""
+    """Seconds since this process was started, imports included; 0 if the system does not tell."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
@@ -76,7 +76,7 @@ def process_age() -> float:
 
 
 def cache_home() -> Path:
-    """Where fxtune keeps what it can make again. Raises StorageError for a user without a home, as containers have them."""
+    """The folder for files that fxtune can make again. Raises StorageError for a user without a home, as in some containers."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
         raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")

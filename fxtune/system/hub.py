@@ -1,12 +1,12 @@
-"""From a name in a recipe to a folder on this disk: a folder, a hub id, or what ships with fxtune.
+"""Finds the local folder of a model: a folder, a hub id, or a model that ships with fxtune.
 
-Everything after this file reads local folders only, so that a network can fail in one place and with one message. Hub
-files land in the Hugging Face cache, first the small ones (config, tokenizer), then the weights by name.
+All other code reads local folders only, so that the network can fail in one place and with one message. Files of the hub land in
+the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
 
-The hub's own library waits ten seconds for an answer, asks some questions six times, and does so for each file. Here it is
-asked one short question a repository, which has PATIENCE to be answered. A hub that gave no answer is not asked again for a
-while: what an earlier run fetched is used, and that is said. So a run whose files are here starts at most PATIENCE later than
-it would with a network, whatever the recipe names; and a commit that is here whole is not asked for at all.
+The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here each
+repository costs one request, which has PATIENCE to be answered. A hub that did not answer is not asked again for SILENCE: what an
+earlier run fetched is used, with a message. So without a network a run starts at most PATIENCE later, whatever its recipe names. A
+commit whose files are all on this disk is not asked for at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from fxtune.errors import ConfigError, HubError, StorageError
 from fxtune.system.console import say
@@ -28,9 +29,9 @@ BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
 PATIENCE = 4.0
-"""Seconds that the hub has to answer: for the look-up of its name, the connection and the whole answer together."""
+"""Seconds that the hub has to answer: for the name lookup, the connection and the complete answer together."""
 SILENCE = 60.0
-"""Seconds for which a hub that did not answer is not asked again. Longer than a start-up, shorter than a run of a sweep."""
+"""Seconds for which a hub that did not answer is not asked again: longer than a start-up, shorter than a run of a sweep."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -42,25 +43,25 @@ class Origin:
     folder: Path
     """Its files on this disk."""
     name: str
-    """What a saved adapter names as its base: the hub id, or the folder's absolute path."""
+    """The base that a saved adapter names: the hub id, or the folder's absolute path."""
     revision: str | None = None
-    """The commit, for what comes from the hub."""
+    """The commit, if it comes from the hub."""
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether `revision` is a full commit hash: the only kind that cannot change under its user."""
+    """Whether `revision` is a full commit hash, the only kind of revision that never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def locate(name: str, revision: str | None = None, key: str = "model.path", code: bool = False) -> Origin:
-    """Find `name` and make its small files local. `key` is the recipe's key, for messages; `code`: also fetch *.py.
+    """Find `name` and make its small files local. `key`: the recipe's key, for messages. `code`: also fetch *.py.
 
-    Raises ConfigError where the name is wrong, HubError where the hub cannot be reached.
+    Raises ConfigError if the name is wrong, HubError if the hub cannot be reached.
     """
     if name.startswith(BUILTIN):
         return _builtin(name, key)
     folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):  # unlike Path's, it takes a name that is too long for a name
+    if os.path.isdir(folder):  # unlike Path.is_dir, it accepts a name that is too long
         if revision is not None:
             raise ConfigError(
                 f"{key}={name} is a folder, so its revision={revision} has no meaning. Remove the revision."
@@ -82,7 +83,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
 
 
 def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
-    """locate() for a PEFT adapter. Raises ConfigError also where a folder is none."""
+    """locate() for a PEFT adapter. Also raises ConfigError if a folder is not an adapter."""
     origin = locate(name, key=key)
     if origin.revision is None and not (origin.folder / "adapter_config.json").exists():
         below = origin.folder / "adapter"
@@ -94,7 +95,7 @@ def locate_adapter(name: str, key: str = "model.adapter") -> Origin:
 
 
 def fetch(origin: Origin, files: Iterable[str], key: str = "model.path") -> None:
-    """Make these files of `origin` local. Raises StorageError naming the first one that is not there afterwards."""
+    """Make these files of `origin` local. Raises StorageError with the first one that is missing afterwards."""
     files = [file for file in files if not (origin.folder / file).exists()]
     if files and origin.revision is not None:
         _snapshot(origin.name, origin.revision, list(files), key)
@@ -118,12 +119,12 @@ def _builtin(name: str, key: str) -> Origin:
 
 
 def _looks_local(name: str) -> bool:
-    """A name that cannot be a hub id, or that points into a folder where fxtune itself writes."""
+    """Whether `name` cannot be a hub id, or points into a folder where fxtune writes."""
     return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
 def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
-    """(the commit that `revision` is now, None), or (None, why the hub cannot be asked). Takes PATIENCE at most.
+    """(the commit that `revision` is now, None), or (None, why the hub does not say). Takes at most PATIENCE.
 
     `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and HFValidationError.
     """
@@ -131,46 +132,34 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
 
     if constants.HF_HUB_OFFLINE:
         return None, "HF_HUB_OFFLINE is set"
-    if (reason := _silence.reason()) is not None:
-        return None, reason
+    if _silence and time.monotonic() < _silence[1]:
+        return None, _silence[0]
     answers: list[str | Exception] = []
 
-    def question() -> None:
+    def request() -> None:
         try:
             answers.append(str(HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=PATIENCE).sha))
-        except Exception as error:  # noqa: BLE001  handed to the thread that asks, which sorts it out
+        except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
-    # In a thread, since no timeout of an HTTP library bounds the look-up of a name, or an answer that comes a byte at a time.
-    asking = threading.Thread(target=question, name="hub", daemon=True)
-    asking.start()
-    asking.join(PATIENCE)
+    # In a thread, because no timeout of an HTTP library bounds a name lookup, or an answer that comes a byte at a time.
+    thread = threading.Thread(target=request, name="hub", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
     answer = answers[0] if answers else TimeoutError(f"no answer in {PATIENCE:g} s")
     if isinstance(answer, str):
         return answer, None
     if isinstance(answer, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)):
         raise answer
-    status = answer.response.status_code if isinstance(answer, errors.HfHubHTTPError) else 500
-    return None, _reason(answer) if 400 <= status < 429 else _silence.keep(
-        _reason(answer)
-    )  # a refusal is about this name alone
+    reason = _reason(answer)
+    refused = isinstance(answer, errors.HfHubHTTPError) and 400 <= answer.response.status_code < 429
+    if not refused:  # a refusal is about this repository alone
+        _silence[:] = reason, time.monotonic() + SILENCE
+    return None, reason
 
 
-class _Silence:
-    """That the hub did not answer lately, and why."""
-
-    def __init__(self) -> None:
-        self._why, self._until = "", 0.0
-
-    def reason(self) -> str | None:
-        return self._why if time.monotonic() < self._until else None
-
-    def keep(self, why: str) -> str:
-        self._why, self._until = why, time.monotonic() + SILENCE
-        return why
-
-
-_silence = _Silence()
+_silence: list[Any] = []
+"""Why the hub did not answer, and until when it is not asked again."""
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
@@ -180,18 +169,18 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
     page = f"https://huggingface.co/{name}"
     try:
         here = _cached(name, revision, patterns)
-        if here is not None and is_commit(revision) and _whole(here):
-            return here  # a commit does not change: there is nothing to ask
+        if here is not None and is_commit(revision) and _has_file_list(here):
+            return here  # a commit does not change
         try:
             commit, reason = resolve_commit(name, revision)
-        except errors.RepositoryNotFoundError as error:  # also what a token that is no longer good gets
+        except errors.RepositoryNotFoundError as error:  # also the answer to an expired token
             if here is None:
                 raise
             commit, reason = None, f"it knows no such model, or not for this user: {_reason(error)}"
         if reason is None:
-            if here is not None and here.name == commit and _whole(here):
+            if here is not None and here.name == commit and _has_file_list(here):
                 return here
-            # By its branch or tag, not by what that is now: the cache then knows it by that name, too, when the network is gone.
+            # By its branch or tag, not by the commit: the cache then knows the name, too, when there is no network.
             return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
         if here is None:
             raise HubError(_unreachable(name, key, reason))
@@ -216,7 +205,9 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         ) from error
     except HubError:
         raise
-    except Exception as error:  # a fetch that broke off, a full disk: the classes differ by the library's version
+    except (
+        Exception
+    ) as error:  # an interrupted download or a full disk: the classes differ between versions of the library
         known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(
             ("httpx", "huggingface_hub")
         )
@@ -237,7 +228,7 @@ def _unreachable(name: str, key: str, reason: str) -> str:
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """What an earlier run fetched of `revision`: the folder where each file that `patterns` names lies; None without it."""
+    """The folder of what an earlier run fetched of `revision`, or None if a file that `patterns` names is not there."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -251,8 +242,8 @@ def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None
     return found if there and all("*" in pattern or pattern in there for pattern in patterns) else None
 
 
-def _whole(found: Path | None) -> bool:
-    """Whether the cache knows the commit's list of files, so that a look-up in it vouches for all of them."""
+def _has_file_list(found: Path | None) -> bool:
+    """Whether the cache has the commit's list of files, so that none is missing unnoticed."""
     return found is not None and (found.parent.parent / "trees" / f"{found.name}.json").exists()
 
 

@@ -1,12 +1,12 @@
-"""A limit on the processor time and the memory of work that a stranger chose, such as rendering a chat template.
+"""Limits on the processor time and memory of work that a stranger controls, such as rendering a chat template.
 
-A sandbox keeps foreign code from files and functions. It does not keep it from `'x' * 10**10`, from ten nested loops or from a
-list that holds itself twice, forty levels deep: those ask for a machine's whole memory, or never end. What is not bounded by
-the language is bounded by the operating system here: a timer that counts this process's own seconds (a busy machine does not
-shorten it, and Python looks at it also inside a long `repr`, power or regular expression), and a ceiling on the address space.
+A sandbox keeps foreign code from files and functions, but not from `'x' * 10**10`, ten nested loops or a list that holds itself
+twice, forty levels deep: those take a machine's whole memory, or never end. So the operating system sets the limits: a timer of
+this process's own processor time (a busy machine does not shorten it, and Python checks it also inside a long `repr`, power or
+regular expression), and a limit on the address space.
 
-Linux has both, macOS the first; elsewhere, and off the main thread, where signals do not arrive, work runs unbounded. To set
-and lift both limits takes less than 10 microseconds.
+Linux has both, macOS the timer. On other systems, and off the main thread, where signals do not arrive, work runs without limits.
+Setting and lifting both takes less than 10 microseconds.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from contextlib import contextmanager
 from types import FrameType
 
 SECONDS = 10.0
-"""Of processor time. A chat template takes a ten-thousandth of that for a conversation."""
+"""Of processor time. Rendering a chat template takes a ten-thousandth of that per conversation."""
 BYTES = 2 << 30
-"""Of address space, beyond what the process had before. A row of 100 MB takes a fifth of that."""
+"""Of address space beyond what the process had before. A row of 100 MB takes a fifth of that."""
+REPEAT = 0.1
+"""Seconds between two alarms: an exception raised in a callback of the garbage collector or in a __del__ is swallowed."""
 
-
-AGAIN = 0.1
-"""Seconds from one ring to the next: an exception in a callback of the garbage collector, or in a __del__, gets no further."""
-
-_within = False  # of the main thread, the only one that is fenced
+_active = False  # on the main thread, the only one that is limited
 _armed = False
 
 
 class LimitExceeded(BaseException):
-    """The work wanted more. The message says of what. Not an Exception, so that what runs inside cannot catch it as one."""
+    """The work exceeded a limit; the message names it. Not an Exception, so that the work inside cannot catch it as one."""
 
 
 @contextmanager
 def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
-    """Run the block for at most `seconds` of processor time in at most `more` bytes of further address space.
+    """Run the block for at most `seconds` of processor time in at most `more` bytes of additional address space.
 
-    Raises Exceeded in its place. The limits and handlers that were there before are there again afterwards. One fence inside
-    another is the outer one.
+    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. Nested inside another one it does nothing.
     """
-    global _within, _armed
-    if _within or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    global _active, _armed
+    if _active or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
-    _within = True
-    before = signal.signal(signal.SIGVTALRM, _ring)
-    ceiling = _lower(more)
+    _active = True
+    handler = signal.signal(signal.SIGVTALRM, _on_alarm)
+    address_space = _limit_address_space(more)
     try:
         try:
             _armed = True
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, REPEAT)
             yield
         finally:
-            _armed = False  # what rings from here on is not heard
+            _armed = False
     except _TimeUp:
         raise LimitExceeded(f"more than {seconds:g} s of processor time") from None
     except MemoryError:
         raise LimitExceeded(f"more than {more / 2**20:,.0f} MiB of memory") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-        _restore(ceiling)
-        _within = False
+        signal.signal(signal.SIGVTALRM, handler)
+        if address_space is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, address_space)
+        _active = False
 
 
 class _TimeUp(BaseException):
-    """Passes by every `except Exception` on its way out."""
+    """Not an Exception, so that no `except Exception` on its way catches it."""
 
 
-def _ring(_: int, __: FrameType | None) -> None:
+def _on_alarm(_: int, __: FrameType | None) -> None:
     if _armed:
         raise _TimeUp
 
 
-def _lower(more: int) -> tuple[int, int] | None:
-    """Lower the ceiling of the address space; what it was before, or None where there is none to be had."""
+def _limit_address_space(more: int) -> tuple[int, int] | None:
+    """Limit the address space to `more` bytes beyond its size now. Returns the previous limits, or None if the system has none."""
     try:
         import resource
 
@@ -87,15 +87,8 @@ def _lower(more: int) -> tuple[int, int] | None:
         finally:
             os.close(statm)
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        below = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([used + more, *below]), hard))
-    except (ImportError, OSError, ValueError):  # no such limit on this system
+        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([used + more, *limits]), hard))
+    except (ImportError, OSError, ValueError):
         return None
     return soft, hard
-
-
-def _restore(ceiling: tuple[int, int] | None) -> None:
-    if ceiling is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, ceiling)

@@ -1,20 +1,20 @@
-"""Being told to end: SIGTERM and SIGUSR1 by a scheduler, SIGINT by Ctrl-C.
+"""Signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
 
-The first one is remembered. Where there is nothing to lose (start-up, an evaluation, the forward and backward passes of a step)
-it raises Stopped there and then, as Ctrl-C does; everywhere else the loop asks check() when a step is whole. So an update of the
-weights is never cut in two, and nobody waits for a compiler or for the other 31 micro-batches of a step: what was broken off is
-done again by the next run, to the same bits.
+The first signal is remembered. Where nothing can be lost (start-up, an evaluation, the forward and backward passes of a step) it
+raises Stopped at once, as Ctrl-C does; everywhere else the loop calls check() after a step. So a weight update is never interrupted,
+and nobody waits for a compiler or for the other 31 micro-batches of a step: the next run repeats what was interrupted, to the same
+bits.
 
-A second SIGTERM or Ctrl-C ends the process at once, also where Python is stuck in a call that does not come back (a disk, a
-device): a thread sees to that, which reads the number of each signal from a pipe that the interpreter's own C handler writes to.
-One that comes within DOUBLE seconds of the first is taken for the same one: schedulers signal the whole job, and a job script
-passes on what it got. SIGUSR1 is an early warning and never hurries.
+A second SIGTERM or Ctrl-C ends the process at once, even if Python is stuck in a call that does not return (a disk, a device): a
+thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A signal within DOUBLE seconds of the
+first counts as the same one, because schedulers signal all processes of a job, and job scripts forward the signals that they get.
+SIGUSR1 is an early warning and never ends a process at once.
 
-Child processes get what is sent to the whole group or job, too. It is the main process's to answer: see left_to_main().
+Child processes also get what is sent to their group or job, and leave it to the main process: leave_signals_to_main_process().
 
-LLVM, which compiles Triton's kernels in this process, puts handlers of its own in place of the interpreter's when it first
-writes a file, and never looks again. They pass SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So the
-handlers are put back wherever the methods below are called, in each step at least.
+LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers when it first writes a file. Its own pass
+SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the handlers, at least once
+per step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import Any
 
 from fxtune.errors import Stopped
 
-ANSWERED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 DOUBLE = 0.25
-"""Seconds. A person's second Ctrl-C comes later than that, a forwarded signal sooner."""
+"""Seconds. A person's second Ctrl-C comes later, a forwarded signal sooner."""
 
 
 class Signals:
-    """What this process was told. A context that can be entered again inside itself; outside of it and in threads other than
-    the main one nothing is answered, and the methods do nothing."""
+    """The signals of this process. A reentrant context; outside of it, and in threads other than the main one, signals are not
+    handled and the methods do nothing."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -55,13 +55,13 @@ class Signals:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             threading.Thread(
-                target=_leave_on_the_second, args=(self._pipe[0],), name="fxtune-signals", daemon=True
+                target=_exit_on_second_signal, args=(self._pipe[0],), name="fxtune-signals", daemon=True
             ).start()
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._before = {
-                number: handler for number in ANSWERED if (handler := signal.getsignal(number)) is not signal.SIG_IGN
-            }  # nohup, a shell's background: stays
-            self._listen()
+                number: handler for number in HANDLED if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+            }  # a signal that nohup or a shell's background ignores stays ignored
+            self._restore_handlers()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,13 +76,13 @@ class Signals:
 
     def check(self) -> None:
         """Raise Stopped if a signal came."""
-        self._listen()
+        self._restore_handlers()
         if self._entered and self.received is not None:
             raise Stopped(self.received)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a signal waits for check(), or for the next leaving()."""
+        """Inside, a signal waits for check(), or for the next interruptible()."""
         before, self._at_once = self._at_once, False
         try:
             self.check()
@@ -92,8 +92,8 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped at once. An error that came with the signal, from a child process that died of it or
-        from a library that does not like to be interrupted, is taken for it."""
+        """Inside, a signal raises Stopped at once. An error that follows a signal, from a child process that it ended or a library
+        that it interrupted, becomes Stopped, too."""
         before, self._at_once = self._at_once, True
         try:
             self.check()
@@ -104,15 +104,15 @@ class Signals:
             raise
         finally:
             self._at_once = before
-        self.check()  # where a library swallowed it
+        self.check()  # in case a library swallowed the exception
 
-    def _listen(self) -> None:
-        """Have the interpreter's handlers in place, whoever has put others there: a system call for each, a microsecond."""
+    def _restore_handlers(self) -> None:
+        """Restore the interpreter's handlers, in case a library replaced them: a system call each, a microsecond."""
         if self._before and threading.current_thread() is threading.main_thread():
             for number in self._before:
-                signal.signal(number, self._answer)
+                signal.signal(number, self._handle)
 
-    def _answer(self, number: int, _: Any) -> None:
+    def _handle(self, number: int, _: Any) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
             if self._at_once:
@@ -124,32 +124,29 @@ SIGNALS = Signals()
 
 
 def leave_signals_to_main_process() -> None:
-    """To be called by child processes that work for this one, before they have threads: what the main process answers must not
-    end them first.
+    """Call in a child process before it starts threads: signals that the main process handles must not end the child first.
 
-    A SIGTERM of the main process itself does: it is how multiprocessing ends the children that are left when the interpreter
-    does, and then it waits for them.
+    A SIGTERM sent by the main process still does: multiprocessing ends the remaining children with it when the interpreter exits,
+    and waits for them.
     """
-    for number in ANSWERED:
+    for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     main = multiprocessing.parent_process()
     if main is not None and hasattr(signal, "sigwaitinfo"):
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # of an ignored signal nobody is told, of a blocked one who waits for it is
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sigwaitinfo sees a blocked signal, but not an ignored one
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_leave_with, args=(main.pid,), name="fxtune-signals", daemon=True).start()
+        threading.Thread(target=_exit_on_sigterm_from, args=(main.pid,), name="fxtune-signals", daemon=True).start()
 
 
-def _leave_with(main: int | None) -> None:
-    """A child's thread: end the process when it is the main one that wants that."""
+def _exit_on_sigterm_from(main: int | None) -> None:
+    """A child's thread: end the process on a SIGTERM of the main process."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main:
         pass
     os._exit(128 + signal.SIGTERM)
 
 
-def _leave_on_the_second(pipe: int) -> None:
-    """The thread's work: end the process on the second SIGTERM or SIGINT."""
+def _exit_on_second_signal(pipe: int) -> None:
+    """A thread: end the process on the second SIGTERM or SIGINT."""
     first: float | None = None
     while numbers := os.read(pipe, 64):
         for number in numbers:

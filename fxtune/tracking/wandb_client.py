@@ -37,7 +37,7 @@ UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping 
 START_TIMEOUT = (
     120.0  # seconds for a Python that imports wandb, on a slow or busy machine; only a thread here waits for it
 )
-SERVICE_TIMEOUT = 15.0  # seconds beyond init_timeout, which wandb itself keeps, for starting its service
+SERVICE_TIMEOUT = 15.0  # seconds beyond init_timeout, which wandb itself keeps online, for starting its service
 PROGRAM = Path(wandb_worker.__file__)
 ADDRESS = "WANDB_BASE_URL"
 
@@ -167,9 +167,10 @@ class WandbClient:
         try:
             answer = self._answer(START_TIMEOUT)
             if "imported" in answer:
-                answer = self._answer(self._init_timeout + SERVICE_TIMEOUT)
+                limit = self._init_timeout + SERVICE_TIMEOUT if mode == "online" else START_TIMEOUT
+                answer = self._answer(limit)
         except queue.Empty:
-            answer = {"failed": f"no answer in {self._init_timeout:g} s"}
+            answer = {"failed": "its library or its service does not start"}
         if "ready" not in answer:
             process.kill()
             return str(answer.get("failed", f"its process ended; see {folder / 'process.log'}"))

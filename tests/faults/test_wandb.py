@@ -33,6 +33,14 @@ def no_credentials(monkeypatch, tmp_path):
     (tmp_path / "home").mkdir()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Where W&B works it has all the time that a busy machine needs."""
+    monkeypatch.setattr(tracking, "SYNC_PATIENCE", 300.0)
+    for name in ("END_TIMEOUT", "UPLOAD_TIMEOUT", "START_TIMEOUT", "SERVICE_TIMEOUT"):
+        monkeypatch.setattr(wandb_client, name, 300.0)
+
+
 @pytest.fixture
 def server(monkeypatch):
     with serving(Wandb()) as made:
@@ -41,7 +49,7 @@ def server(monkeypatch):
 
 
 def start(folder, notes, **more):
-    config = WandbConfig(mode=WandbMode.online, project="unit", init_timeout=more.pop("init_timeout", 5.0))
+    config = WandbConfig(mode=WandbMode.online, project="unit", init_timeout=more.pop("init_timeout", 300.0))
     recorded = {
         "run": {"name": "a run"},
         "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}},
@@ -91,7 +99,7 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
 @pytest.mark.parametrize("fault", ["silent", "breaks", 401])
 def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, monkeypatch, fault, capsys):
     """W&B's library reports a silent server as an incomplete upload, and the other faults as success."""
-    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 2.0)
+    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 6.0)
     notes: list[str] = []
     with start(tmp_path / "run", notes, wandb_id=RUN) as tracker:
         for step in range(1, 6):
@@ -113,9 +121,7 @@ def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, mon
     assert all(row["eval/loss"] == 2.0 for row in server.history(RUN)[:5])
 
 
-def test_server_that_comes_back_before_the_end_gets_everything(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 300.0)
-    monkeypatch.setattr(wandb_client, "END_TIMEOUT", 600.0)
+def test_server_that_comes_back_before_the_end_gets_everything(tmp_path, server):
     notes: list[str] = []
     tracker = start(tmp_path / "run", notes, wandb_id=RUN)
     tracker.log(1, {"train/loss": 1.0})
@@ -132,7 +138,7 @@ def test_server_that_comes_back_before_the_end_gets_everything(tmp_path, server,
 STRETCH = """
 import sys
 from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
-config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.online, project="unit"))
+config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.online, project="unit", init_timeout=300))
 tracker = Tracker(config, sys.argv[1], "a run", {}, note=print)
 for step in range(1, 8):
     tracker.log(step, {"train/loss": 1.0})
@@ -173,8 +179,7 @@ def test_resumed_run_sends_what_it_could_not_send_before(tmp_path, server, monke
     assert steps(server) == [1, 2, 3, 4]
 
 
-def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 600.0)
+def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server):
     notes: list[str] = []
     tracker = start(tmp_path / "run", notes, wandb_id=RUN)
     tracker.log(1, {"train/loss": 1.0})

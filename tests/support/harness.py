@@ -122,7 +122,7 @@ def run(words: list[str], folder: Path, timeout: float = 120, **environ: str) ->
 
 
 def wait_for(
-    what: Callable[[], Any], process: subprocess.Popen[bytes] | None = None, timeout: float = 60, every: float = 0.01
+    what: Callable[[], Any], process: subprocess.Popen[bytes] | None = None, timeout: float = 600, every: float = 0.01
 ) -> Any:
     """The first true value of `what()`. AssertionError after `timeout` seconds, or where `process` ended before."""
     until = time.monotonic() + timeout

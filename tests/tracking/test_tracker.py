@@ -33,7 +33,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
     wandb = WandbConfig(
-        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 2.0)
+        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 300.0)
     )
     chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
     notes = [] if notes is None else notes
@@ -308,7 +308,7 @@ def wandb_server(monkeypatch):
 
 def test_online_history_reaches_the_server_under_the_given_id(tmp_path, wandb_server):
     notes: list[str] = []
-    tracker = start(tmp_path, WandbMode.auto, notes, wandb_id="abcd1234", init_timeout=8.0)
+    tracker = start(tmp_path, WandbMode.auto, notes, wandb_id="abcd1234")
     tracker.log(7, {"train/loss": 0.25})
     tracker.finish()
     assert any("/runs/abcd1234" in note for note in notes), notes

@@ -1,11 +1,11 @@
-"""A run's folder: found, claimed and locked, so that no run is overwritten and no two write to one.
+"""The folder of a run: found, created and locked, so that no run is overwritten and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
-                compile.json, where something is compiled        result.json, written last
+                compile.json, if anything is compiled        result.json, written last
 
-The lock is the operating system's (flock), on a file in the folder: whichever path leads there, it is the same lock, and a
-process that dies, by whatever, holds none. On a network file system it reaches other machines only if the file system passes
-locks on (NFS 4, Lustre with `-o flock`, GPFS); see docs/faults.md.
+The lock is the operating system's (flock) on a file in the folder: it is the same by every path, and a dead process holds none. On
+a network file system it reaches other machines only if the file system supports that (NFS 4, Lustre with `-o flock`, GPFS); see
+docs/faults.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ FREE_ON_RESUME = (
     "data.cache_dir",
     "data.questions",
 )
-"""Keys that may differ when a run goes on: none of them changes what is learned."""
+"""Keys that may differ when a run is resumed, because they do not change what is learned."""
 CHECKPOINTS = "checkpoints"
-"""The folder of the run's checkpoints, in its own."""
+"""The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
-"""What starts a run anew."""
 _FILES = (".json", ".jsonl", ".yaml")
 ALIVE = "is in use by a run that is alive"
 
@@ -50,7 +49,7 @@ ALIVE = "is in use by a run that is alive"
 class RunFolder:
     path: Path
     resumed: bool
-    """The folder holds an unfinished run of the same config."""
+    """Whether the folder holds an unfinished run of the same config."""
     lock: FileLock
 
     @property
@@ -58,7 +57,7 @@ class RunFolder:
         return (self.path / "result.json").exists()
 
     def result(self) -> dict[str, Any]:
-        """The last figures of a finished run. Raises StorageError where they cannot be read."""
+        """The last figures of a finished run. Raises StorageError if they cannot be read."""
         file = self.path / "result.json"
         try:
             return read_json(file)
@@ -73,7 +72,7 @@ class RunFolder:
         self.write("result.json", result)
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file of the run, whole or not at all. Raises StorageError."""
+        """Write a JSON file of the run, completely or not at all. Raises StorageError."""
         try:
             replace_text(self.path / name, json.dumps(value, indent=1))
         except OSError as error:
@@ -83,9 +82,9 @@ class RunFolder:
             ) from error
 
     def abandon(self) -> None:
-        """Give the folder up if the run came to nothing, so that the corrected command does not get another number."""
+        """Remove the folder if the run failed before its first figures, so that the corrected command gets the same number."""
         if not self.resumed and not (self.path / "metrics.jsonl").exists():
-            with contextlib.suppress(OSError):  # something else lies there, or the disk is gone: it stays
+            with contextlib.suppress(OSError):  # other files are in it, or the disk is gone: it stays
                 for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
@@ -95,11 +94,11 @@ class RunFolder:
 
 
 def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) -> RunFolder:
-    """Find this run's folder and lock it; `config` is the whole config as plain data and is written there.
+    """Find this run's folder, lock it and write the complete `config` into it.
 
-    Without `folder` the run lives in runs/NAME, or runs/NAME-2 and so on. resume: `auto` goes on with the newest unfinished
-    run of the same config, else takes a new folder; `never` always takes a new one; `must` fails where there is nothing to
-    go on with. A `folder` that is given is used as it is: what stands in the way is an error.
+    Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the same config or
+    takes a new folder; `never` always takes a new one; `must` fails if there is no run to resume. A given `folder` is used as it
+    is, and other contents are an error.
     """
     root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
     try:
@@ -120,14 +119,14 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
 
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
-    """Where the job of a sweep goes that is called `root`: the newest of ROOT, ROOT-2 and so on that holds a run of this config,
-    be it finished or not; else, and with resume=never, the next that is free. So the same sweep goes on where it stopped, and one
-    with another setting leaves what is there alone. Raises StorageError.
+    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not; if there is
+    none, or with resume=never, the next free one. So the same sweep goes on where it stopped, and a sweep with another setting
+    gets new folders. Raises StorageError.
     """
     try:
-        taken = {number: path for number, path in _numbers(root).items() if (path / "config.yaml").exists()}
+        taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
-            with contextlib.suppress(StorageError):  # one that cannot be read is not of this config
+            with contextlib.suppress(StorageError):  # an unreadable config is another one
                 if not differences(read_config(path) or {}, config):
                     return path
     except OSError as error:
@@ -138,8 +137,8 @@ def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """A digest of all that counts as a difference: two configs have the same if one can go on with the other's run."""
-    learned = {key: value for key, value in _flat(config).items() if not _free(key)}
+    """A digest of the keys that change what is learned: with equal digests one config can resume the other's run."""
+    learned = {key: value for key, value in _flatten(config).items() if not _is_free(key)}
     return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
 
 
@@ -166,8 +165,8 @@ def _claim_given(found: RunFolder, resume: str, config: dict[str, Any]) -> RunFo
 
 
 def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolder:
-    numbers = _numbers(root)
-    taken = max(numbers, default=0)  # folders before it may have been deleted
+    numbers = _existing(root)
+    taken = max(numbers, default=0)  # earlier folders may have been deleted
     unlike: list[str] = []
     for number in sorted(numbers, reverse=True) if resume != "never" else ():
         path = numbers[number]
@@ -193,7 +192,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
             f"run.resume=must, but no unfinished run of this config lies in {root}*."
             + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else "")
         )
-    while True:  # another process may take the same number at the same moment: mkdir tells who was first
+    while True:  # another process may take the same number: mkdir fails for the second
         taken += 1
         path = _numbered(root, taken)
         try:
@@ -205,8 +204,8 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any]) -> RunFolde
             return _start(found, config)
 
 
-def _numbers(root: Path) -> dict[int, Path]:
-    """What there is of ROOT, ROOT-2, ROOT-3 and so on, by number."""
+def _existing(root: Path) -> dict[int, Path]:
+    """The existing paths among ROOT, ROOT-2, ROOT-3 and so on, by number."""
     ours = re.compile(re.escape(root.name) + r"(?:-([1-9]\d*))?")
     return {int(match[1] or 1): path for path in root.parent.glob("*") if (match := ours.fullmatch(path.name))}
 
@@ -232,7 +231,7 @@ def _start(found: RunFolder, config: dict[str, Any]) -> RunFolder:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The config of the run in `path`; None where there is none. Raises StorageError for one that cannot be read."""
+    """The config of the run in `path`, or None if there is no run. Raises StorageError if it cannot be read."""
     file = path / "config.yaml"
     if not file.exists():
         return None
@@ -240,7 +239,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
         if not file.is_file():
             raise ValueError("it is no regular file")
         text = file.read_text()
-        _require_plain(text)
+        _require_simple_yaml(text)
         config = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise StorageError(
@@ -256,8 +255,8 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def require_own_files(path: Path) -> None:
-    """Refuse a run folder whose links would have us write elsewhere (checkpoints may lie on another disk), or in which something
-    lies that is no file: who opens a pipe waits for ever. Raises StorageError.
+    """Raise StorageError for a run folder with links that lead out of it (checkpoints may be on another disk), or with a pipe or a
+    device, which would block whoever opens it.
     """
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
@@ -276,9 +275,9 @@ def require_own_files(path: Path) -> None:
             )
 
 
-def _require_plain(text: str) -> None:
-    """Refuse YAML that a few lines of make endless work: lists within lists, and aliases that stand for the same list again and
-    again. fxtune writes neither. Raises ValueError."""
+def _require_simple_yaml(text: str) -> None:
+    """Raise ValueError for YAML in which a few lines cause endless work: deeply nested lists, and aliases that repeat a list.
+    fxtune writes neither."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -289,24 +288,24 @@ def _require_plain(text: str) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line a key that would change what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
-    old, new = _flat(before), _flat(now)
+    """A line for each different key that changes what is learned: `  optimizer.lr: 0.0002 -> 0.0001`."""
+    old, new = _flatten(before), _flatten(now)
     return [
         f"  {key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in sorted(old | new)
-        if old.get(key) != new.get(key) and not _free(key)
+        if old.get(key) != new.get(key) and not _is_free(key)
     ]
 
 
-def _free(key: str) -> bool:
+def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in items:
-        flat.update(_flat(inner, f"{prefix}.{key}" if prefix else str(key)))
+        flat.update(_flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
     return flat

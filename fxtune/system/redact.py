@@ -1,11 +1,11 @@
-"""Takes secrets out of what is written and shown: the config, the command line, messages, a model card, W&B.
+"""Removes secrets from what is written and printed: the config, the command line, messages, a model card, W&B.
 
-Three nets, each for what slips through the others: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value
-(`hf_...`, `ghp_...`, a URL with a password or a signature), and the *values themselves*: whatever stands in an
-environment variable with a secret's name is removed wherever it occurs, also inside a longer string.
+Three rules complement each other: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value (`hf_...`, `ghp_...`, a URL
+with a password or a signature), and the *values*: the content of an environment variable with a secret's name is removed wherever
+it occurs, also inside a longer string.
 
-All that this process prints goes through the third net (`redacted_output`), tracebacks through all of them. The first two are
-for what is written about a run: rows of data that look like a key are shown as they are, since that is worth seeing.
+The third rule applies to all output of this process (`redacted_output`), and all three to tracebacks and to what is written about a
+run. Rows of data that look like a key are printed as they are, because the user should see them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SECRET_SHAPES = re.compile(
     )
 )
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
-_URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # a path has one slash left of the two
+_URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # normalised as a path it has one slash
 _PAIR = re.compile(
     r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
     r"(?P<value>[^\s'\"`,;}\])]+)",
@@ -62,26 +62,26 @@ _PAIR = re.compile(
 _URL_QUERY = re.compile(
     r"(?<=[?&])([\w\-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w\-]*)=[^&\s#]+", re.IGNORECASE
 )
-_HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # the shape of a W&B key, and of a git commit: the name or the place decides
+_HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # a W&B key or a git commit: the key's name or the text before it decides
 _COMMIT_PLACE = re.compile(
     r"(?:\b(?:revision|commit|sha1?|digest)(?:\s*[=:]\s*|\s+(?:is\s+|of\s+)?|\s+\(here\s+)[\"'`]?"  # revision=..., commit '...'
     r"|/(?:commits?|tree|blob|resolve|raw|archive|snapshots)/"  # pages of the hub and of GitHub, and the hub's cache
     r"|[\w.-]+/[\w.-]+@)$",
     re.IGNORECASE,
 )  # hub:ORG/KERNEL@..., git+https://host/org/repo@...
-"""What stands right before a commit in a text. The last words before it count, not any word of the sentence."""
+"""The text directly before a commit, at the end of what precedes it."""
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of `value` (nested dicts and lists of plain values) in which each secret is the text `[redacted]`.
+    """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret.
 
-    `key` is the name under which `value` stands. Keys and structure stay, so that the reader sees what was set.
+    `key`: the name of `value`. Keys and structure stay, so that the reader sees what was set.
     """
     return _redact(value, key, _environment_secrets())
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """The same for a command line: `key=value` is judged by its key, a plain word by its shape."""
+    """redact() for a command line: `key=value` by the key's name, other words by their shape."""
     secrets = _environment_secrets()
     cleaned = []
     for argument in arguments:
@@ -95,17 +95,17 @@ def redact_arguments(arguments: list[str]) -> list[str]:
 
 
 def without_user(url: str) -> str:
-    """An address without the user and password that stand in it."""
+    """A URL without its user and password."""
     return _URL_USER.sub(r"\1", url)
 
 
 def redact_text(text: str) -> str:
-    """The same for a text for people: a message, a traceback, a config as YAML."""
-    return _clean(_PAIR.sub(_unless_harmless, text), "", _environment_secrets())
+    """redact() for a text: a message, a traceback, a config as YAML."""
+    return _clean(_PAIR.sub(_redact_pair, text), "", _environment_secrets())
 
 
-class Redacted:
-    """A text stream without the values of this environment's secrets; all else is the stream's own."""
+class RedactedStream:
+    """A text stream that removes the values of this environment's secrets from what is written to it."""
 
     def __init__(self, stream: IO[str], secrets: list[str]):
         self._stream, self._secrets = stream, secrets
@@ -124,14 +124,14 @@ class Redacted:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Keep this environment's secrets out of all that is printed here meanwhile, and out of a traceback that ends the process."""
+    """Remove this environment's secrets from all output inside the block, and from a traceback that ends the process."""
     sys.excepthook = _excepthook
     secrets = _environment_secrets()
     if not secrets:
         yield
         return
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Redacted(out, secrets), Redacted(err, secrets)
+    sys.stdout, sys.stderr = RedactedStream(out, secrets), RedactedStream(err, secrets)
     try:
         yield
     finally:
@@ -159,7 +159,7 @@ def _clean(text: str, key: str, secrets: list[str]) -> str:
     text = _SECRET_SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
     text = _URL_QUERY.sub(rf"\1={HIDDEN}", text)
-    return text if _HASH_NAME.search(key) else _HEX40.sub(_unless_commit, text)
+    return text if _HASH_NAME.search(key) else _HEX40.sub(_redact_hex, text)
 
 
 def _without(text: str, secrets: list[str]) -> str:
@@ -169,18 +169,18 @@ def _without(text: str, secrets: list[str]) -> str:
     return text
 
 
-def _unless_harmless(found: re.Match[str]) -> str:
+def _redact_pair(found: re.Match[str]) -> str:
     return found["before"] + HIDDEN if _SECRET_NAME.search(found["name"] or found["key"]) else found[0]
 
 
-def _unless_commit(found: re.Match[str]) -> str:
+def _redact_hex(found: re.Match[str]) -> str:
     before = found.string[max(found.start() - 120, 0) : found.start()]
     return found[0] if _COMMIT_PLACE.search(before) else HIDDEN
 
 
 def _environment_secrets() -> list[str]:
-    """Values of the environment variables with a secret's name, and passwords in the URLs of others (a proxy's), also as URLs,
-    JSON and Python write them; longest first. Short ones would match ordinary words."""
+    """Values of environment variables with a secret's name, and passwords in URLs in any variable, such as a proxy's; each also as
+    URLs, JSON and Python write it, the longest first. Short values are left out, because they match ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

@@ -1,7 +1,7 @@
-"""What a person sees of a run: a live display on a terminal, one line a log interval elsewhere, or nothing.
+"""The display of a run: a live one on a terminal, one line per log interval elsewhere, or none.
 
-The line without a terminal is `key=value`, in a fixed order, made to grep. Nothing here waits for the device or can stop
-training: a display gets plain numbers, at the log interval.
+The line without a terminal is `key=value` in a fixed order, for grep. A display gets plain numbers at the log interval, so it never
+waits for the device and never stops training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fxtune.errors import ConfigError
 from fxtune.system.console import answers_table, console, plain, say, table, tick, unicode
 from fxtune.techniques.base import Evidence
 
-WINDOW = 50  # log intervals that the rate behind "time left" looks back on
+WINDOW = 50  # log intervals that "time left" is estimated from
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as observed on the built model") -> Table:
-    """What `Technique.verify` saw, for people."""
+    """A table of what `Technique.verify` observed."""
     return table(
         title,
         ["technique", "asked for", "observed", "acted"],
@@ -38,25 +38,25 @@ def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as ob
 
 
 class Display:
-    """What the trainer talks to. This one keeps silent; the others show. Use it with `with`, or call `finish` at last."""
+    """The interface for the trainer; this class shows nothing. Use it with `with`, or call `finish` at the end."""
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
-        """The run has `total_steps`, of which an earlier process did `done_steps`."""
+        """Begin a run of `total_steps`, of which an earlier process did `done_steps`."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`step` steps are done; `metrics` by their full names, as they go to the tracker. Never raises."""
+        """Show the `metrics` after `step` steps, by the names that the tracker gets. Never raises."""
 
     def note(self, text: str) -> None:
-        """A message for the user, on lines of its own."""
+        """Show a message on its own lines."""
 
     def evidence(self, seen: Iterable[Evidence]) -> None:
-        """Show what was observed of the techniques, as `fxtune verify` does."""
+        """Show what was observed of the techniques."""
 
     def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
-        """Show answers to questions, as `answers_table` takes them."""
+        """Show answers to questions; see `answers_table`."""
 
     def finish(self) -> None:
-        """Leave the terminal as it was found. Safe to call twice."""
+        """Restore the terminal. Safe to call twice."""
 
     def __enter__(self) -> Display:
         return self
@@ -68,7 +68,7 @@ class Display:
 
 
 def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> Display:
-    """The display of that kind: auto, rich, plain or none. `auto`: rich on a terminal, plain elsewhere.
+    """The display of a kind: auto (rich on a terminal, plain elsewhere), rich, plain or none.
 
     Raises ConfigError for rich without a terminal.
     """
@@ -82,8 +82,8 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
     return LiveDisplay(clock) if able and kind != "plain" else PlainDisplay(clock)
 
 
-class Pace:
-    """Time left, from the steps that this process made: what an earlier one did says nothing about this machine."""
+class TimeLeft:
+    """Estimates the time left from the steps of this process. An earlier process may have run on another machine."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
         self.total, self.done = total, done
@@ -97,11 +97,11 @@ class Pace:
         self._seen.append((step, self._clock()))
         self.done = step
         if self._begun and len(self._seen) > 2:
-            self._seen.popleft()  # the first interval holds compilation and warm-up
+            self._seen.popleft()  # the first interval includes compilation and warm-up
             self._begun = False
 
     def left(self) -> float | None:
-        """Seconds to the last step; None before the first step of this process is done."""
+        """Seconds to the last step, or None before this process's first step is done."""
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
         if last == first:
             return None
@@ -109,14 +109,14 @@ class Pace:
 
 
 class PlainDisplay(Display):
-    """`step=12/400 loss=1.2345 lr=1.00e-04 ... left=0:02:10`: fixed order, one line, nothing but figures; made to grep."""
+    """Lines for grep: `step=12/400 loss=1.2345 lr=1.00e-04 ... left=0:02:10`, in a fixed order."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pace = Pace(0, 0, clock)
+        self._pace = TimeLeft(0, 0, clock)
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
-        self._pace = Pace(total_steps, done_steps, self._clock)
+        self._pace = TimeLeft(total_steps, done_steps, self._clock)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
@@ -137,15 +137,15 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(PlainDisplay):
-    """A bar and the latest figures at the foot of the terminal, notes above it.
+    """A progress bar and the latest figures at the bottom of the terminal, notes above them.
 
-    The cursor is never hidden and the screen never switched, so that even a kill -9 leaves a sane terminal.
+    It neither hides the cursor nor switches the screen, so that even kill -9 leaves a working terminal.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._latest: dict[str, Any] = {}
-        self._losses = Trace()
+        self._losses = DownsampledSeries()
         self._title = ""
         self._began = 0.0
         self._live: Live | None = None
@@ -165,7 +165,10 @@ class LiveDisplay(PlainDisplay):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
-        self._latest = {**self._latest, **metrics}  # a new dict: the refreshing thread may be reading the old one
+        self._latest = {
+            **self._latest,
+            **metrics,
+        }  # a new dict, because the refreshing thread may be reading the old one
         loss = _number(metrics.get("train/loss"))
         if loss is not None and math.isfinite(loss):
             self._losses.add(loss)
@@ -201,11 +204,11 @@ class LiveDisplay(PlainDisplay):
     def _parts(self) -> list[Text]:
         parts = []
         for name, text in figures(self._latest).items():
-            beside = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith(
+            hidden = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith(
                 "checkpoint_"
             )
-            if beside or (name == "skipped" and text == "0"):
-                continue  # in metrics.jsonl; here they would push out what people look at
+            if hidden or (name == "skipped" and text == "0"):
+                continue  # only in metrics.jsonl, to leave room for the others
             style = "bold" if name == "loss" else ""
             parts.append(Text.assemble((LABELS.get(name, name) + " ", "dim"), (_human(name, text), style)))
         if len(self._losses.values) > 2 and unicode():
@@ -214,7 +217,7 @@ class LiveDisplay(PlainDisplay):
         return parts
 
 
-# The order of a line, and what each metric is called in it. Others follow under their own names.
+# Short names of metrics, in the order of a line. Other metrics follow under their own names.
 NAMES = {
     "train/loss": "loss",
     "train/lr": "lr",
@@ -263,7 +266,7 @@ FORMATS = {
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics as short names and texts without spaces, in the order of NAMES."""
+    """The metrics by their short names, as texts without spaces, in the order of NAMES."""
     shown = {}
     ordered = [name for name in NAMES if name in metrics] + [name for name in metrics if name not in NAMES]
     for name in ordered:
@@ -277,7 +280,7 @@ def figures(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of `values` in at most `width` characters, lowest to highest; neighbours are averaged to fit."""
+    """A chart of `values` in at most `width` characters, scaled from lowest to highest; neighbours are averaged to fit."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -287,8 +290,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[int((mean - low) / span * (len(BARS) - 1) + 0.5)] for mean in means)
 
 
-class Trace:
-    """The whole course of a figure in bounded memory: when full, neighbours are merged and each entry stands for more."""
+class DownsampledSeries:
+    """All values of a metric in bounded memory: when it is full, neighbours are averaged and each entry stands for more."""
 
     def __init__(self, capacity: int = 512) -> None:
         self.values: list[float] = []
@@ -306,10 +309,10 @@ class Trace:
 
 
 def clock_time(seconds: float) -> str:
-    """1:02:03, or 2d 1:02:03 without the blank: `2d1:02:03`."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    return (f"{days}d" if days else "") + f"{hours}:{minutes:02}:{whole % 60:02}"
+    """A duration as 1:02:03 or 2d1:02:03."""
+    total = round(seconds)
+    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
+    return (f"{days}d" if days else "") + f"{hours}:{minutes:02}:{total % 60:02}"
 
 
 def _human(name: str, text: str) -> str:
@@ -331,7 +334,7 @@ def _number(value: Any) -> float | None:
 
 
 def _flow(parts: Iterable[Text], width: int) -> list[Text]:
-    """The parts on as few lines as they fit on, none of them broken (but cut where it alone is too wide)."""
+    """The parts on as few lines as possible; a part is not broken, but truncated if it is wider than a line."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + 2 + part.cell_len <= width:

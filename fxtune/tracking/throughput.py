@@ -1,17 +1,17 @@
-"""How much work training is, and how fast it is being done: model FLOPs, tokens/s, MFU, memory, time spent waiting.
+"""Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs are the ones that the mathematics needs, so that a method which computes more (recomputed activations, padding,
-attention to masked keys) scores lower, not higher:
+Model FLOPs count the operations that the mathematics needs, so that extra work (recomputed activations, padding, attention to masked
+keys) lowers MFU instead of raising it:
 
-- a matmul of a trained weight with N parameters costs 6N a token (forward 2, input gradient 2, weight gradient 2), of a
-  frozen one 4N: it has no weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no
-  matmul; a tied output head is one. The head counts at supervised positions only: no other needs logits.
-- causal attention over a document of S tokens costs 2 S^2 d a head and layer forward (two matmuls, half of each masked) and
-  2.5 times that backward, where the scores are computed again: 3.5 forward costs in all, as in Dao 2023 (arXiv 2307.08691,
-  section 4.1). Documents packed into one row do not see each other, so lengths are squared one by one; a sliding window
-  of W keys leaves S W - W^2/2 of S^2/2 pairs.
+- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen ones 4N: they
+  have no weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head
+  is one. The head counts only at supervised positions, because no other position needs logits.
+- Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each masked) and 2.5
+  times that backward, where the scores are recomputed: 3.5 forward costs in all, as in Dao 2023 (arXiv 2307.08691, section 4.1).
+  Documents packed into one row do not attend to each other, so each length is squared by itself; a sliding window of W keys leaves
+  S W - W^2/2 of S^2/2 pairs.
 
-MFU is this rate over the device's *dense* peak for the dtype of the matmuls. Where either is not known, it is not shown.
+MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class TrainingCost:
     """Model FLOPs of forward and backward."""
 
     per_token: float
-    """Matmuls of the body, for each token."""
+    """Matmuls of the layers, per token."""
     per_target: float
-    """Matmuls of the output head, for each supervised token."""
+    """Matmuls of the output head, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
-    """(window in keys or None, FLOPs for each pair of a query and a key), one entry for each kind of layer."""
+    """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
-        """Of documents with these lengths in tokens, `supervised` of whose tokens are targets."""
+        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all."""
         lengths = np.asarray(lengths, np.float64)
         total = self.per_token * lengths.sum() + self.per_target * supervised
         for window, per_pair in self.attention:
@@ -59,10 +59,10 @@ class TrainingCost:
 
 
 def training_cost(model: nn.Module) -> TrainingCost | None:
-    """Count `model`'s matmuls as it stands, adapters included, by which of its weights require a gradient.
+    """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
 
-    None where these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Small
-    change is left out: norms, activations, RoPE, softmax, DoRA's weight norms, the router of nothing.
+    None if these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Norms, activations,
+    RoPE, softmax and DoRA's weight norms are negligible and left out.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -74,9 +74,7 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     body = top = 0.0
     for name, module in model.named_modules():
-        if (
-            ".original_module" in f".{name}"
-        ):  # PEFT keeps the weights that `modules_to_save` replaced; they compute nothing
+        if ".original_module" in f".{name}":  # the weights that PEFT's `modules_to_save` replaced are not used
             continue
         sizes = _matmul(module)
         if sizes is None:
@@ -91,10 +89,10 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
 
 
 def _matmul(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a module that multiplies by a matrix of its own; None for any other.
+    """(in, out) of a module that multiplies by its own matrix; None for others.
 
-    Recognised by its attributes, so that quantised and fused linears count with their logical size, not their bytes.
-    A wrapper that carries the same attributes, such as PEFT's, is passed over for what it wraps.
+    It is recognised by its attributes, so that quantised and fused linears count with their logical size. A wrapper with the same
+    attributes, such as PEFT's, does not count; the linear inside it does.
     """
 
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
@@ -127,12 +125,12 @@ def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: what tensors took on a GPU, the process's resident set on a CPU."""
+    """Peak memory so far in GiB: of tensors on a GPU, or the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     status = Path("/proc/self/status")
     if status.exists():
-        # Not ru_maxrss, which a process on Linux can inherit from the one that started it.
+        # On Linux ru_maxrss may be inherited from the parent process.
         high = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
         if high:
             return int(high[1]) * 1024 / GIB
@@ -141,10 +139,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 class StartupTimer:
-    """Where the time from the command to the first line of figures goes: what is compiled in the first steps is in it."""
+    """The time from the command to the first line of figures, by stage; compilation in the first steps is included."""
 
     begun: ClassVar[bool] = False
-    """Whether a run of this process has begun: one of a sweep after the first does not count from the process's start."""
+    """Whether this process has begun a run: later runs of a sweep do not count from the process's start."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -154,40 +152,40 @@ class StartupTimer:
         self.seconds: dict[str, float] = {"imports": before} if before else {}
 
     def done(self, stage: str) -> None:
-        """What ran since the last call was `stage`."""
+        """End `stage`, which began at the last call."""
         now = self._clock()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
     def summary(self) -> str:
-        """One line: all of it, and each stage that took half a second or more."""
+        """One line: the total, and each stage that took half a second or more."""
         parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
         return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (
             f" ({', '.join(parts)})" if parts else ""
         )
 
 
-class Work(Protocol):
-    """What a meter asks of a data plan."""
+class PlannedWork(Protocol):
+    """The part of a data plan that Meter reads."""
 
     def lengths(self, step: int) -> np.ndarray:
-        """The lengths in tokens of the documents of a step."""
+        """Lengths in tokens of a step's documents."""
 
     def supervised(self, step: int) -> int:
-        """The targets of a step."""
+        """Supervised tokens of a step."""
 
 
 class Meter:
-    """Counts the work of the steps between two readings. Touches no tensor, so it never waits for the device.
+    """Counts the work of the steps between two readings. It reads no tensor, so it never waits for the device.
 
-    `tokens` and `supervised_tokens`: what the run had seen before this process, so that totals go on after a resume.
-    `dtype`: of the matmuls, where autocast makes it another than that of the weights.
+    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: of the matmuls under autocast, if it differs
+    from the weights'.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Work,
+        plan: PlannedWork,
         device: torch.device,
         tokens: int = 0,
         supervised_tokens: int = 0,
@@ -202,7 +200,7 @@ class Meter:
         self._reset()
 
     def add(self, step: int, waited: float) -> None:
-        """`step` of the plan has been issued; `waited`: seconds in which the loop stood still for its data."""
+        """Count `step` of the plan. `waited`: seconds that the loop waited for its data."""
         lengths, supervised = self._plan.lengths(step), self._plan.supervised(step)
         tokens = int(lengths.sum())
         self.tokens += tokens
@@ -215,8 +213,8 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside (an evaluation, a checkpoint) out of the rates."""
-        self._synchronize()  # else steps still running on the device would be counted as the pause's time
+        """Exclude the block (an evaluation, a checkpoint) from the rates."""
+        self._synchronize()  # so that steps still running on the device do not count as part of the pause
         began = self._clock()
         try:
             yield
@@ -225,7 +223,7 @@ class Meter:
             self._began += self._clock() - began
 
     def read(self) -> dict[str, float]:
-        """The metrics of the steps since the last reading. To be called after the loop has waited for the device."""
+        """The metrics of the steps since the last reading. Call it after the loop has waited for the device."""
         seconds = max(self._clock() - self._began, 1e-9)
         figures = {
             "train/tokens": float(self.tokens),
@@ -238,7 +236,7 @@ class Meter:
             figures["train/mfu"] = self._flops / seconds / self.peak
         figures["train/memory_gib"] = memory_gib(self._device)
         if self._device.type == "cuda":
-            # What the allocator holds: far above memory_gib means fragmentation, and an out-of-memory to come.
+            # The allocator's memory: far above memory_gib means fragmentation.
             figures["train/memory_reserved_gib"] = torch.cuda.max_memory_reserved(self._device) / GIB
         self._reset()
         return figures
@@ -254,7 +252,7 @@ class Meter:
 
 
 def _matmul_dtype(model: nn.Module) -> str:
-    """The dtype that most of the matmuls run in, `tf32` included."""
+    """The dtype of most matmuls by their size; `tf32` is one."""
     share: dict[torch.dtype, int] = {}
     for module in model.modules():
         sizes = _matmul(module)

@@ -59,6 +59,11 @@ def locate_in_process(url, home, patience=300.0):
     return done.stdout
 
 
+def questions(hub):
+    """The requests about a repository. The hub's library sends others of its own."""
+    return [request for request in hub.asked if "/nobody/" in request]
+
+
 FAULTS = {
     "silent": "no answer in 2 s",
     "drips": "no answer in 2 s",
@@ -77,7 +82,7 @@ def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reaso
     hub.asked.clear()
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, cache, 2.0 if mode in ("silent", "drips") else 300.0)
-    assert len(hub.asked) == {"refused": 0, 401: 3}.get(mode, 1), hub.asked
+    assert len(questions(hub)) == {"refused": 0, 401: 3}.get(mode, 1), hub.asked
     used = "so what an earlier run fetched is used: commit " + COMMIT
     assert out.count(used) == 2, out  # for the model and the tokenizer
     assert reason in out.splitlines()[0], out
@@ -94,7 +99,7 @@ def test_complete_commit_in_the_cache_is_not_asked_for(hub, cache):
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == COMMIT, done.stderr
-    assert hub.asked == []
+    assert questions(hub) == []
 
 
 @pytest.mark.parametrize("mode", ["silent", 500, "refused"])
@@ -103,7 +108,7 @@ def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mod
     hub.asked.clear()
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, tmp_path, 2.0 if mode == "silent" else 300.0)
-    assert len(hub.asked) == (mode != "refused")
+    assert len(questions(hub)) == (mode != "refused"), hub.asked
     assert out.startswith(
         "error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached for it ("
     ), out

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from fxtune.errors import ConfigError
 from fxtune.system.console import answers_table, console, table
 from fxtune.techniques.base import Evidence
-from fxtune.tracking.display import Pace, Trace, clock_time, display, evidence_table, figures, sparkline
+from fxtune.tracking.display import (
+    DownsampledSeries,
+    TimeLeft,
+    clock_time,
+    display,
+    evidence_table,
+    figures,
+    sparkline,
+)
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 METRICS = {
@@ -94,7 +102,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
 
 def test_time_left_after_a_resume_comes_from_this_process_alone():
     now = [1000.0]
-    pace = Pace(total=1000, done=900, clock=lambda: now[0])
+    pace = TimeLeft(total=1000, done=900, clock=lambda: now[0])
     assert pace.left() is None
     now[0] += 30.0  # compiles
     pace.reached(901)
@@ -130,7 +138,7 @@ def test_sparkline_fits_and_spans(values, width):
 
 @given(st.integers(1, 5000))
 def test_trace_keeps_the_whole_course_in_bounded_memory(count):
-    trace = Trace(capacity=64)
+    trace = DownsampledSeries(capacity=64)
     for at in range(count):
         trace.add(float(at))
     assert len(trace.values) <= 64

@@ -36,7 +36,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back(tmp_path):
+def test_saved_checkpoint_loads(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 3, tokens=7, best_loss=1.5, best_step=3, wandb_id="abc", optimizer={"w/step": 3})
     got = checkpoints.load_newest()
@@ -47,7 +47,7 @@ def test_what_is_saved_comes_back(tmp_path):
     assert torch.equal(got.moments["w/exp_avg"], torch.ones(4))
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_best=True))
     for step in (10, 20, 30, 40):
         save(checkpoints, step, best_step=10 if step < 40 else 20)
@@ -57,7 +57,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == ["step-00000050", "step-00000060", "step-00000070"]
 
 
-def test_the_best_one_is_kept_until_a_better_one_is_saved_also_by_the_run_that_goes_on(tmp_path, monkeypatch):
+def test_best_checkpoint_is_kept_until_a_better_one_is_saved_also_after_resume(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=lambda text: None)
     for step in (100, 200, 300):
         save(checkpoints, step, best_step=100)
@@ -80,7 +80,7 @@ def test_the_best_one_is_kept_until_a_better_one_is_saved_also_by_the_run_that_g
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, harm):
+def test_damaged_checkpoint_is_skipped_for_the_newest_complete_one(tmp_path, harm):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 1)
     path = save(checkpoints, 2)
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path, 
     assert checkpoints.load_newest().state.step == 1
 
 
-def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
+def test_damaged_checkpoint_never_displaces_a_complete_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     save(checkpoints, 8)
     kept = tmp_path / "kept"
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_never_outlives_a_whole_one(tmp_path):
     assert names(tmp_path) == ["step-00000009"]
 
 
-def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_path):
+def test_only_damaged_checkpoints_are_an_error_and_none_is_not(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     assert checkpoints.load_newest() is None
     (save(checkpoints, 1) / "state.json").unlink()
@@ -118,7 +118,7 @@ def test_nothing_whole_is_an_error_that_says_so_and_nothing_at_all_is_not(tmp_pa
         checkpoints.load_newest()
 
 
-def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
+def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 1)
     for name in (".staging-step-00000002", ".removed-step-00000000"):
@@ -128,7 +128,7 @@ def test_a_leftover_of_a_killed_save_is_no_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "nobody else would clear it away"
 
 
-def test_what_changes_after_a_save_is_not_in_it(tmp_path):
+def test_changes_after_a_save_are_not_in_it(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=pytest.fail)
     state, weight, moment = TrainState(step=1, figures={"a": 1}), torch.zeros(10**6), torch.zeros(10**6)
     checkpoints.save(state, {"w": weight}, {"w/exp_avg": moment})
@@ -150,7 +150,7 @@ def slow(monkeypatch):
     go.set()
 
 
-def test_the_loop_goes_on_while_a_checkpoint_is_written_and_one_is_in_flight_at_most(tmp_path, slow):
+def test_loop_continues_during_a_save_and_at_most_one_is_in_flight(tmp_path, slow):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(TrainState(step=1), {"w": torch.zeros(4)}, {})
     assert checkpoints.save_timings() == {}  # it has not ended
@@ -170,7 +170,7 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written_and_one_is_in_flight_at_
     assert checkpoints.save_timings() == {}  # told once
 
 
-def test_a_fault_of_the_thread_that_no_disk_made_reaches_the_loop(tmp_path, monkeypatch):
+def test_unexpected_error_in_the_save_thread_is_raised_in_the_loop(tmp_path, monkeypatch):
     def broken(*_):
         raise AssertionError("ours")
 
@@ -181,7 +181,7 @@ def test_a_fault_of_the_thread_that_no_disk_made_reaches_the_loop(tmp_path, monk
         checkpoints.wait()
 
 
-def test_without_memory_for_a_copy_it_is_written_at_once_and_said_once(tmp_path, monkeypatch):
+def test_without_memory_for_a_copy_the_save_is_synchronous_with_one_note(tmp_path, monkeypatch):
     monkeypatch.setattr("fxtune.checkpoint.host_copy.memory", lambda: (0, 0))
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
@@ -193,7 +193,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once_and_said_once(tmp_path,
     assert checkpoints.load_newest().weights["w"].tolist() == [2.0] * 4
 
 
-def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path):
+def test_unchanged_state_is_not_saved_again(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     path = save(checkpoints, 1)
     before = path.stat().st_ino
@@ -203,7 +203,7 @@ def test_a_state_that_is_on_the_disk_is_not_written_again(tmp_path):
     assert path.stat().st_ino != before
 
 
-def test_what_is_not_a_checkpoint_of_ours_is_never_removed(tmp_path):
+def test_foreign_folders_are_never_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
     for name in ("step-00000001-copy", "step-best", "notes"):
         (tmp_path / name).mkdir()
@@ -221,7 +221,7 @@ TENSORS = st.dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(TENSORS)
-def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_written(tmp_path_factory, shapes):
+def test_written_tensors_are_read_back_by_safetensors(tmp_path_factory, shapes):
     file = tmp_path_factory.mktemp("tensors") / "x.safetensors"
     tensors = {
         name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"
@@ -237,7 +237,7 @@ def test_tensors_of_any_dtype_and_shape_are_read_by_safetensors_as_they_were_wri
         assert torch.equal(found[name].float(), tensor.float())
 
 
-def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
+def test_disk_space_is_checked_before_a_run_begins(tmp_path):
     free, notes = shutil.disk_usage(tmp_path).free, []
     checkpoints = Checkpoints(tmp_path / "not" / "there", CheckpointConfig(keep=2), note=notes.append)
     checkpoints.check_room(free // 10, free // 10)
@@ -263,7 +263,7 @@ def test_the_room_for_a_run_is_looked_at_before_it_begins(tmp_path):
         (dict(name="muon"), True),
     ],
 )
-def test_moments_are_estimated_as_the_optimizers_keep_them(options, lora):
+def test_estimated_moments_equal_the_optimizers_state(options, lora):
     """A bfloat16 Llama whose embedding and head are most of it; adapters, one on the head among them, are float32. Before there
     is an optimizer memory.forecast() says it, gradients with them, by the model's shape.
     """

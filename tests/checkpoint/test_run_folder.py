@@ -31,7 +31,7 @@ def start(resume="auto", config=CONFIG, folder=None):
     return found
 
 
-def test_a_run_records_its_config_and_is_gone_on_with_by_the_same_command():
+def test_run_records_its_config_and_the_same_command_resumes_it():
     first = start()
     assert (first.path, first.resumed) == (Path("runs/a"), False)
     assert yaml.safe_load((first.path / "config.yaml").read_text()) == CONFIG
@@ -39,7 +39,7 @@ def test_a_run_records_its_config_and_is_gone_on_with_by_the_same_command():
     assert (again.path, again.resumed) == (Path("runs/a"), True)
 
 
-def test_another_config_a_finished_run_and_never_get_a_folder_of_their_own():
+def test_other_configs_finished_runs_and_never_get_new_folders():
     first = start()
     assert start(config=OTHER).path == Path("runs/a-2")
     first.finish({"train/loss": 1.0})
@@ -48,14 +48,14 @@ def test_another_config_a_finished_run_and_never_get_a_folder_of_their_own():
     assert start(resume="never").path == Path("runs/a-4")
 
 
-def test_two_unfinished_runs_are_each_gone_on_with_whichever_is_newer():
+def test_two_unfinished_runs_are_each_resumed():
     assert [start().path, start(config=OTHER).path] == [Path("runs/a"), Path("runs/a-2")]
     for _ in range(2):
         again, other = start(), start(config=OTHER)
         assert (again.path, again.resumed, other.path, other.resumed) == (Path("runs/a"), True, Path("runs/a-2"), True)
 
 
-def test_a_run_is_found_where_older_folders_were_deleted():
+def test_run_is_found_after_older_folders_were_deleted():
     start().finish({})
     assert start().path == Path("runs/a-2")
     shutil.rmtree("runs/a")
@@ -64,7 +64,7 @@ def test_a_run_is_found_where_older_folders_were_deleted():
     assert start(config=OTHER).path == Path("runs/a-3")
 
 
-def test_a_given_folder_is_used_as_it_is_or_refused_with_the_differences():
+def test_given_folder_is_used_or_refused_with_the_differences():
     assert start(folder="here").path == Path("here")
     assert start(folder="here").resumed
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.0001 -> 0\.0002"):
@@ -75,7 +75,7 @@ def test_a_given_folder_is_used_as_it_is_or_refused_with_the_differences():
     assert start(folder="here").finished
 
 
-def test_must_fails_where_there_is_nothing_to_go_on_with():
+def test_must_fails_without_a_run_to_resume():
     with pytest.raises(ConfigError, match="no unfinished run"):
         start(resume="must")
     with pytest.raises(ConfigError, match="holds no run"):
@@ -85,7 +85,7 @@ def test_must_fails_where_there_is_nothing_to_go_on_with():
         start(resume="must")
 
 
-def test_a_run_that_is_alive_in_another_process_is_left_alone():
+def test_run_of_a_live_process_is_not_resumed():
     program = (
         "import json, sys\nfrom fxtune.checkpoint.run_folder import claim\n"
         "held = claim('a', sys.argv[1] or None, 'auto', json.loads(sys.argv[2]))\n"
@@ -109,7 +109,7 @@ def test_a_run_that_is_alive_in_another_process_is_left_alone():
         assert start(folder=folder or "runs/a").resumed  # a killed process holds no lock
 
 
-def test_only_what_is_learned_counts_as_a_difference():
+def test_only_keys_that_change_learning_are_differences():
     now = {
         **CONFIG,
         "run": {"name": "a", "resume": "never"},
@@ -122,7 +122,7 @@ def test_only_what_is_learned_counts_as_a_difference():
     ]
 
 
-def test_must_says_of_a_run_that_is_alive_that_it_is():
+def test_must_reports_a_live_run():
     held = claim("a", None, "auto", CONFIG)
     with pytest.raises(
         StorageError, match=r"run\.resume=must, but runs/a, which this would go on with, is in use by a run"
@@ -132,7 +132,7 @@ def test_must_says_of_a_run_that_is_alive_that_it_is():
     assert start("must").resumed
 
 
-def test_the_same_folder_by_another_path_is_the_same_lock():
+def test_all_paths_to_a_folder_share_its_lock():
     held = claim("a", "here", "auto", CONFIG)
     Path("there").symlink_to("here")
     Path("below").mkdir()
@@ -143,7 +143,7 @@ def test_the_same_folder_by_another_path_is_the_same_lock():
     assert start(folder="there").resumed
 
 
-def test_a_config_that_cannot_be_read_is_an_error_or_another_runs():
+def test_unreadable_config_is_an_error_or_another_run():
     start()
     for text in ("a: [", "- 1\n", "", "\x00"):
         Path("runs/a/config.yaml").write_text(text)
@@ -154,7 +154,7 @@ def test_a_config_that_cannot_be_read_is_an_error_or_another_runs():
     assert start().path == Path("runs/a-2")  # what cannot be read is left alone
 
 
-def test_a_result_that_cannot_be_read_is_an_error_that_says_what_to_do():
+def test_unreadable_result_is_an_error_that_says_what_to_do():
     found = start()
     found.finish({"train/loss": 1.0})
     assert found.result() == {"train/loss": 1.0}
@@ -163,7 +163,7 @@ def test_a_result_that_cannot_be_read_is_an_error_that_says_what_to_do():
         found.result()
 
 
-def test_a_disk_that_takes_no_result_is_an_error_and_what_was_there_stays():
+def test_failed_result_write_is_an_error_and_keeps_the_old_one():
     found = start()
     found.finish({"first": 1})
     (found.path / ".result.json").mkdir()  # where the new one would be written first
@@ -172,7 +172,7 @@ def test_a_disk_that_takes_no_result_is_an_error_and_what_was_there_stays():
     assert found.result() == {"first": 1}
 
 
-def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones():
+def test_sweep_resumes_in_its_folders_and_other_settings_get_new_ones():
     root = Path("runs/a/optimizer.lr=0.1")
     assert sweep_folder(root, "auto", CONFIG) == root
     start(folder=str(root))
@@ -193,7 +193,7 @@ def test_a_sweep_goes_on_in_its_folders_and_with_another_setting_gets_new_ones()
         st.sampled_from(["optimizer.lr", "run.dir", "loader.num_workers", "model.path"]), st.integers(0, 2)
     )
 )
-def test_configs_have_one_identity_if_and_only_if_nothing_of_them_differs(changes):
+def test_config_digests_are_equal_exactly_without_differences(changes):
     config = {"optimizer": {"lr": 0}, "run": {"dir": 0}, "loader": {"num_workers": 0}, "model": {"path": 0}}
     other = {group: dict(keys) for group, keys in config.items()}
     for key, value in changes.items():

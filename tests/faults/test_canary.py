@@ -120,7 +120,7 @@ def require_none_written(home: Path) -> int:
     return len(files)
 
 
-def test_a_planted_secret_would_be_found(planted):
+def test_planted_secret_is_found_by_the_search(planted):
     """So that the tests below can fail."""
     for secret in SECRETS.values():
         found = planted / "found"
@@ -130,7 +130,7 @@ def test_a_planted_secret_would_be_found(planted):
         found.unlink()
 
 
-def test_no_secret_is_written_or_printed_by_a_run_and_what_follows_it(planted, capfd, monkeypatch):
+def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch):
     argv = [
         *RUN,
         "run.dir=out",
@@ -173,7 +173,7 @@ def test_no_secret_is_written_or_printed_by_a_run_and_what_follows_it(planted, c
     assert ".hydra" not in written
 
 
-def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, monkeypatch):
+def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
     """tune with two trials, one of which failed with secrets in its last words, and its cache; doctor; sync, which fails."""
     argv = [
         *RUN,
@@ -212,7 +212,7 @@ def test_no_secret_is_written_or_printed_by_the_other_commands(planted, capfd, m
 
 
 @pytest.mark.parametrize("mode", [WandbMode.online, WandbMode.offline])
-def test_the_password_of_w_and_b_s_server_is_in_none_of_its_logs_and_one_message_says_so(mode, planted, monkeypatch):
+def test_password_in_wandb_address_is_in_no_log_and_reported_once(mode, planted, monkeypatch):
     notes: list[str] = []
     run = planted / "work" / mode.value
     with serving(Wandb()) as server:
@@ -247,14 +247,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("words", WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_no_secret_is_in_what_a_wrong_command_is_told(words, planted, capfd):
+def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
     code, told = in_process(capfd, *RUN, *words)
     assert code in (2, 3, 6), told
     assert told.startswith("fxtune: ")
     require_silent(told, "the message")
 
 
-def test_no_secret_is_in_what_libraries_print_and_in_a_traceback(planted):
+def test_library_output_and_tracebacks_contain_no_secret(planted):
     """A bug: an error with a token in its text, after a print and a warning with one, and with a proxy's password."""
     script = (
         "import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"

@@ -50,7 +50,7 @@ def ballast(disk: Path, leave: int) -> Path:
     return file
 
 
-def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again(tmp_path):
+def test_full_disk_keeps_earlier_checkpoints_and_the_next_save_is_tried(tmp_path):
     notes: list[str] = []
     with small_disk(tmp_path / "disk", "64m") as disk:
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=notes.append)
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_the_next_save_is_tried_again
         assert "Earlier ones are intact, and training goes on" in notes[0]
 
 
-def test_a_disk_that_fills_while_a_checkpoint_is_written_keeps_nothing_half(tmp_path, monkeypatch):
+def test_disk_that_fills_during_a_save_keeps_no_partial_checkpoint(tmp_path, monkeypatch):
     """The free space was there when it was looked at, and gone when it was needed."""
     monkeypatch.setattr("fxtune.checkpoint.manager.SPARE", -(2**40))
     with small_disk(tmp_path / "disk", "16m") as disk:
@@ -87,7 +87,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_keeps_nothing_half(tmp_
         assert torch.equal(checkpoints.load_newest().weights["w"], torch.full((6 * MIB // 12,), 1.0))
 
 
-def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is_whole(tmp_path):
+def test_short_of_space_an_old_checkpoint_is_removed_only_if_a_newer_one_is_complete(tmp_path):
     with small_disk(tmp_path / "disk", "64m") as disk:
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(keep=2), note=lambda text: None)
         for step in (1, 2):
@@ -103,7 +103,7 @@ def test_where_room_is_short_an_old_checkpoint_goes_first_only_if_a_newer_one_is
         )  # the only whole one is not given up for one that may not become whole
 
 
-def test_where_room_is_short_the_best_one_goes_only_for_a_better_one(tmp_path):
+def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp_path):
     with small_disk(tmp_path / "disk", "64m") as disk:
         folder = disk / "checkpoints"
         checkpoints = Checkpoints(folder, CheckpointConfig(keep=1), note=lambda text: None)
@@ -129,7 +129,7 @@ def said(tmp_path):
     return lambda: tail(tmp_path, 10**7)
 
 
-def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(tmp_path, forks, said):
+def test_run_without_space_for_one_checkpoint_is_refused(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "1m"):
         code = forks.start(command(tmp_path), tmp_path).wait()
     text = said()
@@ -139,7 +139,7 @@ def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_first_step(
     assert "step=1/" not in text
 
 
-def test_the_room_that_a_run_asks_for_is_what_its_checkpoints_take_also_with_two_update_rules(tmp_path, forks, said):
+def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_path, forks, said):
     """Muon's hidden matrices have one moment, embedding, head and norms AdamW's two."""
     words = command(
         tmp_path, "techniques.lora.enabled=false", "optimizer.name=muon", "train.max_steps=1", "checkpoint.every=1"
@@ -153,7 +153,7 @@ def test_the_room_that_a_run_asks_for_is_what_its_checkpoints_take_also_with_two
     assert float(asked[1]) * MIB == pytest.approx(size, rel=0.05)
 
 
-def test_a_run_outlives_a_full_disk_and_ends_in_an_error_only_if_its_last_save_fails(tmp_path, forks, said):
+def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "40m") as disk:
         words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
         process = forks.start(words, tmp_path)
@@ -194,7 +194,7 @@ def begun(disk: Path, folder: Path, forks) -> list[str]:
     return words
 
 
-def test_the_history_of_a_run_that_goes_on_on_a_full_disk_waits_for_room_and_is_complete(tmp_path, forks, said):
+def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
         size = os.path.getsize(disk / "metrics.jsonl")
@@ -210,7 +210,7 @@ def test_the_history_of_a_run_that_goes_on_on_a_full_disk_waits_for_room_and_is_
         assert not list(disk.glob("metrics.jsonl?*"))
 
 
-def test_lines_that_a_disk_never_took_are_said_at_the_end_and_by_the_run_that_goes_on(tmp_path, forks, said):
+def test_lost_metrics_are_reported_at_the_end_and_by_the_resumed_run(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
         filled = ballast(disk, leave=os.path.getsize(disk / "metrics.jsonl") // 4096 * 4096)
@@ -239,7 +239,7 @@ def _save_for_ever(folder: str, said: str) -> None:
             out.flush()
 
 
-def test_saves_that_are_killed_lose_nothing_that_was_said_to_be_saved(tmp_path):
+def test_killed_saves_lose_nothing_that_was_reported_as_saved(tmp_path):
     context, draw, leftovers = multiprocessing.get_context("fork"), random.Random(0), 0
     folder, said = tmp_path / "checkpoints", tmp_path / "said"
     said.touch()
@@ -317,7 +317,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_checkpoint_with_foreign_files_is_passed_over_saying_so(tmp_path, monkeypatch, name):
+def test_checkpoint_with_forged_files_is_skipped_with_the_reason(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     file, make, why = FORGED[name]
     notes: list[str] = []
@@ -385,7 +385,7 @@ HARM = {
 
 
 @pytest.mark.parametrize("name", HARM)
-def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_path, name):
+def test_changed_checkpoint_is_skipped_with_the_reason(tmp_path, name):
     harm, why, kept = HARM[name]
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
@@ -404,7 +404,7 @@ def test_a_checkpoint_that_is_not_what_was_written_is_passed_over_saying_so(tmp_
 
 
 @pytest.mark.parametrize("then", [(410, 500, 510, 600), (500, 510, 600)], ids=["before its step", "at its step"])
-def test_a_checkpoint_of_another_format_stays_as_it_is_out_of_the_run_s_way(tmp_path, then):
+def test_checkpoint_of_another_format_is_set_aside_unchanged(tmp_path, then):
     """fxtune was rolled back: the run goes on from an older checkpoint, past the newer one, and is broken off at each save."""
     newer = save(Checkpoints(tmp_path, CheckpointConfig()), 500)
     newer_format(newer)
@@ -430,7 +430,7 @@ def test_a_checkpoint_of_another_format_stays_as_it_is_out_of_the_run_s_way(tmp_
     assert {file.name: file.read_bytes() for file in aside.iterdir()} == files
 
 
-def test_what_is_set_aside_never_takes_another_one_s_place(tmp_path):
+def test_checkpoints_set_aside_never_overwrite_each_other(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=lambda text: None)
     save(checkpoints, 1)
     for tokens in range(3):
@@ -442,7 +442,7 @@ def test_what_is_set_aside_never_takes_another_one_s_place(tmp_path):
     assert [json.loads((path / "state.json").read_text())["tokens"] for path in aside] == [0, 1, 2]
 
 
-def test_a_checkpoint_that_a_disk_could_not_read_is_kept(tmp_path, monkeypatch):
+def test_checkpoint_with_an_io_error_is_kept(tmp_path, monkeypatch):
     """An I/O error when the run went on, and when it came past: what is there may be whole."""
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), note=notes.append)
@@ -466,7 +466,7 @@ def test_a_checkpoint_that_a_disk_could_not_read_is_kept(tmp_path, monkeypatch):
     assert [path.name for path in paths(tmp_path)] == ["step-00000002"]
 
 
-def test_what_a_killed_save_was_to_replace_is_put_back_also_in_another_format(tmp_path):
+def test_checkpoint_whose_replacement_was_killed_is_restored_also_in_another_format(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=lambda text: None)
     save(checkpoints, 1)
     newer_format(save(checkpoints, 2))
@@ -486,7 +486,7 @@ def killed_with_three(folder, forks, epochs):
     return words, checkpoints
 
 
-def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp_path, forks, said):
+def test_resume_by_an_older_fxtune_keeps_newer_checkpoints(tmp_path, forks, said):
     words, folder = killed_with_three(tmp_path, forks, epochs=4)
     newest = [path for path in paths(folder) if damage_of(path) is None][-1]
     newer_format(newest)
@@ -499,7 +499,7 @@ def test_a_run_that_another_fxtune_brought_further_keeps_what_that_one_saved(tmp
     assert len(paths(folder)) in (3, 4)  # the best one may be older
 
 
-def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
+def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
     notes: list[str] = []
     ours, theirs = (
         Checkpoints(tmp_path / name, CheckpointConfig(), name, notes.append) for name in ("ours", "theirs")
@@ -510,7 +510,7 @@ def test_a_checkpoint_of_another_recipe_is_passed_over_saying_so(tmp_path):
     assert "another recipe" in notes[0]
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_path, forks, said):
+def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, forks, said):
     """Every other checkpoint of a real run is damaged by hand after the kill."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)
     *_, whole, newest = (path for path in paths(folder) if damage_of(path) is None)
@@ -523,7 +523,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_what_was_whole(tmp_pat
     assert f"Resuming run after step {int(whole.name[5:])} " in said()
 
 
-def test_a_quarantine_that_cannot_be_written_is_an_error_with_its_place(tmp_path, forks, said):
+def test_unwritable_quarantine_is_an_error_with_its_path(tmp_path, forks, said):
     """The disk takes the lock and the config, and no row."""
     rows = [json.dumps({"messages": []}) for _ in range(3000)]
     command(tmp_path)  # makes the chats

@@ -9,7 +9,7 @@ from fxtune.system.redact import HIDDEN, redact, redact_arguments, redact_text, 
 
 
 @pytest.mark.parametrize("key", ["hub_token", "token", "api_key", "WANDB_API_KEY", "aws.secret", "password", "auth"])
-def test_a_secret_name_hides_its_value(key):
+def test_secret_name_hides_its_value(key):
     assert redact({"a": [{key: "anything"}]}) == {"a": [{key: HIDDEN}]}
 
 
@@ -28,7 +28,7 @@ def test_a_secret_name_hides_its_value(key):
         ("path", "s3://bucket/data.jsonl"),
     ],
 )
-def test_what_is_no_secret_stays(key, value):
+def test_harmless_values_stay(key, value):
     assert redact({key: value}) == {key: value}
 
 
@@ -44,7 +44,7 @@ def test_what_is_no_secret_stays(key, value):
         "0e9e39f249a16976918f6564b8830bc894c89659",
     ],
 )
-def test_a_secret_shape_is_hidden_within_any_text(secret):
+def test_secret_shape_is_hidden_in_any_text(secret):
     assert redact({"note": f"use {secret} here"}) == {"note": f"use {HIDDEN} here"}
 
 
@@ -64,7 +64,7 @@ COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
         f"pip install git+https://github.com/a/b@{COMMIT}",
     ],
 )
-def test_a_commit_in_a_message_stays(text):
+def test_commit_in_a_message_stays(text):
     assert redact(text) == text
 
 
@@ -81,11 +81,11 @@ def test_a_commit_in_a_message_stays(text):
         f"user@{COMMIT}",
     ],
 )
-def test_what_may_be_a_key_does_not_stay_for_a_word_elsewhere(text):
+def test_key_is_hidden_if_a_commit_is_only_mentioned_elsewhere(text):
     assert COMMIT not in redact(text)
 
 
-def test_the_environment_s_key_is_hidden_where_a_commit_may_stand(monkeypatch):
+def test_key_of_the_environment_is_hidden_in_place_of_a_commit(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", COMMIT)
     assert redact(f"revision={COMMIT}") == f"revision={HIDDEN}"
     assert redact({"revision": COMMIT}) == {"revision": HIDDEN}
@@ -114,11 +114,11 @@ def test_the_environment_s_key_is_hidden_where_a_commit_may_stand(monkeypatch):
         ),
     ],
 )
-def test_a_message_loses_what_stands_behind_a_secret_s_name(text, kept):
+def test_message_loses_values_after_a_secret_name(text, kept):
     assert redact_text(text) == kept
 
 
-def test_what_is_printed_loses_the_environment_s_secrets_and_nothing_else(monkeypatch, capsys):
+def test_output_loses_only_the_secrets_of_the_environment(monkeypatch, capsys):
     monkeypatch.setenv("MY_SERVICE_TOKEN", 'tell "no" one/ü')
     with redacted_output():
         print("a", 'tell "no" one/ü', "sk-this-is-a-row-of-data-shown")
@@ -131,13 +131,13 @@ def test_what_is_printed_loses_the_environment_s_secrets_and_nothing_else(monkey
     assert err == f'{{"a": "{HIDDEN}"}}\n'
 
 
-def test_urls_lose_users_and_signatures_only():
+def test_urls_lose_only_users_and_signatures():
     assert redact({"path": "https://me:pw@host.org/x?sig=abc&size=3"}) == {
         "path": f"https://{HIDDEN}@host.org/x?sig={HIDDEN}&size=3"
     }
 
 
-def test_command_lines_are_judged_by_their_keys():
+def test_command_lines_are_redacted_by_key():
     assert redact_arguments(["+recipe=x", "model.hub_token=abc", "optimizer.lr=1e-4", "-m", "hf_" + "a" * 20]) == [
         "+recipe=x",
         f"model.hub_token={HIDDEN}",
@@ -152,7 +152,7 @@ def test_command_lines_are_judged_by_their_keys():
     before=st.text(max_size=20),
     after=st.text(max_size=20),
 )
-def test_the_value_of_a_secret_variable_never_comes_through(secret, before, after):
+def test_values_of_secret_variables_are_always_hidden(secret, before, after):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_SERVICE_TOKEN", secret)
         cleaned = redact({"text": before + secret + after, "nested": [secret]})

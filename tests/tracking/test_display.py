@@ -46,7 +46,7 @@ def rendered(what, width=120):
 # --- without a terminal
 
 
-def test_one_line_a_log_interval_that_greps(capsys):
+def test_plain_display_prints_one_line_per_log_interval(capsys):
     now = [0.0]
     with display("auto", clock=lambda: now[0]) as shown:
         shown.start(400, "my run")
@@ -67,14 +67,14 @@ def test_one_line_a_log_interval_that_greps(capsys):
     assert len(lines) == 5
 
 
-def test_a_long_line_is_not_folded(capsys):
+def test_long_lines_are_not_folded(capsys):
     shown = display("plain")
     shown.start(10, "run")
     shown.log(1, {f"group/metric_{at}": at for at in range(60)})
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_none_says_nothing_and_rich_needs_a_terminal(capsys):
+def test_none_prints_nothing_and_rich_needs_a_terminal(capsys):
     shown = display("none")
     shown.start(2, "run")
     shown.log(1, METRICS)
@@ -85,7 +85,7 @@ def test_none_says_nothing_and_rich_needs_a_terminal(capsys):
         display("rich")
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run():
+def test_run_goes_on_when_the_reader_of_its_output_dies():
     code = (
         "from fxtune.tracking.display import display\nimport sys\nd = display('auto'); d.start(20000, 'r')\n"
         "for step in range(20000): d.log(step, {'train/loss': 1.0})\nd.finish()\nprint('to the end', file=sys.stderr)\n"
@@ -100,7 +100,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
 # --- time left
 
 
-def test_time_left_after_a_resume_comes_from_this_process_alone():
+def test_time_left_after_a_resume_uses_this_process_only():
     now = [1000.0]
     pace = TimeLeft(total=1000, done=900, clock=lambda: now[0])
     assert pace.left() is None
@@ -137,7 +137,7 @@ def test_sparkline_fits_and_spans(values, width):
 
 
 @given(st.integers(1, 5000))
-def test_trace_keeps_the_whole_course_in_bounded_memory(count):
+def test_downsampled_series_covers_all_values_in_bounded_memory(count):
     trace = DownsampledSeries(capacity=64)
     for at in range(count):
         trace.add(float(at))
@@ -149,14 +149,14 @@ def test_trace_keeps_the_whole_course_in_bounded_memory(count):
 # --- tables
 
 
-def test_tables_show_text_from_outside_as_it_is():
+def test_tables_show_foreign_text_without_markup():
     evil = "[red]x[/red] [/] \x1b[2J\x07 [link=http://e.org]"
     out = ANSI.sub("", rendered(table(evil, [evil, "n"], [[evil, 3]])))
     assert out.count("[red]x[/red] [/] ␛[2J␇ [link=http://e.org]") == 3
     assert "\x1b[2J" not in rendered(table(evil, ["a", "b"], [[evil, 3]]))
 
 
-def test_answers_are_ticked_where_right():
+def test_right_answers_have_a_tick():
     rows = [("q1", "four", "five", "four"), ("q2", "six", "six ", "[b]seven")]
     lines = [line for line in rendered(answers_table(rows)).splitlines() if "q1" in line or "q2" in line]
     assert re.search(r"q1 .*four .*✗ five .*✓ four", lines[0])
@@ -172,7 +172,7 @@ def test_evidence_table():
     assert re.search(r"rope .*yarn .*unchanged .*✗", out)
 
 
-def test_figures_never_hold_a_blank():
+def test_figures_contain_no_spaces():
     assert figures({"a b/c": "two words", "train/loss": None}) == {"loss": "nan", "a_b_c": "two_words"}
 
 
@@ -255,7 +255,7 @@ def test_live_display_in_a_terminal():
 
 
 @pytest.mark.parametrize("how", ["fail", "interrupt"])
-def test_a_terminal_survives_an_exception(how):
+def test_terminal_is_restored_after_an_exception(how):
     out, code, same = in_terminal(how)
     assert code != 0
     assert same
@@ -263,7 +263,7 @@ def test_a_terminal_survives_an_exception(how):
     assert "30/40" in ANSI.sub("", out)
 
 
-def test_narrow_terminals_and_a_resize():
+def test_live_display_on_narrow_and_resized_terminals():
     out, code, _ = in_terminal(columns=100, then=32)
     assert code == 0
     text = ANSI.sub("", out)

@@ -36,18 +36,18 @@ def with_lora(model, **more):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **more))
 
 
-def test_full_training_by_hand():
+def test_flops_of_full_training():
     cost = training_cost(llama(tie_word_embeddings=False))
     assert (cost.per_token, cost.per_target) == (6 * 3 * LAYER, 6 * HEAD)
     # Three documents in one row: each sees itself alone.
     assert cost.flops(np.array([5, 7, 4]), 6) == 6 * 3 * LAYER * 16 + 6 * HEAD * 6 + PAIR * (25 + 49 + 16) / 2
 
 
-def test_a_tied_head_is_a_matmul_and_an_embedding_is_not():
+def test_tied_head_counts_as_matmul_and_embedding_does_not():
     assert training_cost(llama(tie_word_embeddings=True)) == training_cost(llama(tie_word_embeddings=False))
 
 
-def test_lora_by_hand():
+def test_flops_of_lora():
     cost = training_cost(with_lora(llama()))
     adapters = 3 * 4 * ((32 + 32) + (80 + 32))
     assert (cost.per_token, cost.per_target) == (4 * 3 * LAYER + 6 * adapters, 4 * HEAD)
@@ -58,7 +58,7 @@ def test_modules_to_save_are_counted_once_and_as_trained():
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_matmuls_equal_the_flops_that_torch_counts(lora):
+def test_matmul_flops_equal_torchs_count(lora):
     model = llama(attn_implementation="eager")
     model = with_lora(model) if lora else model
     ids = torch.randint(0, 96, (1, 24))
@@ -95,7 +95,7 @@ def test_the_published_cost_of_llama_8b():
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60))
-def test_attention_counts_the_pairs_that_a_window_leaves(lengths, window):
+def test_attention_counts_only_pairs_inside_the_window(lengths, window):
     for reach in (window, None):
         cost = TrainingCost(0, 0, ((reach, 1.0),))
         exact = sum(min(query + 1, reach or query + 1) for length in lengths for query in range(length))
@@ -117,7 +117,7 @@ def test_sliding_layers_are_counted_with_their_window():
     }
 
 
-def test_what_the_formulas_do_not_cover_has_no_cost():
+def test_unknown_architectures_have_no_cost():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     assert training_cost(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))) is None
@@ -155,7 +155,7 @@ def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():
     assert "train/mfu" not in Meter(llama(), Plan(), torch.device("cpu")).read()
 
 
-def test_memory_on_a_cpu_is_this_process_own_peak():
+def test_cpu_memory_is_the_peak_of_this_process():
     # In a process of its own: this one's peak may be from a test before.
     block = np.ones(300 * 2**20, np.uint8)
     del block
@@ -169,7 +169,7 @@ def test_memory_on_a_cpu_is_this_process_own_peak():
     assert before < memory_gib(torch.device("cpu")), "a small child of a big process must not report its parent's peak"
 
 
-def test_the_time_to_the_first_line_is_told_by_stage():
+def test_startup_time_is_listed_by_stage():
     now = iter([10.0, 12.0, 12.1, 29.0])
     startup = StartupTimer(clock=lambda: next(now))
     startup.seconds.clear()

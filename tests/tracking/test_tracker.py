@@ -76,7 +76,7 @@ def history(found):
 # --- metrics.jsonl
 
 
-def test_one_json_object_a_line_flushed_with_nan_as_null(tmp_path):
+def test_metrics_are_flushed_line_by_line_with_nan_as_null(tmp_path):
     tracker = start(tmp_path)
     tracker.log(1, {"train/loss": torch.tensor(2.5), "train/lr": float("nan"), "train/grad_norm": float("inf")})
     [line] = lines(tmp_path)  # before finish: each line is on disk at once
@@ -87,7 +87,7 @@ def test_one_json_object_a_line_flushed_with_nan_as_null(tmp_path):
     assert tracker.wandb_id is None
 
 
-def test_resume_drops_the_lines_of_steps_done_again_and_a_torn_one(tmp_path):
+def test_resume_drops_lines_of_repeated_steps_and_an_incomplete_line(tmp_path):
     with start(tmp_path) as tracker:
         for step in range(1, 8):
             tracker.log(step, {"train/loss": step})
@@ -107,7 +107,7 @@ def test_resume_drops_the_lines_of_steps_done_again_and_a_torn_one(tmp_path):
     assert lines(tmp_path) == []
 
 
-def test_figures_that_are_asked_for_again_after_a_kill_are_there_once(tmp_path):
+def test_figures_computed_again_after_a_kill_are_written_once(tmp_path):
     """A run was killed between its last questions and its end: it goes on after its last step, and asks them again."""
     with start(tmp_path) as tracker:
         tracker.log(4, {"train/loss": 4.0})
@@ -125,7 +125,7 @@ def test_figures_that_are_asked_for_again_after_a_kill_are_there_once(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(cut=st.integers(0, 400), step=st.integers(1, 6), junk=st.binary(max_size=12))
-def test_whatever_a_kill_leaves_of_the_file_each_line_is_whole_and_each_step_there_once(cut, step, junk):
+def test_after_any_kill_each_line_is_complete_and_each_step_is_there_once(cut, step, junk):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         with start(folder) as tracker:
@@ -145,7 +145,7 @@ def test_whatever_a_kill_leaves_of_the_file_each_line_is_whole_and_each_step_the
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_never_stops_training(tmp_path):
+def test_full_disk_does_not_stop_training(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     notes = []
     tracker = start(tmp_path, notes=notes)
@@ -155,7 +155,7 @@ def test_a_full_disk_never_stops_training(tmp_path):
     assert len([note for note in notes if "could not be written at step 1" in note]) == 1
 
 
-def test_a_run_folder_that_cannot_be_written_is_a_note(tmp_path):
+def test_unwritable_run_folder_is_a_note(tmp_path):
     (tmp_path / "run").write_text("a file where a folder should be")
     notes = []
     tracker = start(tmp_path / "run", notes=notes)
@@ -176,7 +176,7 @@ def scalars(folder, name):
     return [(event.step, event.value) for event in reader.Scalars(name)]
 
 
-def test_tensorboard_files_read_back_and_resume_hides_steps_done_again(tmp_path):
+def test_tensorboard_resume_hides_repeated_steps(tmp_path):
     with start(tmp_path, tensorboard=True) as tracker:
         for step in (1, 2, 3, 4):
             tracker.log(step, {"train/loss": float(step)})
@@ -185,7 +185,7 @@ def test_tensorboard_files_read_back_and_resume_hides_steps_done_again(tmp_path)
     assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_missing_tensorboard_is_refused_with_the_command_that_mends_it(tmp_path, monkeypatch):
+def test_missing_tensorboard_error_names_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r'pip install "fxtune\[tensorboard\]"'):
         start(tmp_path, tensorboard=True)
@@ -215,7 +215,7 @@ def test_auto_means_online_only_with_a_key(monkeypatch, tmp_path):
     assert wandb_mode(WandbConfig(mode=WandbMode.disabled)) == "disabled"
 
 
-def test_check_names_what_wandb_would_refuse():
+def test_check_reports_what_wandb_would_refuse():
     config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.offline, project="a/b", tags=["x" * 65]))
     reasons = list(check(config, Facts()))
     assert len(reasons) == 3
@@ -226,7 +226,7 @@ def test_check_names_what_wandb_would_refuse():
 # --- W&B: real processes
 
 
-def test_offline_run_reads_back_and_resumes_under_its_id(tmp_path, monkeypatch):
+def test_offline_run_has_all_rows_and_resumes_under_its_id(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", CANARY)
     monkeypatch.setattr("sys.argv", ["fxtune", "+recipe=x", f"hub.token={CANARY}"])
     config = {
@@ -316,7 +316,7 @@ def test_online_history_reaches_the_server_under_the_given_id(tmp_path, wandb_se
     assert [(row["train/step"], row["train/loss"]) for row in wandb_server.history("abcd1234")] == [(7, 0.25)]
 
 
-def test_a_wandb_that_hangs_at_the_end_is_left_behind(tmp_path, monkeypatch):
+def test_wandb_that_hangs_at_the_end_is_killed(tmp_path, monkeypatch):
     stub = tmp_path / "stub.py"
     ready = '{"imported": true}\\n{"ready": {"dir": "d", "url": null, "last": -1}}'
     stub.write_text(f"import sys, time\nprint('{ready}', flush=True)\ntime.sleep(600)\n")

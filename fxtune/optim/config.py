@@ -1,4 +1,4 @@
-"""The optimizers there are: their options, which of these each reads, and why one cannot run on a machine."""
+"""Optimizers by name: their options, which of them each optimizer reads, and why one cannot run on a machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OptimizerConfig:
     lr: float = field(default=2e-4, metadata={"above": 0})
     """Peak learning rate."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
-    """Decoupled weight decay (weight x lr x weight_decay a step), but for SGD: torch's adds weight x weight_decay to the
+    """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x weight_decay to the
     gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"min": 0, "below": 1})
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
@@ -42,11 +42,11 @@ class OptimizerConfig:
     fused: bool = True
     """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""
     library: Library = Library.auto
-    """Whose `adamw_8bit`: `auto` is torchao's on a CPU and with stochastic_rounding, which bitsandbytes does not have, else
-    bitsandbytes', which compiles nothing, where it is installed."""
+    """The library of `adamw_8bit`. `auto`: torchao on a CPU and with stochastic_rounding, which bitsandbytes does not have; else
+    bitsandbytes where it is installed, as it compiles nothing."""
     stochastic_rounding: bool = False
-    """Over bfloat16 weights: round each update up or down by chance, so that small ones add up in place of being lost.
-    `adamw` (its moments are float32 then) and `adamw_8bit` of torchao have it."""
+    """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For `adamw`, whose
+    moments are float32 then, and for `adamw_8bit` of torchao."""
 
 
 READS: dict[OptimizerName, tuple[str, ...]] = {
@@ -58,12 +58,12 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
     OptimizerName.lion: ("betas",),
     OptimizerName.muon: ("momentum", "betas", "eps", "fused"),
 }
-"""Which of the options that are not everybody's each optimizer reads. Muon hands what is no matrix to AdamW."""
+"""Options that not every optimizer reads, by optimizer. Muon leaves all but matrices to AdamW."""
 
 
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why this optimizer cannot run under `facts`, with its key: known before a weight is loaded."""
-    yield from _unread(config)
+    """Yield each reason why this optimizer cannot run under `facts`, with its key, before a weight is loaded."""
+    yield from _unread_options(config)
     if config.name is OptimizerName.adamw_8bit:
         chosen = library(config, facts)
         if chosen is Library.auto:
@@ -77,7 +77,7 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
-        yield from _not_rounded(config, facts)
+        yield from _no_stochastic_rounding(config, facts)
     compiled = facts.device == "cuda" and (
         config.stochastic_rounding
         or (config.name is OptimizerName.adamw_8bit and library(config, facts) is Library.torchao)
@@ -89,23 +89,23 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def _unread(config: OptimizerConfig) -> Iterator[str]:
-    """A reason for each option that was changed and that this optimizer does not read."""
+def _unread_options(config: OptimizerConfig) -> Iterator[str]:
+    """A reason for each changed option that this optimizer does not read."""
     default = OptimizerConfig()
     for option in ("betas", "eps", "momentum", "fused"):
         value, own = getattr(config, option), getattr(default, option)
-        rounds = option == "fused" and config.stochastic_rounding
-        if value != own and (rounds or option not in READS[config.name]):
+        rounding = option == "fused" and config.stochastic_rounding
+        if value != own and (rounding or option not in READS[config.name]):
             readers = ", ".join(name.value for name, options in READS.items() if option in options)
-            told, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
+            value, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
             yield (
-                f"optimizer.{option}: {told} is not read by {config.name.value}{' with stochastic_rounding' * rounds}. Leave "
-                f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounds else ".")
+                f"optimizer.{option}: {value} is not read by {config.name.value}{' with stochastic_rounding' * rounding}. Leave "
+                f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounding else ".")
             )
 
 
 def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
-    """Whose adamw_8bit it is under `facts`; `auto` where there is none."""
+    """The library of adamw_8bit under `facts`; `auto` if none is installed."""
     if config.library is not Library.auto:
         return config.library
     order = [Library.torchao, Library.bitsandbytes]
@@ -114,7 +114,7 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
     return next((one for one in order if one.value in facts.packages), Library.auto)
 
 
-def _not_rounded(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
+def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
         yield (
             f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "

@@ -1,15 +1,14 @@
-"""AdamW that rounds to bfloat16 by chance, so that updates too small for a bfloat16 weight still add up.
+"""AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
 
-A bfloat16 has 8 bits of mantissa: added to a weight of 1, anything below 1/512 is gone, and a fine-tuning update is about the
-learning rate, 1e-5. Here the update is done in float32 and the result is rounded up or down with probabilities that make its
-mean exact, by adding 16 random bits below the ones that stay and cutting. A weight moves seldom, but by the right amount on
-average (arXiv 2010.06192 trains whole models so). The moments are float32: in bfloat16 the second one, which changes by 1/1000
-a step, would stand still as well.
+A bfloat16 has 8 bits of mantissa: anything below 1/512 that is added to a weight of 1 is lost, and a fine-tuning update is about
+the learning rate, 1e-5. Here the update is computed in float32, and the result is rounded up or down with probabilities that make
+its mean exact: 16 random bits are added below the bits that stay, and the sum is truncated. A weight changes rarely, but by the
+right amount on average (arXiv 2010.06192 trains whole models this way). The moments are float32: in bfloat16 the second one,
+which changes by 1/1000 a step, would not change either.
 
-Memory a weight: 2 bytes + 8 for the moments + 2 for the gradient, where float32 weights take 4 + 8 + 4. Nothing more has to be
-saved: the random bits come from torch's generator of the device, which the trainer seeds anew in each step, so a resumed run
-draws the same ones. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU the same lines run as they
-are.
+Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. Nothing else is saved: the
+random bits come from torch's generator of the device, which is seeded in each step, so a resumed run draws the same ones. On a GPU
+the update is compiled to one kernel a tensor, for any size; on a CPU the same code runs eagerly.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any
 
 import torch
 
-CUT = -(1 << 16)
-"""The 16 bits of a float32 that bfloat16 keeps, as a mask."""
+BFLOAT16_BITS = -(1 << 16)
+"""Mask of the 16 bits of a float32 that bfloat16 keeps."""
 
 
-def round_by_chance(values: torch.Tensor) -> torch.Tensor:
-    """bfloat16 neighbours of `values` (float32, any shape): the mean over the draws is `values`; what fits stays as it is."""
+def stochastic_round(values: torch.Tensor) -> torch.Tensor:
+    """Round `values` (float32, any shape) to a bfloat16 neighbour at random, so that the mean is exact."""
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
-    return ((values.view(torch.int32) + noise) & CUT).view(torch.float32).to(torch.bfloat16)
+    return ((values.view(torch.int32) + noise) & BFLOAT16_BITS).view(torch.float32).to(torch.bfloat16)
 
 
 def update(
@@ -45,26 +44,26 @@ def update(
     beta2: float,
     eps: float,
 ) -> None:
-    """One AdamW step (arXiv 1711.05101) in place, or none where `finite` is false. `kept` is 1 - lr x weight decay.
+    """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `kept` is 1 - lr x weight decay.
 
-    weight: bfloat16 or float32; first, second: float32 of its shape; step, lr, kept, finite: scalars on the same device, so
-    that nothing waits and nothing compiles anew when they change. `step` counts this step already.
+    weight: bfloat16 or float32; first, second: the moments, float32 of its shape; step, lr, kept, finite: scalars on the same
+    device, so that nothing waits and nothing is recompiled when they change. `step` includes this step.
     """
     fine = gradient.float()
     mean = torch.lerp(first, fine, 1 - beta1)
     square = second * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
     moved = weight.float() * kept - lr / (1 - beta1**step) * mean / denominator
-    rounded = round_by_chance(moved) if weight.dtype is torch.bfloat16 else moved
+    rounded = stochastic_round(moved) if weight.dtype is torch.bfloat16 else moved
     weight.copy_(torch.where(finite, rounded, weight))
     first.copy_(torch.where(finite, mean, first))
     second.copy_(torch.where(finite, square, second))
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-"""Options of the compiler while update() is called. With dynamic=True it would take betas and eps as tensors, made anew on the
-host in each call and copied to the device, for which the host waits: they are constants. A graph a dtype and a number of
-dimensions, whatever the sizes, is few, but more than torch's limits may let pass."""
+"""Compiler options while update() is called. With dynamic=True betas and eps would become tensors that are copied from the host in
+each call, with a sync; specialised, they are constants. There is one graph for each dtype and number of dimensions, whatever the
+sizes; these are few, but may be more than torch's recompile limits."""
 
 
 @functools.cache
@@ -73,8 +72,8 @@ def _compiled() -> Callable[..., None]:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW over bfloat16 weights (and float32 ones, which need no rounding). Used as torch's fused one is: `found_inf`, a
-    float scalar on the device, is set before step(); where it is not 0, neither weights nor moments nor counters change.
+    """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the caller sets
+    `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter changes.
     """
 
     def __init__(
@@ -86,34 +85,36 @@ class StochasticAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            given = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not given:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
                 continue
-            device = given[0].device
+            device = parameters[0].device
             finite = torch.ones((), dtype=torch.bool, device=device) if self.found_inf is None else self.found_inf == 0
-            # Filled on the device: a copy from the host would be one more thing to wait for.
+            # Filled on the device: a copy from the host would be a sync.
             lr, kept = (
                 torch.full((), number, dtype=torch.float32, device=device)
                 for number in (group["lr"], 1 - group["lr"] * group["weight_decay"])
             )
-            for parameter in given:
+            for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter].update(
                         step=torch.zeros((), device=device),
                         exp_avg=torch.zeros_like(parameter, dtype=torch.float32),
                         exp_avg_sq=torch.zeros_like(parameter, dtype=torch.float32),
                     )
-            torch._foreach_add_([self.state[parameter]["step"] for parameter in given], [finite.float()] * len(given))
-            act: Callable[..., None] = _compiled() if device.type == "cuda" else update
+            torch._foreach_add_(
+                [self.state[parameter]["step"] for parameter in parameters], [finite.float()] * len(parameters)
+            )
+            run_update: Callable[..., None] = _compiled() if device.type == "cuda" else update
             with torch._dynamo.config.patch(COMPILING) if device.type == "cuda" else nullcontext():
-                for parameter in given:
-                    mine = self.state[parameter]
-                    act(
+                for parameter in parameters:
+                    state = self.state[parameter]
+                    run_update(
                         parameter.detach(),
                         parameter.grad,
-                        mine["exp_avg"],
-                        mine["exp_avg_sq"],
-                        mine["step"],
+                        state["exp_avg"],
+                        state["exp_avg_sq"],
+                        state["step"],
                         lr,
                         kept,
                         finite,

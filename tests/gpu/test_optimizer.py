@@ -95,7 +95,7 @@ def reference_loss(steps: int = 100) -> float:
     return learn(model, Optimizer(model, OptimizerConfig(fused=False)), range(steps))
 
 
-def test_adamw_is_torch_adamw_to_the_last_bit():
+def test_adamw_equals_torch_adamw_bit_for_bit():
     ours, theirs = small(), small()
     optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1))
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
@@ -163,7 +163,7 @@ def test_eight_bits_take_a_quarter_of_the_memory(case):
     assert bytes_a_weight(config(case), dtype_of(case)) == pytest.approx(2.03, abs=0.1)
 
 
-def test_a_step_that_is_not_finite_changes_nothing_at_all(case):
+def test_non_finite_step_changes_nothing(case):
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))
     learn(model, optimizer, range(3))
@@ -179,7 +179,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(case):
     assert all(torch.equal(value, tensors[key]) for key, value in optimizer.state()[0].items())
 
 
-def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(case, tmp_path: Path):
+def test_state_from_a_checkpoint_continues_bit_for_bit(case, tmp_path: Path):
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))
     learn(model, optimizer, range(3))
@@ -197,7 +197,7 @@ def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(case, tmp_pa
 
 
 @pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
-def test_updates_below_what_bfloat16_resolves_add_up(case):
+def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
     needs(case)
 
     def moved(options: OptimizerConfig) -> float:

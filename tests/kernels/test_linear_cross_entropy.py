@@ -1,4 +1,4 @@
-"""The fused head and loss equal plain autograd over all logits, whatever the chunk, and hold no more than a chunk of them."""
+"""The fused head and loss equal plain autograd over all logits for any chunk size, and hold one chunk of logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor | None) -> list[torch.Te
     scale=st.sampled_from([1.0, 0.125, 3.0]),
     cap=st.sampled_from([0.0, 2.0, 30.0]),
 )
-def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabulary, chunk, bias, scale, cap):
+def test_loss_and_gradients_equal_plain_autograd_for_every_chunk_size(rows, vocabulary, chunk, bias, scale, cap):
     hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
     wanted = -reference_log_probs(hidden, weight, labels, offset, scale=scale, cap=cap)
     options = dict(scale=scale, cap=cap, chunk_rows=chunk)
@@ -67,9 +67,7 @@ def test_every_chunk_size_gives_plain_autograds_loss_and_gradients(rows, vocabul
     cap=st.sampled_from([0.0, 2.0, 30.0]),
     trained=st.sampled_from(["hidden", "head", "both"]),
 )
-def test_log_probs_of_rows_and_their_gradients_are_those_of_plain_autograd(
-    rows, vocabulary, chunk, bias, scale, cap, trained
-):
+def test_log_probs_and_gradients_equal_plain_autograd(rows, vocabulary, chunk, bias, scale, cap, trained):
     hidden, weight, labels, offset = drawn(rows, vocabulary, bias=bias)
     hidden.requires_grad_(trained != "head")
     for parameter in (weight, offset) if bias else (weight,):
@@ -102,7 +100,7 @@ def test_bfloat16_log_probs_with_upstream_gradients_are_close_to_exact(trained):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_log_probs_hold_one_chunk_of_logits_and_cost_a_matmul_more_with_a_trained_head(trained):
+def test_log_probs_hold_one_chunk_of_logits(trained):
     hidden, weight, labels, _ = drawn(1000, 640, width=4)
     weight.requires_grad_(trained)
     with Largest() as seen, Matmuls() as matmuls:
@@ -112,7 +110,7 @@ def test_log_probs_hold_one_chunk_of_logits_and_cost_a_matmul_more_with_a_traine
 
 
 @pytest.mark.parametrize("fill", [0.0, 1e30])
-def test_rows_that_are_only_there_to_fill_up_change_nothing(fill):
+def test_ignored_rows_change_nothing(fill):
     hidden, weight, labels, bias = drawn(11, 30, bias=True)
     more = torch.cat([hidden.detach(), torch.full((5, 16), fill)]).requires_grad_()
     padded = torch.cat([labels, torch.full((5,), kernel.IGNORED)])
@@ -150,7 +148,7 @@ def test_large_logits_neither_overflow_nor_lose_their_gradient():
 
 
 @pytest.mark.parametrize("trained", ["head", "hidden", "both"])
-def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(trained):
+def test_frozen_inputs_cost_no_matmul(trained):
     hidden, weight, labels, _ = drawn(12, 20)
     hidden.requires_grad_(trained != "head")
     weight.requires_grad_(trained != "hidden")
@@ -164,14 +162,14 @@ def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(trained):
     torch.testing.assert_close(hidden.grad if weight.grad is None else weight.grad, *wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_evaluation_computes_losses_alone():
+def test_evaluation_computes_no_gradients():
     hidden, weight, labels, _ = drawn(12, 20)
     with torch.no_grad(), Matmuls() as seen:
         assert not linear_cross_entropy(hidden, weight, labels, chunk_rows=6).requires_grad
     assert seen.count == 2
 
 
-def test_no_more_logits_are_held_than_a_chunk_s(monkeypatch):
+def test_one_chunk_of_logits_is_held(monkeypatch):
     hidden, weight, labels, _ = drawn(1000, 640, width=4)
     with Largest() as seen:
         linear_cross_entropy(hidden, weight, labels, chunk_rows=100).backward()
@@ -182,15 +180,15 @@ def test_no_more_logits_are_held_than_a_chunk_s(monkeypatch):
     assert seen.numbers == 250 * 640, "four chunks of 250 rather than three of 256 and one of 232"
 
 
-def test_the_default_chunk_is_a_gibibyte():
+def test_default_chunk_is_one_gibibyte():
     assert default_chunk_rows(128256, torch.bfloat16) == 4096
     assert default_chunk_rows(128256, torch.float32) == 2048
     assert default_chunk_rows(128, torch.float32) == 65536
     assert default_chunk_rows(10**9, torch.float32) == 128
 
 
-def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
-    """256 chunks of one row: sums that are rounded to bfloat16 each time lose most of what they add."""
+def test_bfloat16_head_gradient_accumulates_in_float32():
+    """256 chunks of one row: a sum rounded to bfloat16 after each would lose most of them."""
     hidden, weight, _, _ = drawn(256, 8, dtype=torch.bfloat16)
     labels = torch.zeros(256, dtype=torch.int64)
     mine = gradients(linear_cross_entropy(hidden, weight, labels, chunk_rows=1), weight)[0]
@@ -199,8 +197,8 @@ def test_gradients_of_a_trained_bfloat16_head_are_added_up_in_float32():
     assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
-def test_a_vocabulary_of_an_odd_size_in_bfloat16():
-    """oneDNN reads beyond a row whose length is not that of its memory."""
+def test_odd_vocabulary_size_in_bfloat16():
+    """oneDNN reads the gap between rows whose stride is larger than their length."""
     hidden, weight, labels, _ = drawn(300, 1282, dtype=torch.bfloat16)
     keep = [
         torch.full((300, 1344), torch.nan, dtype=torch.bfloat16) for _ in range(4)
@@ -214,7 +212,7 @@ def test_a_vocabulary_of_an_odd_size_in_bfloat16():
         assert (mine - theirs).norm() < 2e-2 * theirs.norm()
 
 
-def test_under_autocast_matmuls_are_bfloat16_and_the_master_weight_s_gradient_float32():
+def test_autocast_runs_bfloat16_matmuls_and_returns_float32_gradients():
     hidden, weight, labels, bias = drawn(50, 30, bias=True)
     wanted = -reference_log_probs(hidden, weight, labels, bias).sum()
     with torch.autocast("cpu", dtype=torch.bfloat16), Matmuls() as seen:
@@ -229,8 +227,8 @@ def test_under_autocast_matmuls_are_bfloat16_and_the_master_weight_s_gradient_fl
         assert (mine - theirs).norm() < 1e-2 * theirs.norm()
 
 
-def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
-    """1.5039 lies between 1.5 and 1.5078: rounded, it would make all gradients 0.3 % too small or too large at once."""
+def test_upstream_factor_is_not_rounded_to_bfloat16():
+    """1.5039 lies between the bfloat16 numbers 1.5 and 1.5078: rounded, it would change all gradients by 0.3 %."""
     hidden, weight, labels, _ = drawn(64, 30, dtype=torch.bfloat16)
     once, times = (
         gradients(linear_cross_entropy(hidden, weight, labels) * by, hidden)[0].double() for by in (1, 1.5039)
@@ -239,7 +237,7 @@ def test_the_factor_of_the_mean_is_not_rounded_to_bfloat16():
 
 
 @given(rows=st.integers(0, 40000), most=st.integers(1, 6000))
-def test_chunks_are_all_rows_and_of_one_size_but_for_the_last(rows, most):
+def test_chunks_cover_all_rows_in_equal_sizes(rows, most):
     sizes = kernel.chunk_sizes(rows, most)
     assert sum(sizes) == rows
     assert len(sizes) == -(-rows // most)
@@ -247,14 +245,14 @@ def test_chunks_are_all_rows_and_of_one_size_but_for_the_last(rows, most):
     assert len({*sizes[:-1]}) <= 1
 
 
-def test_a_head_of_another_dtype_than_the_hidden_states_decides():
+def test_head_dtype_decides_the_matmul_dtype():
     hidden, weight, labels, _ = drawn(9, 12)
     loss = linear_cross_entropy(half := hidden.detach().bfloat16().requires_grad_(), weight, labels)
     torch.testing.assert_close(loss, -reference_log_probs(half.float(), weight, labels).sum())
     assert gradients(loss, half)[0].dtype is torch.bfloat16
 
 
-def test_the_triton_kernel_is_the_plain_one(tmp_path):
+def test_triton_kernel_equals_torch(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)
     assert interpreted(script) == ["75", "compared"]
@@ -309,7 +307,7 @@ class Matmuls(TorchDispatchMode):
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that one newly made tensor held."""
+    """The largest number of elements of a new tensor."""
 
     def __init__(self) -> None:
         super().__init__()

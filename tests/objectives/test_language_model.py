@@ -1,4 +1,4 @@
-"""The loss of supervised rows alone is plain transformers' loss, for every family's logits and every kind of head."""
+"""Losses and log-probabilities of supervised rows equal plain transformers', for every family's logits and every kind of head."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def close(model, mine: torch.Tensor, expected: torch.Tensor, rtol: float) -> Non
 
 @KINDS
 @pytest.mark.parametrize("family", EVERY)
-def test_every_family_s_logits_are_those_of_its_own_forward(family, liger):
+def test_losses_and_log_probs_equal_each_familys_own_forward(family, liger):
     model = model_of(family)
     loss = LanguageModel(model, liger)
     (evidence,) = loss.evidence
@@ -131,8 +131,8 @@ def test_every_family_s_logits_are_those_of_its_own_forward(family, liger):
     same(model, loss, batch())
 
 
-def test_scales_and_caps_are_seen_by_what_they_do():
-    """Each of these models has other logits than its head alone gives."""
+def test_logit_scales_and_caps_are_read_from_the_config():
+    """The logits of these models are not those of the head alone."""
     found = {
         family: (loss.scale, loss.cap)
         for family in OTHERS
@@ -143,8 +143,8 @@ def test_scales_and_caps_are_seen_by_what_they_do():
 
 @KINDS
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("pissa", "olora")] + ["lm_head"])
-def test_adapters_wherever_they_sit(adapter, liger):
-    """lm_head: low-rank matrices on the head itself, which is then no plain linear."""
+def test_losses_and_log_probs_with_adapters(adapter, liger):
+    """lm_head: an adapter on the head itself, which is no plain linear then."""
     options = {"target_modules": ["q_proj", "lm_head"]} if adapter == "lm_head" else ADAPTERS[adapter]
     model = trained(built(lora(**options), random_model("llama"))).eval()
     loss = LanguageModel(model, liger)
@@ -156,9 +156,7 @@ def test_adapters_wherever_they_sit(adapter, liger):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_for_no_random_state(
-    dropout, monkeypatch
-):
+def test_recomputed_head_repeats_dropout_and_saves_random_state_only_for_it(dropout, monkeypatch):
     model = trained(built(lora(target_modules=["lm_head"], dropout=dropout), random_model("llama"))).train()
     loss, given, asked = LanguageModel(model, FUSED), batch(), []
     plain = LanguageModel(model)
@@ -177,7 +175,7 @@ def test_a_head_with_an_adapter_is_repeated_as_it_was_and_without_dropout_asks_f
 
 @KINDS
 @pytest.mark.parametrize("head", ["frozen", "trained"])
-def test_a_bfloat16_base_with_and_without_autocast_and_a_float32_head(head, liger):
+def test_bfloat16_base_with_float32_head_under_autocast(head, liger):
     model, pipeline = random_model("llama"), lora(modules_to_save=["lm_head"] if head == "trained" else [])
     model.dtype = model.dtype.bfloat16
     pipeline.precision.autocast = Autocast.bfloat16
@@ -195,7 +193,7 @@ def test_a_bfloat16_base_with_and_without_autocast_and_a_float32_head(head, lige
 
 
 @KINDS
-def test_a_batch_without_supervised_tokens_costs_nothing(liger):
+def test_batch_without_supervised_tokens_has_zero_loss(liger):
     model = model_of("llama")
     empty = batch(share=0.0)
     assert empty.supervised == 0
@@ -205,7 +203,7 @@ def test_a_batch_without_supervised_tokens_costs_nothing(liger):
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_the_head_sees_supervised_rows_only():
+def test_head_runs_on_supervised_rows_only():
     model, seen = model_of("llama"), []
     loss, given = LanguageModel(model), batch()
     model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
@@ -214,7 +212,7 @@ def test_the_head_sees_supervised_rows_only():
     assert 0 < given.supervised < given.tokens
 
 
-def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
+def test_chunk_size_does_not_change_the_loss():
     model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
     wanted = LanguageModel(model).summed_loss(given)
     for rows in (1, 3, 7, 1000):
@@ -223,7 +221,7 @@ def test_the_split_into_micro_batches_and_the_chunk_cannot_be_seen():
         )
 
 
-def test_losses_of_tokens_stand_where_their_targets_stand():
+def test_token_losses_are_at_the_positions_of_their_targets():
     model, given = model_of("llama"), batch()
     losses = LanguageModel(model).token_losses(given)
     assert losses.shape == given.targets.shape
@@ -232,7 +230,7 @@ def test_losses_of_tokens_stand_where_their_targets_stand():
 
 
 class Shifted(torch.nn.Module):
-    """What a model may do to its logits that no config names."""
+    """A model that changes its logits in a way that no config names."""
 
     def __init__(self, model):
         super().__init__()
@@ -246,7 +244,7 @@ class Shifted(torch.nn.Module):
         return out
 
 
-def test_a_model_with_logits_of_another_make_keeps_its_own_forward():
+def test_model_with_unknown_logits_keeps_its_own_forward():
     model = Shifted(model_of("llama"))
     loss = LanguageModel(model)
     assert loss.own_forward
@@ -257,7 +255,7 @@ def test_a_model_with_logits_of_another_make_keeps_its_own_forward():
         require_acted(LanguageModel(model, FUSED).evidence)
 
 
-def test_a_model_whose_parts_cannot_be_found_keeps_its_own_forward():
+def test_model_without_known_parts_keeps_its_own_forward():
     model = model_of("llama")
     model.get_decoder = None
     loss = LanguageModel(model)
@@ -266,7 +264,7 @@ def test_a_model_whose_parts_cannot_be_found_keeps_its_own_forward():
     same(model, loss, batch())
 
 
-def test_a_fused_operation_that_is_wrong_is_noticed(monkeypatch):
+def test_wrong_fused_loss_is_detected(monkeypatch):
     right = kernel._softmax_gradient
     monkeypatch.setattr(
         kernel,
@@ -276,7 +274,7 @@ def test_a_fused_operation_that_is_wrong_is_noticed(monkeypatch):
     assert [LanguageModel(model_of("llama"), liger).evidence[0].acted for liger in (PLAIN, FUSED)] == [True, False]
 
 
-def test_evidence_leaves_the_model_as_it_was():
+def test_comparison_leaves_the_model_unchanged():
     model = model_of("llama").train()
     before = [parameter.clone() for parameter in model.parameters()]
     torch.manual_seed(3)
@@ -289,8 +287,8 @@ def test_evidence_leaves_the_model_as_it_was():
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
-def test_a_checkpointed_model_is_that_of_training():
-    """The decoder that the loss calls is the one whose layers the techniques wrapped."""
+def test_gradients_with_activation_checkpointing():
+    """The loss runs the decoder whose layers the techniques wrapped."""
     pipeline = lora()
     pipeline.checkpointing.enabled = True
     model = trained(built(pipeline, random_model("gemma2"))).train()
@@ -299,8 +297,8 @@ def test_a_checkpointed_model_is_that_of_training():
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_with_the_fused_loss_is_the_run_without(small, cwd):
-    """Training and evaluation, with the evidence kept in the run's folder."""
+def test_runs_with_fused_and_plain_loss_agree(small, cwd):
+    """Training and evaluation, and the evidence in the run folder."""
     small.data.eval_fraction, small.train.max_steps, seen = 0.2, 2, {}
     for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7, rms_norm=Switch.auto))):
         small.run.dir, small.techniques.liger = str(cwd / name), liger

@@ -1,4 +1,4 @@
-"""Each optimizer against its definition, through non-finite steps, and through a file and back, bit for bit."""
+"""Optimizers: each against its definition, with non-finite steps, and through a checkpoint, bit for bit."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from fxtune.optim import config as update_rule
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.skip_nonfinite import Guard
-from fxtune.optim.stochastic_adamw import COMPILING, round_by_chance, update
+from fxtune.optim.stochastic_adamw import COMPILING, stochastic_round, update
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.quantize import Library
 from fxtune.training.builder import RunBuilder
@@ -21,7 +21,7 @@ from fxtune.training.builder import RunBuilder
 
 @pytest.fixture(autouse=True)
 def _apex(monkeypatch):
-    """No machine of ours has NVIDIA's Apex: see apex_standin.py for what this shows and what not."""
+    """Use a stand-in for NVIDIA's Apex, which is rarely installed; apex_standin.py says what this tests."""
     apex_standin.install(monkeypatch)
 
 
@@ -65,7 +65,7 @@ def backward(model, seed):
 
 
 def stored(optimizer, folder):
-    """The state after a way through a checkpoint."""
+    """The state, written to a checkpoint and read back."""
     tensors, scalars = optimizer.state()
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(TrainState(step=3, optimizer=scalars), {"none": torch.zeros(1)}, tensors)
@@ -77,7 +77,7 @@ YES = torch.tensor(True)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_optimizer_moves_what_is_trainable_and_nothing_else(name):
+def test_each_optimizer_updates_trainable_parameters_only(name):
     model, optimizer = make(name, weight_decay=0.1)
     before = {n: p.clone() for n, p in model.named_parameters()}
     backward(model, 1)
@@ -88,7 +88,7 @@ def test_each_optimizer_moves_what_is_trainable_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
+def test_non_finite_step_changes_nothing(name):
     model, optimizer = make(name, weight_decay=0.1)
     for seed in (1, 2):
         backward(model, seed)
@@ -109,8 +109,8 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(name):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, tmp_path):
-    """As on a GPU, where nobody asks before the step whether it is finite."""
+def test_undone_step_equals_skipped_step(name, fused, tmp_path):
+    """As on a GPU, where the step is taken before `finite` is known."""
     (model, asking), (other, guarded) = (
         make(name, weight_decay=0.1, fused=fused),
         make(name, weight_decay=0.1, fused=fused),
@@ -142,8 +142,8 @@ def test_steps_that_are_taken_back_are_those_that_were_never_taken(name, fused, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_steps_leave_the_count_of_a_weight_that_they_did_not_reach(name):
-    """As of an expert that gets no token."""
+def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
+    """Such as an expert that gets no token."""
     (model, asking), (other, guarded) = (
         make(
             name,
@@ -167,14 +167,14 @@ def test_bad_steps_leave_the_count_of_a_weight_that_they_did_not_reach(name):
 
 
 def counts(optimizer):
-    """What the libraries count of each weight."""
+    """The step counts that the libraries keep for each weight."""
     tensors, scalars = optimizer.state()
     return {key: float(value) for key, value in {**tensors, **scalars}.items() if key.endswith("/step")}
 
 
 @pytest.mark.parametrize("name", ["adamw", "apex_adamw"])
-def test_a_guarded_step_takes_and_leaves_each_bit(name):
-    """A gradient of 1e25 has a square beyond float32: the moment is infinite then, and stays so."""
+def test_guarded_step_is_exact_for_infinite_moments(name):
+    """The square of a gradient of 1e25 overflows float32, so the moment becomes infinite and stays so."""
     kept = []
     for guards in (False, True):
         linear = nn.Linear(2, 1, bias=False)
@@ -196,9 +196,7 @@ def test_a_guarded_step_takes_and_leaves_each_bit(name):
 
 
 @pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
-def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradients_back_if_it_fails(
-    name, monkeypatch
-):
+def test_guarded_step_ignores_weights_without_gradient_and_restores_gradients_on_error(name, monkeypatch):
     model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
     guards = [Guard(part) for part in optimizer.parts]
     unused = model.wide.weight.clone()
@@ -223,7 +221,7 @@ def test_a_guarded_step_needs_no_moments_of_what_has_no_gradient_and_gives_gradi
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
+def test_non_finite_first_step_leaves_no_state(name):
     (model, optimizer), (clean, untouched) = make(name), make(name)
     stale = [torch.full_like(p, 1e30) for p in model.parameters() for _ in range(50)]
     del stale  # whoever allocates and does not write finds this
@@ -238,7 +236,7 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_state_that_went_through_a_checkpoint_continues_bit_for_bit(name, fused, tmp_path):
+def test_state_from_a_checkpoint_continues_bit_for_bit(name, fused, tmp_path):
     model, optimizer = make(name, fused=fused)
     for seed in (1, 2, 3):
         backward(model, seed)
@@ -274,7 +272,7 @@ def test_norms_and_biases_get_no_weight_decay():
 
 
 @pytest.mark.parametrize("name", OptimizerName)
-def test_weight_decay_is_decoupled_but_for_sgd_where_it_is_torchs(name):
+def test_weight_decay_is_decoupled_except_for_sgd(name):
     linear = nn.Linear(64, 64, bias=False)
     begun = linear.weight.detach().clone()
     optimizer = Optimizer(linear, OptimizerConfig(name=name, weight_decay=0.1))
@@ -289,7 +287,7 @@ def test_weight_decay_is_decoupled_but_for_sgd_where_it_is_torchs(name):
     torch.testing.assert_close(linear.weight, nn.Parameter(begun * expected), rtol=1e-5, atol=1e-7)
 
 
-def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
+def test_muon_gets_hidden_matrices_and_adamw_the_rest():
     _, optimizer = make("muon")
     muon, adamw = optimizer.parts
     assert [optimizer.names[p] for g in muon.param_groups for p in g["params"]] == ["up.weight", "wide.weight"]
@@ -323,7 +321,7 @@ def written_out(seeds, lr=3e-3, fused=False, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_torch_adamw_to_the_last_bit(fused):
+def test_adamw_equals_torch_adamw_bit_for_bit(fused):
     model, optimizer = make("adamw", weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6, fused=fused)
     for seed in range(5):
         backward(model, seed)
@@ -333,7 +331,7 @@ def test_adamw_is_torch_adamw_to_the_last_bit(fused):
 
 
 @pytest.mark.parametrize("name", ["apex_adamw", "adamw_float32"])
-def test_the_other_adamws_compute_the_same(name, monkeypatch):
+def test_other_adamw_implementations_agree(name, monkeypatch):
     monkeypatch.setitem(
         CASES, "adamw_float32", {"name": "adamw", "stochastic_rounding": True}
     )  # float32 needs no rounding
@@ -348,7 +346,7 @@ def test_the_other_adamws_compute_the_same(name, monkeypatch):
 
 
 def learn(case, steps=100, **options):
-    """A language of one rule, each token decided by the one before: the loss after `steps`, and the state's bytes a weight."""
+    """Train on a language where each token follows from the one before. Returns the last loss and the state's bytes per weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     known = dict(CASES[case])
@@ -365,7 +363,7 @@ def learn(case, steps=100, **options):
 
 
 @pytest.mark.parametrize("case", ["adamw_8bit", "adamw_8bit/bitsandbytes"])
-def test_eight_bits_learn_as_well_in_a_quarter_of_the_memory(case):
+def test_8bit_adamw_learns_as_well_in_a_quarter_of_the_memory(case):
     (loss, size), (reference, whole) = learn(case), learn("adamw")
     assert reference < 0.5 < 4.0  # ln 64 at the start: it did learn
     assert abs(loss - reference) / reference < 0.05
@@ -374,7 +372,7 @@ def test_eight_bits_learn_as_well_in_a_quarter_of_the_memory(case):
 
 
 @pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
-def test_updates_below_what_bfloat16_resolves_add_up(case):
+def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
     def moved(steps, **options):
         linear = nn.Linear(64, 64, bias=False).bfloat16()
         nn.init.ones_(linear.weight)
@@ -389,14 +387,14 @@ def test_updates_below_what_bfloat16_resolves_add_up(case):
     assert moved(1000, stochastic_rounding=True) == pytest.approx(0.1, rel=0.03)
 
 
-def test_rounding_by_chance_is_right_on_average_and_leaves_what_fits():
+def test_stochastic_rounding_is_unbiased_and_keeps_exact_values():
     torch.manual_seed(0)
     values = torch.randn(200) * torch.logspace(-20, 20, 200)
-    draws = torch.stack([round_by_chance(values) for _ in range(2000)]).double()
+    draws = torch.stack([stochastic_round(values) for _ in range(2000)]).double()
     assert torch.allclose(draws.mean(0), values.double(), rtol=3e-4)
     assert all(len(draws[:, i].unique()) <= 2 for i in range(200)), "always one of the two neighbours"
     fits = values.bfloat16()
-    assert torch.equal(round_by_chance(fits.float()), fits)
+    assert torch.equal(stochastic_round(fits.float()), fits)
 
 
 def test_kept_gradients_are_zeroed_in_place():
@@ -415,8 +413,8 @@ def test_kept_gradients_are_zeroed_in_place():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kept_gradients_leave_a_weight_alone_that_no_backward_pass_has_reached(name):
-    """As an expert that gets no token: it must not decay, nor move on by what it learned before."""
+def test_kept_zero_gradient_does_not_update_an_unreached_weight(name):
+    """Such as an expert that gets no token: neither weight decay nor momentum may move it."""
     options = {"weight_decay": 0.1}
     plain, reference = make(name, **options)
     model, _ = make(name, **options)
@@ -443,7 +441,7 @@ def test_kept_gradients_leave_a_weight_alone_that_no_backward_pass_has_reached(n
     assert mine[0].keys() == theirs[0].keys()
 
 
-def test_clipping_scales_the_whole_gradient_to_the_norm():
+def test_clipping_scales_the_gradient_to_max_norm():
     model, optimizer = make("adamw")
     backward(model, 1)
     grads = [p.grad.clone() for p in optimizer.names]
@@ -517,14 +515,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("known", "options", "told"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_had_is_refused_with_what_to_change(known, options, told, monkeypatch):
+def test_refusals_say_what_to_change(known, options, told, monkeypatch):
     monkeypatch.setattr(update_rule, "c_compiler", lambda: "/usr/bin/gcc")
     (reason,) = reasons(known, **options)
     assert reason.startswith("optimizer.")
     assert all(part in reason for part in told), reason
 
 
-def test_what_can_be_had_is_not_refused(monkeypatch):
+def test_supported_optimizers_are_not_refused(monkeypatch):
     monkeypatch.setenv("CC", "true")
     for name in OptimizerName:
         packages = {**GPU.packages, "nvidia-apex": "0.1"}
@@ -536,7 +534,7 @@ def test_what_can_be_had_is_not_refused(monkeypatch):
     assert not reasons(name=EIGHT), "bitsandbytes compiles nothing"
 
 
-def test_what_an_optimizer_reads_may_be_changed():
+def test_options_an_optimizer_reads_may_be_changed():
     for name, options in (
         ("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)),
         ("sgd", dict(momentum=0.0, fused=False)),
@@ -547,8 +545,8 @@ def test_what_an_optimizer_reads_may_be_changed():
         assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
 
 
-def test_an_optimizer_is_built_from_what_it_reads_and_from_nothing_else():
-    """What READS says, by what a change does to the library's own options."""
+def test_reads_table_matches_what_each_optimizer_uses():
+    """Changing an option changes the library optimizer exactly where READS lists it."""
 
     def built(name, options):
         _, made = make(name, **options)
@@ -567,14 +565,14 @@ def test_an_optimizer_is_built_from_what_it_reads_and_from_nothing_else():
         assert acts == set(reads), name
 
 
-def test_auto_takes_the_library_that_can_do_it():
+def test_auto_library_of_adamw_8bit():
     assert update_rule.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
     assert update_rule.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
     assert update_rule.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
     assert update_rule.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
 
 
-def test_a_run_is_refused_with_the_reasons_of_optimizer_and_techniques_together():
+def test_run_is_refused_with_optimizer_and_technique_reasons_together():
     config = Config()
     config.optimizer.name, config.optimizer.stochastic_rounding = OptimizerName.lion, True
     config.techniques.compile.enabled, config.techniques.compile.max_graph_breaks = True, 2
@@ -586,8 +584,8 @@ def test_a_run_is_refused_with_the_reasons_of_optimizer_and_techniques_together(
     assert "optimizer.stochastic_rounding: it is for bfloat16 weights, and these are float32" in text
 
 
-def test_compiled_updates_take_nothing_from_the_host_and_share_a_graph():
-    """A number of the host's would be copied to the device in each call, and the host waits for that."""
+def test_compiled_update_copies_nothing_from_the_host_and_shares_one_graph():
+    """A number on the host would be copied to the device in each call, with a sync."""
     graphs = []
 
     def kept(graph, inputs):

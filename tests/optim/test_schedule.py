@@ -16,7 +16,7 @@ configs = st.builds(
 
 
 @given(configs, st.integers(1, 300))
-def test_rate_stays_within_its_bounds_and_the_warm_up_rises(config, steps):
+def test_rate_stays_within_bounds_and_rises_in_warm_up(config, steps):
     rates = [learning_rate(config, 2.0, step, steps) for step in range(steps)]
     assert all(0 < rate <= 2.0 + 1e-12 or (rate >= 0 and config.min_lr_ratio == 0) for rate in rates)
     warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
@@ -25,7 +25,7 @@ def test_rate_stays_within_its_bounds_and_the_warm_up_rises(config, steps):
     assert all(rate >= 2.0 * config.min_lr_ratio - 1e-12 for rate in rates[warmup:])
 
 
-def test_cosine_against_the_formula():
+def test_cosine_follows_its_formula():
     config = ScheduleConfig(warmup_steps=10, min_lr_ratio=0.1)
     assert learning_rate(config, 1.0, 0, 110) == 0.1
     assert learning_rate(config, 1.0, 9, 110) == 1.0
@@ -39,7 +39,7 @@ def test_linear_and_constant():
     assert learning_rate(ScheduleConfig(ScheduleName.constant, warmup_ratio=0), 1.0, 99, 100) == 1.0
 
 
-def test_wsd_stays_and_then_decays_over_its_last_share():
+def test_wsd_decays_over_the_last_share():
     config = ScheduleConfig(ScheduleName.wsd, warmup_steps=10, decay_ratio=0.2)
     rates = [learning_rate(config, 1.0, step, 100) for step in range(100)]
     assert rates[9:81] == [1.0] * 72

@@ -1,4 +1,4 @@
-"""Questions and greedy answers: what is asked, where an answer ends; a padded batch with a cache answers like one alone."""
+"""Questions and greedy answers: prompts, ends of answers, and padded batches with a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def questions(prompts=PROMPTS, end=None) -> list[Question]:
 
 
 def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) -> str:
-    """The plainest way: no batch, no padding, no cache, a whole forward for each token."""
+    """The reference: no batch, no padding, no cache, a full forward pass for each token."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -36,14 +36,14 @@ def alone(model, prompt: list[int], count: int, ends: tuple[int, ...] = (1,)) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_padded_batch_with_a_cache_answers_like_one_alone(family):
+def test_batched_answers_equal_single_answers(family):
     model = built(Pipeline(), random_model(family)).eval()
     given = answer(model, TOKENIZER, questions(), batch_size=3, max_new_tokens=7)
     assert given == [alone(model, prompt, 7) for prompt in PROMPTS]
     assert len(set(given)) > 1, "the prompts must matter, or this compares nothing"
 
 
-def test_an_adapter_answers_for_itself():
+def test_adapter_answers_differ_from_its_base():
     adapted = trained(built(lora(), random_model("llama"))).eval()
     given = answer(adapted, TOKENIZER, questions(), max_new_tokens=6)
     assert given == [alone(adapted, prompt, 6) for prompt in PROMPTS]
@@ -52,7 +52,7 @@ def test_an_adapter_answers_for_itself():
 
 
 @pytest.mark.parametrize("by", ["question", "tokenizer"])
-def test_an_answer_ends_at_the_end_of_turn(by):
+def test_answer_ends_at_the_end_of_turn_token(by):
     model = built(Pipeline(), random_model("llama")).eval()
     whole = answer(model, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
     end = next(index for index in range(2, 8) if whole[index] not in whole[:index])
@@ -66,7 +66,7 @@ def test_an_answer_ends_at_the_end_of_turn(by):
     assert given[0].split() == whole[:end]
 
 
-def test_asking_disturbs_no_training():
+def test_asking_questions_does_not_affect_training():
     model = built(lora(dropout=0.2), random_model("llama"))
     model.train()
     row = torch.tensor([[5, 6, 7, 8]])
@@ -88,7 +88,7 @@ def test_asking_disturbs_no_training():
     assert again.item() == before
 
 
-def test_compiled_layers_are_not_compiled_again_for_each_length():
+def test_asking_questions_compiles_nothing():
     model = built(Pipeline(), random_model("llama"))
     expected = answer(model, TOKENIZER, questions(), max_new_tokens=4)
 
@@ -100,7 +100,7 @@ def test_compiled_layers_are_not_compiled_again_for_each_length():
     assert answer(model, TOKENIZER, questions(), max_new_tokens=4) == expected
 
 
-def test_outer_whitespace_is_no_mistake_and_all_else_is():
+def test_exact_match_ignores_outer_whitespace_only():
     asked = [replace(question, answer="a b") for question in questions()]
     assert exact_match([" a b\n", "a  b", "A b", "a b"], asked) == 0.5
 
@@ -131,7 +131,7 @@ def write(folder, *rows) -> QuestionsConfig:
 
 
 @pytest.mark.parametrize("form", ROWS)
-def test_all_but_the_last_answer_is_the_question(tmp_path, form):
+def test_prompt_is_everything_before_the_last_answer(tmp_path, form):
     tokenizer = load_tokenizer(ModelConfig())
     (question,) = load_questions(write(tmp_path, ROWS[form]), tokenizer)
     prompt = tokenizer.apply_chat_template(
@@ -144,14 +144,14 @@ def test_all_but_the_last_answer_is_the_question(tmp_path, form):
         assert question.text == "Two?"
 
 
-def test_prompt_and_completion_without_a_template(tmp_path):
+def test_questions_from_prompt_and_completion_without_template(tmp_path):
     (question,) = load_questions(
         write(tmp_path, {"prompt": "Q: one\nA:", "completion": " 1"}), load_tokenizer(ModelConfig())
     )
     assert question.answer == "1"
 
 
-def test_a_template_of_ones_own_shapes_the_prompt_and_ends_the_answer(tmp_path):
+def test_own_chat_template_forms_prompt_and_end_of_answer(tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text(
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|endoftext|>{% endfor %}"
@@ -163,7 +163,7 @@ def test_a_template_of_ones_own_shapes_the_prompt_and_ends_the_answer(tmp_path):
     assert question.end == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
-def test_only_the_first_rows_are_asked(tmp_path):
+def test_limit_takes_the_first_rows(tmp_path):
     config = write(tmp_path, ROWS["messages"], ROWS["messages"], '{"broken')
     assert len(load_questions(replace(config, limit=2), load_tokenizer(ModelConfig()))) == 2
 
@@ -185,18 +185,18 @@ def test_only_the_first_rows_are_asked(tmp_path):
     ],
     ids=["text", "broken", "no answer", "empty answer"],
 )
-def test_rows_that_are_no_questions(tmp_path, rows, error, words):
+def test_rows_without_question_or_answer_are_refused(tmp_path, rows, error, words):
     with pytest.raises(error, match=words):
         load_questions(write(tmp_path, *rows), load_tokenizer(ModelConfig()))
 
 
 @pytest.mark.parametrize("name", ["limit", "batch_size", "max_new_tokens"])
-def test_settings_out_of_range_name_their_key(tmp_path, name):
+def test_settings_out_of_range_are_refused_with_their_key(tmp_path, name):
     with pytest.raises(ConfigError, match=f"data.questions.{name}=0"):
         load_questions(replace(write(tmp_path, ROWS["messages"]), **{name: 0}), load_tokenizer(ModelConfig()))
 
 
-def test_an_interrupted_run_still_knows_its_first_answers(tmp_path):
+def test_resumed_run_keeps_its_first_answers(tmp_path):
     tokenizer = load_tokenizer(ModelConfig())
     config = replace(write(tmp_path, ROWS["messages"]), max_new_tokens=2)
     model = built(Pipeline(), ModelConfig())
@@ -214,5 +214,5 @@ def test_an_interrupted_run_still_knows_its_first_answers(tmp_path):
     )
 
 
-def test_nothing_is_asked_without_a_path(tmp_path):
+def test_no_questions_without_a_path(tmp_path):
     assert AnswerEvaluation.open(QuestionsConfig(), load_tokenizer(ModelConfig()), tmp_path) is None

@@ -1,4 +1,4 @@
-"""run.deterministic=true: what cannot give the same bits twice is refused, and nothing is left to the clock."""
+"""run.deterministic=true: kernels without reproducible bits are refused, and no kernel is chosen by timing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FREE = Facts(
 FIXED = dataclasses.replace(FREE, deterministic=True)
 
 
-def test_kernels_are_not_picked_by_the_clock(monkeypatch, tmp_path):
+def test_deterministic_run_times_no_kernels(monkeypatch, tmp_path):
     asked = Compile(enabled=True, mode=CompileMode.max_autotune)
     assert not [why for why in asked.check(FREE) if "clock" in why]
     assert [why for why in asked.check(FIXED) if "run.deterministic=true" in why]
@@ -53,14 +53,14 @@ def test_kernels_are_not_picked_by_the_clock(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
-def test_attention_that_promises_nothing_is_refused(backend):
+def test_nondeterministic_attention_is_refused(backend):
     assert not [why for why, _ in backend.refuses(FREE) if "same bits" in why]
     assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [
         *backend.refuses(FIXED)
     ]
 
 
-def test_a_run_twice_on_a_cpu_has_the_same_bits_and_no_memory_is_filled_for_it(narrow, cwd):
+def test_deterministic_cpu_run_repeats_bit_for_bit_without_filling_memory(narrow, cwd):
     narrow.run.deterministic, narrow.techniques.lora.dropout = True, 0.1
     seen = []
     for name in ("one", "two"):

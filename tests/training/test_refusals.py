@@ -418,7 +418,7 @@ def reasons(error: UserError) -> list[str]:
 
 
 @pytest.mark.parametrize("given", CASES, ids=[each.what for each in CASES])
-def test_it_is_refused_with_its_key_and_its_cause(given, on, cwd):
+def test_recipe_is_refused_with_key_and_cause(given, on, cwd):
     on(given.machine)
     with pytest.raises(ConfigError) as caught:
         settle(given.words)
@@ -428,7 +428,7 @@ def test_it_is_refused_with_its_key_and_its_cause(given, on, cwd):
 
 
 @pytest.mark.parametrize("machine", [H200, A100, CPU, BARE], ids=["H200", "A100", "CPU", "no packages"])
-def test_what_can_work_is_not_refused(machine, on, cwd):
+def test_supported_recipe_is_not_refused(machine, on, cwd):
     on(machine)
     dtype = "model.dtype=float32" if machine is CPU else BFLOAT16
     made = settle(
@@ -445,7 +445,7 @@ def test_what_can_work_is_not_refused(machine, on, cwd):
     assert "auto" not in str(made.techniques.attention.backend)
 
 
-def test_a_long_recipe_for_a_gpu_is_refused_on_a_small_host_and_not_where_there_is_room(on, cwd):
+def test_large_recipe_is_refused_only_on_a_small_host(on, cwd):
     small = replace(CPU, memory=24 * GB, host_memory=24 * GB)
     recipe = [
         "+recipe=llama_yarn_64k",
@@ -464,7 +464,7 @@ def test_a_long_recipe_for_a_gpu_is_refused_on_a_small_host_and_not_where_there_
     settle((BIG, BFLOAT16, LORA))  # a card's own word is soon enough
 
 
-def test_five_mistakes_in_one_recipe_come_in_one_message(on, cwd):
+def test_five_mistakes_are_reported_in_one_message(on, cwd):
     on(A100)
     with pytest.raises(ConfigError) as caught:
         settle(
@@ -493,7 +493,7 @@ def test_five_mistakes_in_one_recipe_come_in_one_message(on, cwd):
     ]
 
 
-def test_without_a_network_all_that_is_not_here_is_named_at_once(cwd):
+def test_all_missing_files_are_named_at_once_without_network(cwd):
     """conftest.py has HF_HUB_OFFLINE set."""
     words = [
         "model.path=nobody/model",
@@ -527,7 +527,7 @@ def test_without_a_network_all_that_is_not_here_is_named_at_once(cwd):
         made.read()
 
 
-def test_the_command_refuses_before_it_looks_for_a_weight(cwd, capsys):
+def test_command_refuses_before_loading_weights(cwd, capsys):
     """The model is a folder that holds a config and nothing else: whoever asked for its weights would fail on that."""
     from transformers import LlamaConfig
 

@@ -1,4 +1,4 @@
-"""A run that goes on: what its recipe leaves open is as it was, or it is said."""
+"""Resumed runs: what the recipe leaves open is as it was, or the user is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxtune.training.resume_check import ResumeCheck
 
 @pytest.fixture
 def broken_off(small, cwd, monkeypatch) -> Config:
-    """A run in `run` whose two steps are saved, and that did not come to its end."""
+    """An unfinished run in `run`, with both its steps saved."""
     small.run.dir, small.train.max_steps = "run", 2
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
@@ -33,20 +33,20 @@ def changed(section: str, key: str, value: object) -> None:
     file.write_text(json.dumps(setting))
 
 
-def test_a_run_that_finds_all_as_it_was_says_nothing_of_it(broken_off, said):
+def test_unchanged_run_resumes_without_notes(broken_off, said):
     assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
     trainer.run(broken_off)
     assert not [text for text in said if "started this changed" in text]
     assert [text for text in said if "Resuming run after step 2" in text]
 
 
-def test_another_torch_is_told_and_with_deterministic_refused(broken_off, said):
+def test_another_torch_version_is_noted(broken_off, said):
     changed("machine", "torch", "1.0")
     trainer.run(broken_off)
     assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
 
 
-def test_another_torch_is_refused_where_bits_were_promised(small, cwd, monkeypatch):
+def test_another_torch_version_is_refused_in_a_deterministic_run(small, cwd, monkeypatch):
     small.run.dir, small.run.deterministic, small.train.max_steps = "run", True, 1
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_finish", lambda self: self.run_state.checkpoints.wait() or {})
@@ -65,7 +65,7 @@ def test_another_model_is_refused_with_each_difference(broken_off, section, key,
         trainer.run(broken_off)
 
 
-def test_another_base_in_the_same_folder_is_refused(small, cwd, monkeypatch):
+def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
     import shutil
 
     own = cwd / "base"
@@ -82,7 +82,7 @@ def test_another_base_in_the_same_folder_is_refused(small, cwd, monkeypatch):
         trainer.run(small)
 
 
-def test_a_setting_that_cannot_be_read_is_an_error_with_what_to_do(broken_off):
+def test_unreadable_setting_file_says_what_to_do(broken_off):
     Path("run/setting.json").write_text("{")
     with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Bring it back; or remove it"):
         trainer.run(broken_off)
@@ -90,8 +90,8 @@ def test_a_setting_that_cannot_be_read_is_an_error_with_what_to_do(broken_off):
     assert trainer.run(broken_off)["train/step"] == 2
 
 
-def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
-    """As on a card that had more memory free when the run was started."""
+def test_resumed_run_keeps_earlier_auto_decisions(tmp_path):
+    """As on a card that had more free memory when the run started."""
     notes: list[str] = []
     (tmp_path / "setting.json").write_text(
         json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}})
@@ -108,7 +108,7 @@ def test_what_auto_was_is_taken_where_it_would_be_another_today(tmp_path):
     assert ResumeCheck(tmp_path, goes_on=False, strict=False, note=notes.append).decided(asked, today) is None
 
 
-def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
+def test_unknown_recorded_value_is_refused(tmp_path):
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "psychic"}}}))
     asked = Pipeline()
     asked.checkpointing.policy = Policy.auto
@@ -126,8 +126,8 @@ def test_a_choice_that_this_version_does_not_know_is_an_error(tmp_path):
         ({"backend": 7}, "`techniques.attention.backend` is text"),
     ],
 )
-def test_what_is_recorded_runs_no_code(tmp_path, was, told):
-    """A run folder may be a stranger's, and `auto` in the recipe leaves its setting.json to say what it was."""
+def test_recorded_values_run_no_code(tmp_path, was, told):
+    """A run folder may come from a stranger, and for an `auto` in the recipe its setting.json is read."""
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"attention": was}}))
     asked, today = Pipeline(), Pipeline()
     today.attention.backend = "sdpa"

@@ -1,4 +1,4 @@
-"""The window of losses against its definition in numpy, and what it says of curves that people know."""
+"""The window of losses against its definition in numpy, and on typical loss curves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(before: list[float], size: int, threshold: float) -> float:
 
 @given(LOSSES, st.integers(1, 12), st.floats(0.5, 20))
 @settings(deadline=None, max_examples=150)
-def test_a_limit_is_the_median_and_so_many_spreads_of_the_steps_before(losses, size, threshold):
+def test_limit_is_median_plus_threshold_times_spread(losses, size, threshold):
     found = limits(SpikeWindow(CPU, Spikes.report, size, threshold), losses)
     for at, limit in enumerate(found):
         wanted = expected(losses[:at], size, threshold)
@@ -46,7 +46,7 @@ def test_a_limit_is_the_median_and_so_many_spreads_of_the_steps_before(losses, s
 
 @given(LOSSES, st.integers(1, 8), st.data())
 @settings(deadline=None, max_examples=100)
-def test_a_window_that_goes_on_from_its_saved_state_says_the_same(losses, size, data):
+def test_window_from_saved_state_gives_the_same_limits(losses, size, data):
     cut = data.draw(st.integers(0, len(losses)))
     whole, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))
     limits(first, losses[:cut])
@@ -63,8 +63,8 @@ def spikes(losses: list[float], **options) -> list[int]:
     return [at for at, (loss, limit) in enumerate(zip(losses, limits(window, losses), strict=True)) if loss > limit]
 
 
-def test_noise_is_no_spike_and_a_jump_is_one():
-    """A thousand steps of a falling curve with the noise of small batches, three bad batches in it."""
+def test_noise_is_no_spike_and_a_jump_is():
+    """A falling curve of a thousand steps with the noise of small batches, then with three bad batches."""
     draw = np.random.default_rng(0)
     losses = 1 + 2 * np.exp(-np.arange(1000) / 200) + draw.normal(0, 0.15, 1000)
     assert spikes(losses.tolist()) == []
@@ -73,19 +73,19 @@ def test_noise_is_no_spike_and_a_jump_is_one():
     assert spikes(losses.tolist()) == [40, 500, 501]
 
 
-def test_a_level_that_has_changed_for_good_is_no_spike_half_a_window_later():
+def test_lasting_change_is_no_spike_after_half_a_window():
     seen = spikes([1.0 + 0.01 * (at % 7) for at in range(200)] + [5.0 + 0.01 * (at % 7) for at in range(200)])
     assert seen
     assert seen[0] == 200
     assert seen[-1] <= 200 + 64 // 2
 
 
-def test_losses_that_hardly_differ_need_to_differ_by_a_share_of_themselves():
+def test_spread_has_a_minimum():
     assert spikes([2.0] * 100 + [2.1] + [2.0] * 100) == []
     assert spikes([2.0] * 100 + [2.2] + [2.0] * 100) == [100]
 
 
-def test_off_judges_nothing():
+def test_nothing_is_a_spike_when_off():
     window = SpikeWindow(CPU, Spikes.off, 4, 8.0)
     assert limits(window, [1.0] * 20 + [1e9]) == [math.inf] * 21
     assert window.state() == {}

@@ -55,7 +55,7 @@ def pairs(narrow, cwd):
 
 @pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 @pytest.mark.parametrize("lora", [True, False])
-def test_an_objective_over_pairs_of_documents_learns_in_the_unchanged_trainer(pairs, lora, fused):
+def test_pair_objective_learns_in_the_unchanged_trainer(pairs, lora, fused):
     pairs.techniques.lora.enabled = lora
     pairs.techniques.liger.enabled = fused is Switch.on
     pairs.techniques.liger.fused_linear_cross_entropy = fused
@@ -71,7 +71,7 @@ def test_an_objective_over_pairs_of_documents_learns_in_the_unchanged_trainer(pa
     assert "eval/perplexity" not in figures
 
 
-def test_fused_and_plain_heads_train_another_objective_alike(pairs):
+def test_pair_objective_trains_alike_with_fused_and_plain_head(pairs):
     pairs.train.max_steps, losses = 6, {}
     for fused in (Switch.off, Switch.on):
         pairs.techniques.liger.enabled = fused is Switch.on
@@ -81,7 +81,7 @@ def test_fused_and_plain_heads_train_another_objective_alike(pairs):
     assert losses[Switch.on] == pytest.approx(losses[Switch.off], rel=1e-4)
 
 
-def test_a_run_with_metrics_of_its_own_resumes_to_the_same_bits(pairs, monkeypatch):
+def test_run_with_objective_metrics_resumes_bit_for_bit(pairs, monkeypatch):
     """Also where the checkpoint falls between two log lines."""
     pairs.train.max_steps, pairs.train.log_every, pairs.checkpoint.every = 6, 4, 2
     pairs.run.dir = "undisturbed"
@@ -114,7 +114,7 @@ def built(config):
     return builder.train_step(builder.language_model(builder.build().train()), CausalLM()), plan
 
 
-def test_the_split_into_micro_batches_does_not_change_loss_and_gradients(narrow, cwd):
+def test_micro_batch_size_does_not_change_loss_and_gradients(narrow, cwd):
     step, plan = built(narrow)
     narrow.data.packing, found = False, []
     for rows in (8, 2, 1):
@@ -130,7 +130,7 @@ def test_the_split_into_micro_batches_does_not_change_loss_and_gradients(narrow,
         assert (gradient - found[0][1]).norm() < 1e-5 * gradient.norm()
 
 
-def test_a_step_that_is_not_finite_leaves_every_weight_as_it_was(narrow, cwd, monkeypatch):
+def test_non_finite_step_leaves_weights_unchanged(narrow, cwd, monkeypatch):
     step, plan = built(narrow)
     real, factor = CausalLM.loss, [1.0]
     monkeypatch.setattr(CausalLM, "loss", lambda *given: (real(*given)[0] * factor[0], {}))
@@ -145,7 +145,7 @@ def test_a_step_that_is_not_finite_leaves_every_weight_as_it_was(narrow, cwd, mo
         assert moves == any(not torch.equal(*pair) for pair in zip(before, step.optimizer.names, strict=True))
 
 
-def test_dropout_depends_on_seed_and_step_alone(narrow, cwd):
+def test_dropout_depends_on_seed_and_step_only(narrow, cwd):
     narrow.techniques.lora.dropout = 0.5
     step, plan = built(narrow)
     with torch.no_grad():  # new adapters add nothing, so their dropout would not show

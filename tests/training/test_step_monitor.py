@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, and loss spikes: never in the weights, never silent, never exported as good."""
+"""Non-finite losses and gradients, and loss spikes: kept out of the weights, reported, and never exported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxtune.training import trainer as train
 
 
 def broken_off(config, index, monkeypatch):
-    """Run `config` up to the step `index`, at which Ctrl-C comes, once."""
+    """Run `config` and press Ctrl-C at step `index`, once."""
     taken, broken = train.Trainer.step, []
 
     def dying(self, step, lr):
@@ -34,8 +34,8 @@ def broken_off(config, index, monkeypatch):
         train.run(config)
 
 
-def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkeypatch, capsys):
-    """Three poisoned steps are skipped and counted; max_skipped_steps in a row end the run."""
+def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monkeypatch, capsys):
+    """Two bad steps are skipped and counted; max_skipped_steps in a row end the run."""
     real, poisoned = LanguageModel.summed_loss, {2, 3}
     calls = []
 
@@ -59,7 +59,7 @@ def test_numbers_that_are_not_finite_never_reach_the_weights(narrow, cwd, monkey
 
 
 def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
-    """Multiply the loss of these steps (counted from 0). The list that is returned gets the number of each step taken."""
+    """Multiply the loss of these steps (counted from 0). Returns a list to which the number of each step is appended."""
     real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
 
     def step(self, step, lr):
@@ -75,7 +75,7 @@ def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
     return seen
 
 
-def test_a_step_that_is_not_finite_leaves_its_samples_and_its_batches(narrow, build, monkeypatch):
+def test_samples_and_batches_of_a_non_finite_step_are_written(narrow, build, monkeypatch):
     disturb(monkeypatch, {2: math.nan})
     notes = []
     trainer = build(narrow, notes.append)
@@ -104,7 +104,7 @@ def rows_of(trainer, step) -> list[int]:
     ]
 
 
-def test_no_more_than_a_few_bad_batches_are_kept(narrow, build, monkeypatch):
+def test_number_of_kept_bad_batches_is_limited(narrow, build, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(1, 40, 3), math.nan))
     narrow.train.max_steps = 40
     trainer = build(narrow)
@@ -140,8 +140,8 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
         assert any("1 loss spikes" in note for note in notes)
 
 
-def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkeypatch):
-    """The window of losses is part of the state: broken off just before a spike, the run must still know it for one."""
+def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
+    """The window of losses is part of the state: a run interrupted just before a spike must still detect it."""
     seen = disturb(monkeypatch, {9: 50.0})
     narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = (
         12,
@@ -160,7 +160,7 @@ def test_a_run_that_skips_spikes_goes_on_to_the_same_weights(narrow, cwd, monkey
     assert Path("whole", name).read_bytes() == Path("broken", name).read_bytes()
 
 
-def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(narrow, cwd, monkeypatch, capsys):
+def test_good_weights_are_exported_after_bad_last_steps(narrow, cwd, monkeypatch, capsys):
     disturb(monkeypatch, {4: math.nan, 5: math.nan})
     narrow.run.dir, narrow.tracking.display = "run", Display.plain
     assert train.run(narrow)["train/skipped_steps"] == 2
@@ -171,8 +171,8 @@ def test_a_run_whose_last_steps_were_bad_exports_weights_that_are_good(narrow, c
     assert all(torch.isfinite(t).all() for t in load_file("run/adapter/adapter_model.safetensors").values())
 
 
-def test_weights_that_give_no_finite_loss_are_never_exported(narrow, cwd):
-    """The first step takes them beyond all measure; the two after it are skipped, fewer than max_skipped_steps."""
+def test_weights_without_finite_loss_are_not_exported(narrow, cwd):
+    """The first step makes the weights huge; the next two are skipped, fewer than max_skipped_steps."""
     narrow.run.dir, narrow.train.max_steps, narrow.optimizer.lr, narrow.schedule.warmup_steps = "run", 3, 1e30, 0
     for _ in range(2):  # the same command again ends alike
         with pytest.raises(NumbersError, match=r"2 of 3 steps were skipped.*nothing was exported.*run/checkpoints"):
@@ -182,7 +182,7 @@ def test_weights_that_give_no_finite_loss_are_never_exported(narrow, cwd):
         assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
+def test_consecutive_bad_steps_are_counted_across_a_resume(narrow, cwd, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(2, 6), math.nan))
     narrow.run.dir, narrow.checkpoint.every, narrow.train.max_skipped_steps = "run", 4, 3
     broken_off(narrow, 4, monkeypatch)
@@ -191,8 +191,8 @@ def test_bad_steps_in_a_row_are_counted_over_a_resume(narrow, cwd, monkeypatch):
 
 
 @pytest.mark.parametrize("last", [4, 6])
-def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narrow, cwd, build, last):
-    """As on a GPU, figures are read when the next step is issued. Steps 3 and 4 are bad; 5 was sound again, or was not."""
+def test_step_issued_before_bad_steps_are_read_is_saved(narrow, cwd, build, last):
+    """As on a GPU, figures are read after the next step is issued. Steps 3 and 4 are bad; step 5 is good, or bad too."""
     narrow.train.log_every, narrow.train.max_skipped_steps, narrow.train.max_steps = 4, 2, 8
     narrow.checkpoint.every, narrow.train.micro_batch_size = 0, narrow.train.global_batch_size
     trainer = build(narrow)
@@ -218,7 +218,7 @@ def test_a_gpu_saves_the_step_that_was_under_way_when_bad_numbers_were_read(narr
     assert saved.state.numbers["window"] == trainer.train_step.spikes.state()
 
 
-def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monkeypatch):
+def test_checkpoint_counts_skipped_steps_between_log_lines(narrow, cwd, monkeypatch):
     narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
     real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
     monkeypatch.setattr(
@@ -238,7 +238,7 @@ def test_skipped_steps_between_log_lines_are_in_the_checkpoint(narrow, cwd, monk
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5]
 
 
-def test_a_line_that_a_resume_fell_into_has_the_steps_from_before_it(narrow, cwd, monkeypatch):
+def test_log_line_across_a_resume_covers_all_its_steps(narrow, cwd, monkeypatch):
     narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
     train.run(narrow)
     narrow.run.dir = "broken"

@@ -1,4 +1,4 @@
-"""The loop against plain transformers and peft, its splits against each other, its kills against no kill."""
+"""The loop against plain transformers and peft, with other micro-batches, and interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.training import trainer as train
 
 VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
-"""Figures of a line that no two runs share."""
+"""Figures that differ from run to run."""
 ASSETS = Path(train.__file__).parents[1] / "assets"
 
 
-def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, build, chats):
+def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, chats):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,7 +76,7 @@ def test_first_twenty_losses_equal_a_plain_transformers_and_peft_loop(small, bui
     assert losses(trainer.folder.path) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypatch):
+def test_micro_batches_of_1_4_and_8_give_equal_losses_and_gradients(small, build, monkeypatch):
     """Micro-batches with different numbers of supervised tokens: a mean of means would differ in the second digit."""
     small.train.max_steps = 3
     figures, gradients = {}, {}
@@ -99,7 +99,7 @@ def test_a_batch_of_eight_is_eight_of_one_and_two_of_four(small, build, monkeypa
         assert (gradients[micro] - gradients[8]).norm() < 1e-6 * gradients[8].norm()
 
 
-def test_lines_that_are_read_late_are_the_same(narrow, build):
+def test_late_logging_writes_the_same_lines(narrow, build):
     """As on a GPU, where the next step is issued before a line is written."""
     narrow.train.log_every, narrow.checkpoint.every, narrow.train.max_steps = 2, 3, 9
     lines = []
@@ -145,7 +145,7 @@ def document_losses(trainer) -> dict[bytes, float]:
     return {key: values[0] for key, values in found.items()}
 
 
-def test_packed_and_unpacked_runs_give_every_document_the_same_loss(small, build):
+def test_packing_does_not_change_document_losses(small, build):
     small.train.max_steps, small.train.epochs = None, 1
     apart = document_losses(build(small))
     small.data.packing, small.run.name = True, "packed"
@@ -160,7 +160,7 @@ def test_packed_and_unpacked_runs_give_every_document_the_same_loss(small, build
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_run_broken_off_anywhere_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
+def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
     narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
     narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
     narrow.checkpoint.every, narrow.run.dir = 2, "whole"
@@ -189,7 +189,7 @@ def test_a_run_broken_off_anywhere_ends_with_the_same_weights(narrow, cwd, monke
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
+def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):
     own = cwd / "own.jsonl"
     own.write_text(chats.read_text())
     small.data.sources, small.checkpoint.every, small.run.dir = [SourceConfig(path=str(own))], 1, "run"
@@ -200,7 +200,7 @@ def test_changed_data_cannot_be_gone_on_with(small, cwd, chats, monkeypatch):
         train.run(small)
 
 
-def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeypatch):
+def test_gradients_do_not_underflow_in_float16(small, build, monkeypatch):
     """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
     small.train.max_steps, gradients = 1, {}
     monkeypatch.setattr(
@@ -219,7 +219,7 @@ def test_gradients_through_a_float16_base_do_not_underflow(small, build, monkeyp
     assert (seen - exact).norm() < 0.01 * exact.norm()
 
 
-def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, monkeypatch):
+def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
     small.run.dir = "run"
     usual = signal.signal(
         signal.SIGINT, signal.default_int_handler
@@ -234,7 +234,7 @@ def test_a_run_killed_while_it_exports_loses_none_of_its_figures(small, cwd, mon
     assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]
 
 
-def test_the_card_says_what_the_run_knows(small, build):
+def test_model_card_describes_the_run(small, build):
     trainer = build(small)
     result = trainer.run()
     card = (trainer.folder.path / "adapter" / "README.md").read_text()
@@ -243,7 +243,7 @@ def test_the_card_says_what_the_run_knows(small, build):
         assert part in card
 
 
-def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(small, cwd, chats):
+def test_evaluation_equals_plain_transformers_and_best_checkpoint_is_kept(small, cwd, chats):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
@@ -273,7 +273,7 @@ def test_evaluation_equals_plain_transformers_and_the_best_checkpoint_is_kept(sm
     assert kept == sorted({f"step-{best:08d}", "step-00000006"})
 
 
-def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, chats):
+def test_finished_run_leaves_no_processes(small, build, chats):
     small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
     small.train.max_steps, small.train.eval_every, small.loader.num_workers = 2, 1, 1
     others = (
@@ -284,7 +284,7 @@ def test_no_process_is_left_when_a_run_ends_though_its_trainer_is(small, build, 
     assert [child for child in multiprocessing.active_children() if child not in others] == []
 
 
-def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
+def test_out_of_memory_error_gives_advice(small, cwd, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
@@ -297,7 +297,7 @@ def test_a_full_gpu_is_said_in_words(small, cwd, monkeypatch):
         train.run(small)
 
 
-def test_bfloat16_weights_that_are_trained_are_warned_of(small, build):
+def test_training_bfloat16_weights_warns(small, build):
     notes = []
     for dtype, lora in ((DType.bfloat16, True), (DType.float32, False), (DType.bfloat16, False)):
         small.model.dtype, small.techniques.lora.enabled, small.run.name = dtype, lora, f"{dtype.value}{lora}"
@@ -305,20 +305,20 @@ def test_bfloat16_weights_that_are_trained_are_warned_of(small, build):
     assert sum("update below 1/256" in note for note in notes) == 1
 
 
-def test_a_run_that_came_to_nothing_leaves_no_folder(small, cwd):
+def test_failed_start_leaves_no_folder(small, cwd):
     small.data.sources = [SourceConfig(path="missing.jsonl")]
     with pytest.raises(DataError, match=r"missing\.jsonl"):
         train.run(small)
     assert not list(Path("runs").iterdir())
 
 
-def test_must_resume_is_refused_before_anything_is_built(small, cwd):
+def test_resume_must_is_refused_without_an_unfinished_run(small, cwd):
     small.run.resume = Resume.must
     with pytest.raises(ConfigError, match="no unfinished run"):
         train.run(small)
 
 
-def test_the_adapter_loads_in_plain_peft_and_gives_the_trained_logits(small, build):
+def test_adapter_loaded_by_plain_peft_gives_the_trained_logits(small, build):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

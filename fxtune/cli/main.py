@@ -53,10 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfxtune: {stop}", file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:  # where our signal handlers are not installed, as in a thread
-        print(
-            "\nfxtune: interrupted. The same command continues a run from its newest checkpoint.",
-            file=sys.stderr,
-        )
+        print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: the reader has closed the pipe, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,12 +97,9 @@ def _run(argv: list[str]) -> None:
     show_help = not argv
     name, argv = _split_command(argv)
     command = COMMANDS[name]
-    keys = [text for text in argv if text.startswith(("-", "+")) or "=" in text]
-    if (
-        command.positional
-        and (command.positional_only or (argv and not keys))
-        and not {"-h", "--help"}.intersection(argv)
-    ):
+    has_keys = any(text.startswith(("-", "+")) or "=" in text for text in argv)
+    positional = command.positional_only or (argv and not has_keys)
+    if command.positional and positional and not {"-h", "--help"}.intersection(argv):
         _call_positional(name, command.positional, argv)
         return
     with SIGNALS.interruptible():  # argparse turns an interruption into an error of its own
@@ -188,10 +182,7 @@ def _run_command(command: Command, options: argparse.Namespace) -> None:
 
     if options.cfg or options.info:
         choices = compose.prepare(options.overrides, register_all=bool(options.info))
-        if options.cfg:
-            text = compose.printed_config(choices, options.cfg, options.package, options.resolve)
-        else:
-            text = compose.printed_info(choices, options.info)
+        text = compose.inspect(choices, options.cfg, options.info, options.package, options.resolve)
         print(redact_text(text), end="")
     elif options.multirun:
         if own.get("json"):

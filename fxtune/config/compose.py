@@ -117,17 +117,14 @@ def check_jobs(choices: list[Choice]) -> None:
         typed(_composed(list(job)))
 
 
-def printed_config(choices: list[Choice], part: str, package: str | None, resolve: bool) -> str:
-    """What `--cfg` prints: the composed config as YAML. `part`: job, hydra or all; `package`: only this key."""
+def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
+    """What `--cfg` prints, the composed config as YAML (`package`: only this key), or `--info`, how it was composed."""
+    texts = [choice.text for choice in choices]
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
-        hydra.show_cfg(_ROOT, [choice.text for choice in choices], part, package, resolve)
-    return printed.getvalue()
-
-
-def printed_info(choices: list[Choice], what: str) -> str:
-    """What `--info` prints: how Hydra composed the config."""
-    with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
-        hydra.show_info(what, _ROOT, [choice.text for choice in choices])
+        if cfg:
+            hydra.show_cfg(_ROOT, texts, cfg, package, resolve)
+        else:
+            hydra.show_info(info, _ROOT, texts)
     return printed.getvalue()
 
 

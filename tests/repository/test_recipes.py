@@ -1,4 +1,4 @@
-"""The recipes that ship, `fxtune recipes`, and where recipes are found."""
+"""The recipes that ship, and `fxtune recipes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = [(group, option) for group, options in discovery.groups().items() for o
 LLAMA = dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
 )
-HUB = {  # the configs of the hub models that recipes name, as far as a technique looks at them
+HUB = {  # what techniques read of the configs of the hub models that recipes name
     "meta-llama/Meta-Llama-3-8B": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=8192)),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=131072)),
     "Qwen/Qwen3-8B": (
@@ -39,7 +39,7 @@ def header(name: str) -> str:
 
 
 def hardware(name: str, config: Config) -> Facts:
-    """The least machine that the recipe's header names, with the recipe's model on it."""
+    """The smallest machine that the recipe's header names, with the recipe's model."""
     from transformers import AutoConfig
 
     line = re.search(r"# Hardware: (.*)", header(name))
@@ -80,7 +80,7 @@ def hardware(name: str, config: Config) -> Facts:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_names(name, cwd):
+def test_shipped_recipe_passes_its_checks_on_the_hardware_it_names(name, cwd):
     config = load([f"+recipe={name}"])
     assert config.run.name == name
     assert config.data.sources
@@ -95,15 +95,15 @@ def test_a_shipped_recipe_composes_and_passes_its_checks_on_the_hardware_it_name
     assert 20 < len(discovery.recipes()[name].title) < 110
 
 
-def test_the_checks_above_can_fail(cwd):
+def test_checks_of_recipes_can_fail(cwd):
     config = load(["+recipe=llama_yarn_64k", "techniques.rope.enabled=false"])
     with pytest.raises(ConfigError, match="beyond"):
         config.techniques.resolved(hardware("llama_yarn_64k", config))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_recipe_sets_only_what_differs_from_what_it_builds_on(name, cwd):
-    """`deltas only`: taking any one key out of a shipped recipe changes the config."""
+def test_recipe_sets_only_what_differs_from_its_defaults(name, cwd):
+    """Removing any one key from a shipped recipe changes its config."""
     text = discovery.find(name).path.read_text()
     own = OmegaConf.create(text)
     (cwd / "recipes").mkdir()
@@ -115,11 +115,11 @@ def test_a_recipe_sets_only_what_differs_from_what_it_builds_on(name, cwd):
             less = OmegaConf.create(text)
             del less[section][key]
             (cwd / "recipes" / f"{name}.yaml").write_text(OmegaConf.to_yaml(less))
-            assert load([f"+recipe={name}"]) != whole, f"{section}.{key} says what was so already"
+            assert load([f"+recipe={name}"]) != whole, f"{section}.{key} changes nothing"
 
 
 @pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda part: part)
-def test_a_group_option_composes_with_a_recipe_and_does_something_or_says_the_default(group, option, cwd):
+def test_group_option_composes_with_a_recipe(group, option, cwd):
     config = load(["+recipe=quickstart", f"{group}={option}"])
     first = discovery.groups()[group][option].read_text().splitlines()
     assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), "an option says what it is for"
@@ -127,7 +127,7 @@ def test_a_group_option_composes_with_a_recipe_and_does_something_or_says_the_de
         assert getattr(config, group).name.value == option
 
 
-def test_models_of_the_hub_are_pinned():
+def test_hub_models_are_pinned():
     for path in discovery.groups()["model"].values():
         values = OmegaConf.load(path)
         assert (
@@ -135,7 +135,7 @@ def test_models_of_the_hub_are_pinned():
         ), path
 
 
-def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):
+def test_list_names_every_recipe_with_its_first_line(cwd, capsys):
     (cwd / "recipes").mkdir()
     (cwd / "recipes" / "mine.yaml").write_text("# @package _global_\n# what mine does\nrun: {}\n")
     (cwd / "recipes" / "quickstart.yaml").write_text("run: {}\n")
@@ -149,7 +149,7 @@ def test_the_list_names_every_recipe_with_its_first_line(cwd, capsys):
             assert re.search(rf"^  {name} +{re.escape(discovery.recipes()[name].title)}$", text, re.MULTILINE)
 
 
-def test_a_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
+def test_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
     assert main(["recipes", "copy", "quickstart", "recipes/mine.yaml"]) == 0
     assert "fxtune +recipe=mine" in capsys.readouterr().out
     mine, original = load(["+recipe=mine"]), load(["+recipe=quickstart"])
@@ -169,5 +169,5 @@ def test_a_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
     assert "did you mean `quickstart`" in capsys.readouterr().err
     assert main(["recipes", "copy", "quickstart", "other.txt"]) == 2
     assert not Path("other.yaml").exists()
-    assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "a folder takes it under its own name"
+    assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "a folder gets a file of the same name"
     assert Path("recipes/quickstart.yaml").exists()

@@ -214,7 +214,7 @@ def test_what_another_merge_has_written_meanwhile_is_not_written_over(adapter, t
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "adapter/adapter_config.json/x", "nul\0"])
-def test_a_name_that_no_add_adapterer_can_have_is_refused_before_any_work(name, adapter, tmp_path):
+def test_a_name_that_no_folder_can_have_is_refused_before_any_work(name, adapter, tmp_path):
     with pytest.raises(StorageError, match="cannot be a folder for the merged model"):
         merge(adapter, tmp_path / name)
 

@@ -1,35 +1,37 @@
-"""`fxtune bench`: how fast is a recipe as it stands, and what is each of its techniques worth?
+"""`fxtune bench`: how fast is a recipe as it is, and how much does each of its techniques contribute?
 
-    fxtune bench +recipe=quickstart                       # warm up, then measure the very steps that training takes
-    fxtune bench +recipe=quickstart --steps 20 --price 3  # more steps; what a million tokens cost at 3 an hour
-    fxtune bench +recipe=quickstart --ablate              # the same with each technique off in turn, each in its own process
-    fxtune bench +recipe=quickstart --profile             # and where the time of a step goes, kernel by kernel
-    fxtune bench +recipe=quickstart --json bench.json     # everything, for programs
+    fxtune bench +recipe=quickstart                       # warm up, then measure the steps that training takes
+    fxtune bench +recipe=quickstart --steps 20 --price 3  # more steps; the cost of a million tokens at 3 an hour
+    fxtune bench +recipe=quickstart --ablate              # also with each technique off in turn, each in its own process
+    fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
+    fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-Nothing is saved but the file that --json names. fxtune/diagnostics/benchmark.py says what is counted and how. Off means
-`techniques.NAME.enabled=false`, for a switch inside a technique `off`, and for attention torch's own kernel, for packed rows
-need one that keeps documents apart. What is refused or does not fit without a technique is a row that says so.
+It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. A technique is off by
+`techniques.NAME.enabled=false`, a switch inside one by `off`, and attention by torch's own kernel, because packed rows need one
+that isolates documents. A recipe that is refused or does not fit without a technique is a line with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json as jsons
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from fxtune.cli.options import parse_int, parse_positive, require_writable, write_json
 from fxtune.diagnostics.benchmark import LEAST_WARM_UP, STEPS, WARM_UP, apart, measure
-from fxtune.errors import CheckError, ConfigError, StorageError
+from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
 from fxtune.system.profiler import short
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
 
-NOT_KNOWN = "not known here"
-SHOWN = 25
-"""Kernels of a profile, before the rest is added up."""
+TOP_KERNELS = 25
+"""Kernels that a profile lists one by one; the others are added up."""
+
+Figures = dict[str, Any]
+"""The fields of Measured, and the price if there is one; or `{"error": reason}`."""
 
 
 def run(
@@ -42,209 +44,152 @@ def run(
     price: Optional[str] = None,
     json: Optional[str] = None,
 ) -> None:
-    """Measure and print. The options are texts, as the command line has them.
+    """Measure and print. The options are strings, as typed on the command line.
 
-    `overrides`: the recipe and keys as they were typed, for the processes that `ablate` starts; `price`: of this machine an
-    hour; `json`: a file for the figures. Raises ConfigError for an option that makes no sense, StorageError for a file that
-    cannot be written, CheckError where `ablate` cannot measure the recipe as it stands; other errors as training has them.
+    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: of this machine per hour; `json`:
+    a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot be written, CheckError if
+    `ablate` cannot measure the recipe as it is; otherwise as training does.
     """
-    count, before = _whole("--steps", steps, STEPS, 1), _whole("--warm-up", warm_up, WARM_UP, LEAST_WARM_UP)
-    hour = _price(price)
+    count, before = parse_int("--steps", steps, STEPS), parse_int("--warm-up", warm_up, WARM_UP, LEAST_WARM_UP)
+    hour = parse_positive("--price", price, "what this machine costs per hour")
     file = Path(json) if json is not None else None
     if file is not None:
-        _write(file)  # what cannot be written is told now, not after minutes
+        require_writable(file)
     if ablate and profile:
-        raise ConfigError(
-            "--profile: times the recipe as it stands, and --ablate runs others beside it. Give one of them."
-        )
+        raise ConfigError("--profile measures the recipe as it is, and --ablate also others: give one of them.")
     if ablate:
         _ablate(list(overrides), count, before, hour, file)
         return
-    found = priced(dataclasses.asdict(measure(config, count, before, profile=profile)), hour)
-    for note in [*config.techniques.ignored_options(), *found["decided"]]:
+    figures = with_price(dataclasses.asdict(measure(config, count, before, profile=profile)), hour)
+    for note in [*config.techniques.ignored_options(), *figures["decided"]]:
         say(note)
-    say(figures_table(found))
+    say(figures_table(figures))
     if profile:
-        say(kernels_table(found["kernels"]))
+        say(kernels_table(figures["kernels"]))
     if file is not None:
-        _write(file, found)
+        write_json(file, figures)
+
+
+def with_price(figures: Figures, hour: Optional[float]) -> Figures:
+    """The figures, with the cost of a million tokens if the machine costs `hour` per hour."""
+    if hour is None or "error" in figures:
+        return figures
+    cost = hour / 3600 / figures["tokens_per_second"] * 1e6
+    return {**figures, "price_per_hour": hour, "price_per_million_tokens": cost}
+
+
+def figures_table(figures: Figures) -> Any:
+    def known(value: Optional[float], form: str) -> str:
+        return "not known here" if value is None else form.format(value)
+
+    real, padding, reserved = (
+        figures[f"{key}"] for key in ("tokens_per_second", "padding_per_second", "memory_reserved_gib")
+    )
+    memory = f"{figures['memory_gib']:.2f} GiB ({figures['step_memory_gib']:.2f} in the measured steps)"
+    low, middle, high = (f"{figures[f'step_seconds{part}'] * 1e3:,.1f}" for part in ("_p5", "", "_p95"))
+    joules, skipped = figures["joules_per_token"], figures["skipped_steps"]
+    rows = [
+        ("tokens per second", f"{real:,.0f} of documents"),
+        ("", f"{figures['supervised_tokens_per_second']:,.0f} supervised"),
+        ("padding", f"{padding / (real + padding):.1%} of the rows ({padding:,.0f} tokens per second)"),
+        ("step", f"{middle} ms, p5 to p95: {low} to {high} ms"),
+        ("MFU", known(figures["mfu"], "{:.1%} of the card's dense peak")),
+        ("peak memory", memory if reserved is None else f"{memory}, {reserved:.2f} GiB reserved"),
+        ("waiting for data", f"{figures['data_wait']:.1%} of the time"),
+        (
+            "energy",
+            f"{joules:.3g} J per token, {figures['watts']:,.0f} W ({figures['energy']})"
+            if joules
+            else figures["energy"],
+        ),
+    ]
+    if "price_per_hour" in figures:
+        cost = (
+            f"{figures['price_per_million_tokens']:.4f} per million tokens, at {figures['price_per_hour']:g} per hour"
+        )
+        rows.append(("cost", cost))
+    first, second = figures["first_step_seconds"], figures["second_step_seconds"]
+    rows += [
+        ("start-up", f"first step done after {first:.1f} s, second after {second:.1f} s"),
+        ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
+        (
+            "loss",
+            known(figures["loss"], "{:.4f}")
+            + (f"; {skipped} steps were not finite and changed nothing" if skipped else ""),
+        ),
+    ]
+    title = f"{figures['device']}: {figures['steps']} steps after {figures['warm_up']} to warm up"
+    return table(f"{title}, micro-batches of up to {figures['rows']} tokens", ["", ""], rows)
 
 
 def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
-    """Where the time of a step goes. `kernels`: as Measured has them."""
-    whole = sum(seconds for _, seconds, _ in kernels)
-    rows = [
-        (short(name), f"{seconds * 1e3:,.2f}", f"{seconds / whole:.1%}", f"{calls:g}")
-        for name, seconds, calls in kernels[:SHOWN]
-    ]
-    if rest := kernels[SHOWN:]:
-        spent = sum(seconds for _, seconds, _ in rest)
-        rows.append((f"{len(rest)} others", f"{spent * 1e3:,.2f}", f"{spent / whole:.1%}", ""))
-    return table(f"A step by what ran: {whole * 1e3:,.1f} ms in all", ["", "ms", "share", "calls"], rows)
-
-
-def priced(found: dict[str, Any], hour: Optional[float]) -> dict[str, Any]:
-    """The figures, and what a million real tokens cost where the machine costs `hour` an hour."""
-    if hour is None or "error" in found:
-        return found
-    return {
-        **found,
-        "price_per_hour": hour,
-        "price_per_million_tokens": hour / 3600 / found["tokens_per_second"] * 1e6,
-    }
-
-
-def figures_table(found: Mapping[str, Any]) -> Any:
-    """What `measure` found, for people."""
-
-    def known(value: Optional[float], form: str) -> str:
-        return NOT_KNOWN if value is None else form.format(value)
-
-    real, padding = found["tokens_per_second"], found["padding_per_second"]
-    held = "" if found["memory_reserved_gib"] is None else f", {found['memory_reserved_gib']:.2f} GiB reserved"
-    joules = found["joules_per_token"]
-    rows = [
-        ("tokens a second", f"{real:,.0f} of real documents"),
-        ("", f"{found['supervised_tokens_per_second']:,.0f} supervised"),
-        ("", f"{padding:,.0f} slots of padding beside them ({padding / (real + padding):.1%} of the rows)"),
-        (
-            "step",
-            f"{found['step_seconds'] * 1e3:,.1f} ms, p5 to p95: {found['step_seconds_p5'] * 1e3:,.1f} to "
-            f"{found['step_seconds_p95'] * 1e3:,.1f} ms",
-        ),
-        ("MFU", known(found["mfu"], "{:.1%} of the card's dense peak")),
-        ("peak memory", f"{found['memory_gib']:.2f} GiB ({found['step_memory_gib']:.2f} in the measured steps){held}"),
-        ("waiting for data", f"{found['data_wait']:.1%} of the time"),
-        (
-            "energy",
-            f"{joules:.3g} J a token, {found['watts']:,.0f} W ({found['energy']})" if joules else found["energy"],
-        ),
-        (
-            "start-up",
-            f"first step done after {found['first_step_seconds']:.1f} s, second after "
-            f"{found['second_step_seconds']:.1f} s",
-        ),
-        ("compiling", "off" if found["compile_seconds"] is None else f"{found['compile_seconds']:.1f} s"),
-        (
-            "loss",
-            known(found["loss"], "{:.4f}")
-            + (
-                f"; {found['skipped_steps']} steps were not finite and changed nothing"
-                if found["skipped_steps"]
-                else ""
-            ),
-        ),
-    ]
-    if "price_per_hour" in found:
-        rows.insert(
-            8,
-            (
-                "money",
-                f"{found['price_per_million_tokens']:.4f} a million tokens, at {found['price_per_hour']:g} an hour",
-            ),
-        )
-    return table(
-        f"{found['device']}: {found['steps']} steps after {found['warm_up']} to warm up, micro-batches of up to "
-        f"{found['rows']} tokens",
-        ["", ""],
-        rows,
-    )
+    """Where the time of a step goes. `kernels`: see Measured."""
+    total = sum(seconds for _, seconds, _ in kernels)
+    top = [(short(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
+    if rest := kernels[TOP_KERNELS:]:
+        top.append((f"{len(rest)} others", sum(seconds for _, seconds, _ in rest), ""))
+    rows = [(name, f"{seconds * 1e3:,.2f}", f"{seconds / total:.1%}", calls) for name, seconds, calls in top]
+    return table(f"A step by kernel: {total * 1e3:,.1f} ms in total", ["", "ms", "share", "calls"], rows)
 
 
 def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float], file: Optional[Path]) -> None:
-    say("as it stands ...")
-    base = priced(apart(overrides, steps, warm_up), hour)
+    say("as it is ...")
+    base = with_price(apart(overrides, steps, warm_up), hour)
     if "error" in base:
-        raise CheckError(f"The recipe as it stands cannot be measured: {base['error']}")
+        raise CheckError(f"The recipe as it is cannot be measured: {base['error']}")
     for note in base["decided"]:
         say(note)
     say(figures_table(base))
-    without: dict[str, dict[str, Any]] = {}
-
-    def keep() -> None:  # each time: what is measured outlives a job that is killed
+    without: dict[str, Figures] = {}
+    pending = [("", []), *switched_off(base["techniques"])]
+    for name, keys in pending:
+        if name:
+            say(f"without {name} ...")
+            figures = with_price(apart([*overrides, *keys], steps, warm_up), hour)
+            without[name] = {"keys": keys, **figures}
+            say(
+                f"  {figures.get('error') or '{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB'.format(**figures)}"
+            )
         if file is not None:
-            _write(file, {**base, "without": without})
-
-    keep()
-    for name, keys in switched_off(base["techniques"]):
-        say(f"without {name} ...")
-        found = without[name] = {"keys": keys, **priced(apart([*overrides, *keys], steps, warm_up), hour)}
-        say(f"  {found.get('error') or '{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB'.format(**found)}")
-        keep()
+            write_json(file, {**base, "without": without})  # after each, so that killing the command loses nothing
     say(ablation_table(base, without))
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """(what is off, the keys of the command line that make it so), one for each technique and each switch in it that is on.
+    """(what is off, the overrides for it), for each technique that is on and each switch in it that is on.
 
-    `techniques`: as Measured has them, every `auto` decided.
+    `techniques`: see Measured.
     """
     for name, options in techniques.items():
         if name == "attention":
             if options["backend"] != "sdpa":
-                yield f"{options['backend']} (sdpa in its place)", ["techniques.attention.backend=sdpa"]
+                yield f"{options['backend']} (sdpa instead)", ["techniques.attention.backend=sdpa"]
             continue
         yield name, [f"techniques.{name}.enabled=false"]
-        switches = [option for option, value in options.items() if value == "on"]
-        for option in switches:
+        for option in (option for option, value in options.items() if value == "on"):
             yield f"{name}.{option}", [f"techniques.{name}.{option}='off'"]
 
 
-def ablation_table(base: Mapping[str, Any], without: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Speed and memory of each row against the recipe as it stands, and the loss over the same batches."""
-    rows = [_row("as it stands", base, base)]
-    rows += [_row(f"without {name}", found, base) for name, found in without.items()]
-    return table(
-        "One technique off at a time", ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"], rows
-    )
+def ablation_table(base: Figures, without: Mapping[str, Figures]) -> Any:
+    """Speed and memory of each line against the recipe as it is, and the loss over the same batches."""
+    rows = [_ablation_row("as it is", base, base)]
+    rows += [_ablation_row(f"without {name}", figures, base) for name, figures in without.items()]
+    columns = ["", "tokens/s", "speed", "peak GiB", "memory", "loss", "loss off by"]
+    return table("One technique off at a time", columns, rows)
 
 
-def _row(name: str, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    if "error" in found:
-        return [name, found["error"], "", "", "", "", ""]
-    speed, memory = (found[key] / base[key] for key in ("tokens_per_second", "memory_gib"))
-    known = found["loss"] is not None and base["loss"] is not None
+def _ablation_row(name: str, figures: Figures, base: Figures) -> list[str]:
+    if "error" in figures:
+        return [name, figures["error"], "", "", "", "", ""]
+    speed, memory = figures["tokens_per_second"], figures["memory_gib"]
+    losses = ["not finite", ""]
+    if figures["loss"] is not None and base["loss"] is not None:
+        losses = [f"{figures['loss']:.4f}", f"{round(figures['loss'] - base['loss'], 4) + 0.0:+.4f}"]
     return [
         name,
-        f"{found['tokens_per_second']:,.0f}",
-        f"{speed:.2f}x",
-        f"{found['memory_gib']:.1f}",
-        f"{memory:.2f}x",
-        *(
-            [f"{found['loss']:.4f}", f"{round(found['loss'] - base['loss'], 4) + 0.0:+.4f}"]
-            if known
-            else ["not finite", ""]
-        ),
+        f"{speed:,.0f}",
+        f"{speed / base['tokens_per_second']:.2f}x",
+        f"{memory:.1f}",
+        f"{memory / base['memory_gib']:.2f}x",
+        *losses,
     ]
-
-
-def _whole(option: str, text: Optional[str], default: int, least: int) -> int:
-    if text is None:
-        return default
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{option} {text}: give a whole number of steps, {least} or more")
-    return int(text)
-
-
-def _price(text: Optional[str]) -> Optional[float]:
-    try:
-        price = None if text is None else float(text)
-    except ValueError:
-        price = -1.0
-    if price is not None and not 0 < price < float("inf"):
-        raise ConfigError(f"--price {text}: give what an hour of this machine costs, a number above 0")
-    return price
-
-
-def _write(file: Path, found: Optional[Mapping[str, Any]] = None) -> None:
-    """Without `found` only see whether it could be done."""
-    there = file.exists()
-    try:
-        with file.open("a" if found is None else "w", encoding="utf-8") as out:
-            out.write("" if found is None else jsons.dumps(found, indent=1) + "\n")
-        if found is None and not there:
-            file.unlink()
-    except OSError as error:
-        raise StorageError(
-            f"--json {file} cannot be written: {error}. Give a file in a folder that is there."
-        ) from error

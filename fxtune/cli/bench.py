@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from fxtune.cli.options import parse_int, parse_positive, require_writable, write_json
-from fxtune.diagnostics.benchmark import LEAST_WARM_UP, STEPS, WARM_UP, apart, measure
+from fxtune.diagnostics.benchmark import LEAST_WARM_UP, STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
 from fxtune.system.profiler import short
@@ -134,7 +134,7 @@ def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
 
 def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float], file: Optional[Path]) -> None:
     say("as it is ...")
-    base = with_price(apart(overrides, steps, warm_up), hour)
+    base = with_price(measure_in_process(overrides, steps, warm_up), hour)
     if "error" in base:
         raise CheckError(f"The recipe as it is cannot be measured: {base['error']}")
     for note in base["decided"]:
@@ -145,7 +145,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
     for name, keys in pending:
         if name:
             say(f"without {name} ...")
-            figures = with_price(apart([*overrides, *keys], steps, warm_up), hour)
+            figures = with_price(measure_in_process([*overrides, *keys], steps, warm_up), hour)
             without[name] = {"keys": keys, **figures}
             say(
                 f"  {figures.get('error') or '{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB'.format(**figures)}"

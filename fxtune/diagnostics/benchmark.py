@@ -1,11 +1,9 @@
-"""How fast a recipe is as it stands: the training step itself (TrainStep), timed.
+"""How fast a recipe is as it is: the training step itself (TrainStep), timed.
 
-`measure` builds what a run builds (the same refusals, proofs, data path, optimizer), takes warm-up steps, which compile, tune and
-fill caches, and then the measured steps. Nothing is evaluated, asked or saved, and there is no run folder.
-The device is waited for where training waits (every `train.log_every` steps) and at both ends, nowhere else; the time of each
-step is that between two marks on the device's own stream.
-
-Tokens are those of real documents. Slots of a row that hold none are padding, counted apart and never part of a rate.
+`measure` builds what a run builds (the same checks, data path and optimizer), takes warm-up steps, which compile, tune and fill
+caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device where training does
+(every `train.log_every` steps) and at both ends, nowhere else; the time of a step is that between two events on the device's own
+stream. Tokens are those of documents; padding is counted separately and is in no rate.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -26,14 +22,12 @@ import torch
 
 from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.loader import Loader, StepBatches
-from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics.energy import Energy
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.system.profiler import times
 from fxtune.system.units import GIB
-from fxtune.tracking.throughput import memory_gib
-from fxtune.tracking.tracker import Display as DisplayKind
-from fxtune.tracking.tracker import TrackingConfig
+from fxtune.tracking.throughput import StartupTimer, memory_gib
+from fxtune.tracking.tracker import Display, TrackingConfig
 from fxtune.training.builder import RunBuilder
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
@@ -41,88 +35,74 @@ from fxtune.training.step_monitor import StepStatistics
 from fxtune.tuning import trial
 
 STEPS = 10
-"""Measured, unless told."""
 WARM_UP = 3
 PROFILED = 2
-"""Steps whose kernels are timed, where that is asked for."""
+"""Further steps whose kernels are timed, if requested."""
 LEAST_WARM_UP = 2
-"""The first step compiles, the second finds the gradients and moments that the first one made."""
-
-_COMMANDS: list[bool] = []
-"""Filled by the first measurement of this process. A later one (a sweep's) starts with its own call, not with the process."""
+"""The first step compiles, the second finds the gradients and moments that the first one allocated."""
 
 
 @dataclass
 class Measured:
-    """Figures of the measured steps, unless a field says otherwise. None: cannot be known here."""
+    """Figures of the measured steps, unless a field says otherwise. None: not known here."""
 
     tokens_per_second: float
-    """Of real documents, over all of the time between the first and the last measured step's end."""
+    """Of documents, from the end of the warm-up to the end of the last measured step."""
     supervised_tokens_per_second: float
     padding_per_second: float
-    """Slots that hold no document."""
     step_seconds: float
     """Median."""
     step_seconds_p5: float
     step_seconds_p95: float
     mfu: Optional[float]
-    """Model FLOPs, those of attention document by document (fxtune/tracking/throughput.py), over the card's dense peak."""
+    """Model FLOPs, with attention per document (fxtune/tracking/throughput.py), over the card's dense peak."""
     memory_gib: float
-    """Peak since the process began, building the model and compiling included: what has to fit."""
+    """Peak since the process began, building and compiling included: what has to fit."""
     memory_reserved_gib: Optional[float]
-    """What the allocator held at most."""
+    """Peak of the allocator's reserved memory."""
     step_memory_gib: float
-    """Peak of the measured steps alone; on a CPU the same as memory_gib."""
+    """Peak of the measured steps only; on a CPU the same as memory_gib."""
     data_wait: float
-    """Share of the time in which the loop stood still for its data."""
+    """Share of the time that the loop waited for data."""
     joules_per_token: Optional[float]
     watts: Optional[float]
     energy: str
-    """What the joules are from, or why there are none."""
+    """The source of the joules, or why there are none."""
     first_step_seconds: float
-    """From the start of the command to the end of its first step."""
+    """From the start of the process, or of this measurement if it is not the first one of the process."""
     second_step_seconds: float
     compile_seconds: Optional[float]
-    """Spent in torch.compile, forward and backward; None: it is off."""
+    """Time in torch.compile, forward and backward; None: it is off."""
     loss: Optional[float]
-    """Mean over the measured steps, in nats a supervised token."""
+    """Mean in nats per supervised token."""
     losses: list[Optional[float]]
-    """Of every step, warm-up included; None where it was not finite."""
+    """Of every step, warm-up included; None if it was not finite."""
     skipped_steps: int
-    """Steps whose loss or gradient was not finite, warm-up included: they changed nothing."""
+    """Steps whose loss or gradient was not finite, warm-up included. They changed nothing."""
     steps: int
     warm_up: int
     rows: str
-    """`4 x 4,096`: rows of a micro-batch and their length; the most there were."""
+    """`4 x 4,096`: rows of the largest micro-batch, and their length."""
     decided: list[str]
-    """What `auto` became, and why."""
+    """What each `auto` became, and why."""
     techniques: dict[str, Any]
-    """The options of the techniques that were on, every `auto` decided."""
+    """The options of the techniques that were on, with every `auto` resolved."""
     device: str
     packages: dict[str, str]
     """Versions of what is installed."""
     kernels: Optional[list[tuple[str, float, float]]] = None
-    """(name, seconds, calls) a step of what ran on the device, on a CPU of its operators; longest first. None: not asked for."""
+    """(name, seconds, calls) per step of each GPU kernel, on a CPU of each operator; longest first. None: not requested."""
 
 
-def measure(
-    config: Config,
-    steps: int = STEPS,
-    warm_up: int = WARM_UP,
-    age: Optional[Callable[[], float]] = None,
-    profile: bool = False,
-) -> Measured:
-    """Take `warm_up` steps of training and then `steps` that are measured. `config` stays as it is.
+def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile: bool = False) -> Measured:
+    """Take `warm_up` training steps and then `steps` measured ones. `config` is not changed.
 
-    `age`: seconds since what start-up time counts from; the start of this process by default. `profile`: take PROFILED steps more
-    and tell where their time went. Raises as training does.
+    `profile`: take PROFILED further steps and time their kernels. Raises as training does.
     """
     assert warm_up >= LEAST_WARM_UP
     assert steps >= 1
-    began = time.perf_counter()
-    age = age or ((lambda: time.perf_counter() - began) if _COMMANDS else process_age())
-    _COMMANDS.append(True)
-    builder = RunBuilder(alone(config, warm_up + steps + PROFILED * profile))
+    startup = StartupTimer()
+    builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
     plan = builder.read()[1].training
     model = builder.language_model(builder.build())
     builder.prove(model)
@@ -130,26 +110,26 @@ def measure(
     loader = Loader(plan, config.loader, builder.world.device)
     try:
         with builder.oom_context("Measuring", MemoryPhase.training):
-            return _measured(builder, train_step, loader, steps, warm_up, age, profile)
+            return _measure(builder, train_step, loader, startup, steps, warm_up, profile)
     finally:
         loader.close()
 
 
-def alone(config: Config, steps: int) -> Config:
-    """A copy that takes so many steps over the same data and does nothing else: no evaluation, questions, checkpoints, trackers.
+def steps_only(config: Config, steps: int) -> Config:
+    """A copy that takes `steps` steps over the same data and does nothing else: no evaluation, checkpoints or trackers.
 
-    `data.eval_fraction` stays, for it decides which documents are trained on.
+    `data.eval_fraction` stays, because it decides which documents are trained on.
     """
     config = copy.deepcopy(config)
     config.train.max_steps, config.train.epochs = steps, None
-    config.train.out_of_memory = OutOfMemory.stop  # what is measured is what was asked for
+    config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
     config.data.questions.path, config.data.eval_sources = None, []
     config.checkpoint.every = 0
-    config.tracking = TrackingConfig(display=DisplayKind.none)
+    config.tracking = TrackingConfig(display=Display.none)
     return config
 
 
-def _steps(builder: RunBuilder, train_step: TrainStep, loader: Loader) -> Iterator[tuple[StepBatches, Metrics]]:
+def _take_steps(builder: RunBuilder, train_step: TrainStep, loader: Loader) -> Iterator[tuple[StepBatches, Metrics]]:
     """Take the steps of the loader's plan, each when it is requested."""
     plan = loader.plan
     train_step.model.model.train()
@@ -157,72 +137,70 @@ def _steps(builder: RunBuilder, train_step: TrainStep, loader: Loader) -> Iterat
         yield step, train_step(plan, step, builder.learning_rate(step.index, plan.steps))
 
 
-def _measured(
+def _measure(
     builder: RunBuilder,
     train_step: TrainStep,
     loader: Loader,
+    startup: StartupTimer,
     steps: int,
     warm_up: int,
-    age: Callable[[], float],
     profile: bool,
 ) -> Measured:
     device, plan, log_every = builder.world.device, loader.plan, builder.config.train.log_every
-    interval, marks = StepStatistics(scaled=train_step.loss_scale.active), Marks(device)
+    statistics, times_of_steps = StepStatistics(scaled=train_step.loss_scale.active), StepTimes(device)
     meter = builder.meter(train_step.model.model, plan)
-    taken, since_start = _steps(builder, train_step, loader), []
+    taken, since_start = _take_steps(builder, train_step, loader), []
     for _, metrics in islice(taken, warm_up):
-        interval.add(metrics)
-        _wait(device)
-        since_start.append(age())
-    interval.settle()
+        statistics.add(metrics)
+        _synchronize(device)
+        startup.done("steps")
+        since_start.append(sum(startup.seconds.values()))
+    statistics.settle()
     peak = memory_gib(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    energy = Energy(device)
-    with energy:
-        meter.read()  # begins anew
-        marks.add()
+    with Energy(device) as energy:
+        meter.read()  # resets it
+        times_of_steps.mark()
         due = False
         for number, (step, metrics) in enumerate(islice(taken, steps), 1):
             if due:
-                interval.settle()  # as training does: for the step before this one, which is under way
-            interval.add(metrics)
+                statistics.settle()  # as training does: for the previous step, while this one runs
+            statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
-            marks.add()
+            times_of_steps.mark()
             due = number % log_every == 0
             if due:
-                interval.post()
-        _wait(device)
+                statistics.post()
+        _synchronize(device)
         figures = meter.read()
-    interval.settle()
-    kernels = (
-        [
-            (name, spent / PROFILED, calls / PROFILED)
-            for name, (spent, calls) in sorted(times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
-        ]
-        if profile
-        else None
-    )
+    statistics.settle()
+    kernels = None
+    if profile:
+        spent = sorted(times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
+        kernels = [(name, seconds / PROFILED, calls / PROFILED) for name, (seconds, calls) in spent]
 
     seconds = figures["train/step_seconds"] * steps
-    counted = range(warm_up, warm_up + steps)
-    tokens, supervised = (sum(count(step) for step in counted) for count in (plan.tokens, plan.supervised))
-    low, middle, high = np.percentile(marks.seconds(), (5, 50, 95))
-    losses = [record.loss if math.isfinite(record.loss) else None for record in interval.records]
+    measured = range(warm_up, warm_up + steps)
+    tokens, supervised = (sum(map(count, measured)) for count in (plan.tokens, plan.supervised))
+    specs = [plan.batch_spec(step, micro) for step in measured for micro in range(plan.micro_batches(step))]
+    shapes = [(len(spec.offsets) - 1, spec.width) for spec in specs]
+    rows, width = max(shapes, key=math.prod)
+    low, middle, high = np.percentile(times_of_steps.seconds(), (5, 50, 95))
+    losses = [record.loss if math.isfinite(record.loss) else None for record in statistics.records]
     finite = [loss for loss in losses[warm_up:] if loss is not None]
     compiled = builder.techniques.compile
-    step_peak = figures["train/memory_gib"]
     return Measured(
         tokens_per_second=tokens / seconds,
         supervised_tokens_per_second=supervised / seconds,
-        padding_per_second=(sum(slots(plan, step) for step in counted) - tokens) / seconds,
+        padding_per_second=(sum(map(math.prod, shapes)) - tokens) / seconds,
         step_seconds=float(middle),
         step_seconds_p5=float(low),
         step_seconds_p95=float(high),
         mfu=figures.get("train/mfu"),
-        memory_gib=max(peak, step_peak),
-        memory_reserved_gib=_reserved(device),
-        step_memory_gib=step_peak,
+        memory_gib=max(peak, figures["train/memory_gib"]),
+        memory_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None,
+        step_memory_gib=figures["train/memory_gib"],
         data_wait=figures["train/data_wait"],
         joules_per_token=energy.joules / tokens if energy.joules else None,
         watts=energy.joules / seconds if energy.joules else None,
@@ -232,10 +210,10 @@ def _measured(
         compile_seconds=compiled.report().seconds if compiled.enabled else None,
         loss=sum(finite) / len(finite) if finite else None,
         losses=losses,
-        skipped_steps=interval.skipped,
+        skipped_steps=statistics.skipped,
         steps=steps,
         warm_up=warm_up,
-        rows=_rows(plan, counted),
+        rows=f"{rows} x {width:,}",
         decided=builder.decided,
         techniques=json.loads(json.dumps(builder.techniques.options())),
         device=builder.facts.device_name,
@@ -244,74 +222,39 @@ def _measured(
     )
 
 
-class Marks:
-    """The time between the ends of steps, on the device's own clock: nothing waits for it."""
+class StepTimes:
+    """Times between the ends of steps, on the device's own clock, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
-    def add(self) -> None:
+    def mark(self) -> None:
+        mark: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
         if self._cuda:
-            mark = torch.cuda.Event(enable_timing=True)
             mark.record()
-            self._marks.append(mark)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(mark)
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next. To be called after the device was waited for."""
-        return [
-            before.elapsed_time(after) / 1e3 if self._cuda else after - before
-            for before, after in pairwise(self._marks)
-        ]
+        """Between each mark and the next. Call it after waiting for the device."""
+        pairs = pairwise(self._marks)
+        return [one.elapsed_time(other) / 1e3 if self._cuda else other - one for one, other in pairs]
 
 
-def slots(plan: Plan, step: int) -> int:
-    """Tokens that the rows of a step have room for."""
-    pieces = [plan.batch_spec(step, micro) for micro in range(plan.micro_batches(step))]
-    return sum((len(each.offsets) - 1) * each.width for each in pieces)
-
-
-def process_age() -> Callable[[], float]:
-    """A clock of seconds since this process was started; on a system without /proc, since this call."""
-    try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError):
-        began = time.perf_counter()
-        return lambda: time.perf_counter() - began
-
-
-def apart(
-    words: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None
+def measure_in_process(
+    overrides: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None
 ) -> dict[str, Any]:
-    """`fxtune bench WORDS` in a process of its own: the fields of Measured, or `{"error": why, in one line}`.
+    """`fxtune bench` in a process of its own: the fields of Measured, or `{"error": reason in one line}`.
 
-    Raises TimeoutError where it was not done after `limit` seconds.
+    Raises TimeoutError after `limit` seconds.
     """
-    result, found = trial.bench(list(words), steps, warm_up, limit)
+    result, figures = trial.bench(list(overrides), steps, warm_up, limit)
     if result.outcome is trial.Outcome.hung:
         raise TimeoutError(result.reason)
     errors = {trial.Outcome.memory: "does not fit", trial.Outcome.refused: f"refused: {result.reason}"}
-    return found or {"error": errors.get(result.outcome, f"failed: {result.reason}")[:300]}
+    return figures or {"error": errors.get(result.outcome, f"failed: {result.reason}")[:300]}
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _reserved(device: torch.device) -> Optional[float]:
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
-
-
-def _rows(plan: Plan, steps: range) -> str:
-    sizes = [
-        (len(pieces.offsets) - 1, pieces.width)
-        for step in steps
-        for micro in range(plan.micro_batches(step))
-        for pieces in [plan.batch_spec(step, micro)]
-    ]
-    rows, width = max(sizes, key=lambda size: size[0] * size[1])
-    return f"{rows} x {width:,}"

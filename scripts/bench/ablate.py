@@ -212,7 +212,7 @@ def measure(
     shape: str, length: int, case: str, args: argparse.Namespace, folder: Path, seconds: float
 ) -> dict[str, Any] | None:
     """Run one case; its row, or None where `seconds` were not enough."""
-    from fxtune.diagnostics.benchmark import apart
+    from fxtune.diagnostics.benchmark import measure_in_process
 
     rows = LENGTHS.get(length, 1)
     architecture = ",".join(
@@ -239,7 +239,7 @@ def measure(
     }
     began = time.monotonic()
     try:
-        found = apart(words, args.steps - WARM_UP, WARM_UP, seconds)
+        found = measure_in_process(words, args.steps - WARM_UP, WARM_UP, seconds)
     except TimeoutError:
         return None
     row["seconds"] = round(time.monotonic() - began, 1)

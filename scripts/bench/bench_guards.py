@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of a checkout th
 from fxtune.config import compose as configs
 from fxtune.config.root import Spikes
 from fxtune.data.batches.loader import Loader
-from fxtune.diagnostics.benchmark import alone
+from fxtune.diagnostics.benchmark import steps_only
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.training.builder import RunBuilder
 from fxtune.training.step import TrainStep
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of each kind")
     options, words = parser.parse_known_args()
     words = words or ["+recipe=quickstart"]
-    config = alone(configs.load(words), 2 * options.steps + 4 * BLOCK)
+    config = steps_only(configs.load(words), 2 * options.steps + 4 * BLOCK)
     builder = RunBuilder(config)
     device, plan = builder.world.device, builder.read()[1].training
     model = builder.language_model(builder.build())

@@ -186,7 +186,7 @@ def absent(tool: str, smoke: bool) -> str | None:
 
 def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """One case of fxtune, through its whole data path."""
-    from fxtune.diagnostics.benchmark import apart
+    from fxtune.diagnostics.benchmark import measure_in_process
 
     case, steps = CASES[name], args.steps or CASES[name].steps
     architecture = ",".join(
@@ -213,7 +213,7 @@ def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
         *(["techniques=lora"] if args.smoke else case.ours),
         *args.set,
     ]
-    found = apart(words, steps, case.warm_up, seconds)
+    found = measure_in_process(words, steps, case.warm_up, seconds)
     if "error" in found:
         return found
     kept = (

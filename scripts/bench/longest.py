@@ -309,11 +309,11 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
 
     from fxtune.checkpoint.run_folder import claim
     from fxtune.config.compose import load
-    from fxtune.diagnostics.benchmark import alone
+    from fxtune.diagnostics.benchmark import steps_only
     from fxtune.tracking.display import Display
     from fxtune.training.trainer import Trainer
 
-    config = alone(load(words), count)
+    config = steps_only(load(words), count)
     plain = json.loads(json.dumps(asdict(config)))
     trainer = Trainer(config, claim("longest", config.run.dir, "never", plain), Display(), plain)
     cuda = trainer.world.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""`fxtune verify`: what it sees on a sound recipe; where something is wrong, the table says so and the exit code is 1."""
+"""What a user sees of `fxtune verify`: all rows of a correct recipe, and exit code 1 with the reason for a wrong one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tuning import QUICKSTART, TINY
 
 from fxtune.cli import verify
 from fxtune.cli.main import main
@@ -16,20 +17,12 @@ from fxtune.errors import CheckError
 from fxtune.objectives import language_model
 from fxtune.techniques import base
 from fxtune.techniques.checkpointing.technique import Checkpointing
-
-QUICK = "+recipe=quickstart"
-TINY = [
-    "model.init=random",
-    "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
-    "num_attention_heads: 2, num_key_value_heads: 1}",
-    "data.sequence_length=256",
-]
-"""The quickstart at a size at which a step takes milliseconds."""
+from fxtune.training.step import TrainStep
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory):
-    """The quickstart's rows are tokenised once."""
+    """The quickstart's data is tokenized once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -40,9 +33,9 @@ def seen(file) -> dict[str, Any]:
 
 
 def verified(cwd, *words: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and what was written for machines."""
+    """Exit code, and the content of --json."""
     file = cwd / "seen.json"
-    code = main(["verify", QUICK, *TINY, "--json", str(file), *words])
+    code = main(["verify", *TINY, "--json", str(file), *words])
     found = seen(file)
     file.unlink()
     return code, found
@@ -54,7 +47,7 @@ def row(found: dict[str, Any], name: str, asked: str) -> dict[str, Any]:
     return matching[0]
 
 
-def test_the_quickstart_is_as_asked_for_and_nothing_is_left_behind(cwd, capsys):
+def test_the_quickstart_is_as_asked_for_and_no_file_is_left(cwd, capsys):
     code, found = verified(cwd)
     assert code == 0
     assert found["acted"]
@@ -75,8 +68,8 @@ def test_the_share_of_supervised_tokens_is_that_of_the_rows(cwd):
     from fxtune.config.compose import load
     from fxtune.training.builder import RunBuilder
 
-    setting = RunBuilder(load([QUICK, *TINY]))
-    _, data = setting.read()
+    builder = RunBuilder(load(TINY))
+    _, data = builder.read()
     plan = data.training
     batches = [plan.batch(step, micro) for step in range(4) for micro in range(plan.micro_batches(step))]
     tokens, supervised = sum(batch.tokens for batch in batches), sum(batch.supervised for batch in batches)
@@ -87,16 +80,16 @@ def test_the_share_of_supervised_tokens_is_that_of_the_rows(cwd):
 
 
 @pytest.mark.parametrize("wrong", ["none", "all"])
-def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(monkeypatch, wrong):
+def test_chats_with_no_or_all_tokens_supervised_are_not_as_asked(monkeypatch, wrong):
     from fxtune.config.compose import load
     from fxtune.data.batches import plan as plans
     from fxtune.training.builder import RunBuilder
 
-    _, data = RunBuilder(load([QUICK, *TINY])).read()
-    true = plans.build_batch
+    _, data = RunBuilder(load(TINY)).read()
+    original = plans.build_batch
 
     def empty_or_full(tables, spec):
-        batch = true(tables, spec)
+        batch = original(tables, spec)
         real = batch.position_ids > 0
         targets = (
             batch.input_ids.roll(-1, 1).where(real.roll(-1, 1), torch.tensor(-100))
@@ -109,7 +102,7 @@ def test_chats_of_which_nothing_or_everything_is_supervised_are_not_as_asked(mon
     assert not next(iter(verify.observe_data(data))).acted
 
 
-def test_a_technique_that_does_nothing_is_named_in_the_table_and_ends_with_1(cwd, monkeypatch, capsys):
+def test_a_technique_that_does_nothing_is_named_and_the_exit_code_is_1(cwd, monkeypatch, capsys):
     monkeypatch.setattr(Checkpointing, "apply", lambda self, model, world: model)
     code, found = verified(cwd, "techniques.checkpointing.enabled=true")
     assert code == 1
@@ -126,10 +119,10 @@ def test_a_technique_that_does_nothing_is_named_in_the_table_and_ends_with_1(cwd
 def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
     from fxtune.techniques.pipeline import Pipeline
 
-    true = Pipeline.build
+    original = Pipeline.build
 
     def build(self, *arguments):
-        model = true(self, *arguments)
+        model = original(self, *arguments)
         module = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
         module.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
@@ -137,18 +130,18 @@ def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
     monkeypatch.setattr(Pipeline, "build", build)
     code, found = verified(cwd)
     assert code == 1
-    told = row(found, "parameters", "adapters")
-    assert not told["acted"]
-    assert "none in base_model.model.model.layers.1.mlp.up_proj" in told["observed"]
+    parameters = row(found, "parameters", "adapters")
+    assert not parameters["acted"]
+    assert "none in base_model.model.model.layers.1.mlp.up_proj" in parameters["observed"]
 
 
 def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
     from fxtune.techniques.lora.technique import Lora
 
-    true = Lora.apply
+    original = Lora.apply
 
     def apply(self, model, world):
-        made = true(self, model, world)
+        made = original(self, model, world)
         made.get_submodule("base_model.model.model.norm").weight.requires_grad_(True)
         return made
 
@@ -159,9 +152,9 @@ def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_is_named(cwd, monkeypatch):
-    true = language_model.LanguageModel.summed_loss
+    original = language_model.LanguageModel.summed_loss
     monkeypatch.setattr(
-        language_model.LanguageModel, "summed_loss", lambda self, batch: true(self, batch) * float("nan")
+        language_model.LanguageModel, "summed_loss", lambda self, batch: original(self, batch) * float("nan")
     )
     code, found = verified(cwd)
     assert code == 1
@@ -171,23 +164,23 @@ def test_a_loss_that_is_not_finite_is_named(cwd, monkeypatch):
 def test_full_fine_tuning_trains_everything(cwd):
     code, found = verified(cwd, "techniques.lora.enabled=false", "data.packing=false")
     assert code == 0
-    told = row(found, "parameters", "all parameters")
-    assert "100.00%" in told["observed"]
+    parameters = row(found, "parameters", "all parameters")
+    assert "100.00%" in parameters["observed"]
     assert not any("do not see each other" in one["asked"] for one in found["evidence"])
 
 
-def test_mistakes_keep_their_exit_codes(cwd, capsys):
-    assert main(["verify", QUICK, "techniques.lora.r=0"]) == 2
-    assert main(["verify", QUICK, "techniques.rope.enabled=true", "techniques.rope.factor=1.0"]) == 2
-    assert main(["verify", QUICK, "data.sources.0.path=nowhere.jsonl"]) == 3
-    assert main(["verify", QUICK, *TINY, "--json", "no/such/folder.json"]) == 6
-    assert main(["verify", QUICK, "--los"]) == 2
-    assert main(["verify", "-m", QUICK, "run.seed=1,2", "--json", "one.json"]) == 2
-    assert main(["preview", QUICK, "--loss"]) == 2
+def test_errors_have_their_exit_codes(cwd, capsys):
+    assert main(["verify", QUICKSTART, "techniques.lora.r=0"]) == 2
+    assert main(["verify", QUICKSTART, "techniques.rope.enabled=true", "techniques.rope.factor=1.0"]) == 2
+    assert main(["verify", QUICKSTART, "data.sources.0.path=nowhere.jsonl"]) == 3
+    assert main(["verify", *TINY, "--json", "no/such/folder.json"]) == 6
+    assert main(["verify", QUICKSTART, "--los"]) == 2
+    assert main(["verify", "-m", QUICKSTART, "run.seed=1,2", "--json", "one.json"]) == 2
+    assert main(["preview", QUICKSTART, "--loss"]) == 2
     assert "unrecognized arguments: --loss" in capsys.readouterr().err
 
 
-# --- the loss beside plain transformers
+# --- the loss compared with plain transformers
 
 
 def compared(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -225,17 +218,17 @@ def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(cwd,
     assert "Within:" in capsys.readouterr().out
 
 
-def test_each_takes_one_technique_away_at_a_time(cwd, capsys):
+def test_each_switches_off_one_technique_at_a_time(cwd, capsys):
     code, found = verified(cwd, "--each", "techniques.checkpointing.enabled=true")
     assert code == 0
     assert {name for name in compared(found) if "without" in name} == {
         "fxtune, without attention, 1 x 4 as configured",
         "fxtune, without checkpointing, 1 x 4 as configured",
     }
-    assert "Not taken away: precision and lora." in " ".join(capsys.readouterr().out.split())
+    assert "Not switched off: precision and lora." in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypatch):
+def test_a_technique_that_another_needs_is_not_switched_off(cwd, capsys, monkeypatch):
     def check(self, facts):
         if not facts.techniques.checkpointing.enabled:
             yield "fullgraph: needs checkpointing, says this test."
@@ -250,14 +243,14 @@ def test_a_technique_that_another_needs_is_not_taken_away(cwd, capsys, monkeypat
     assert "without checkpointing: left out" in capsys.readouterr().out
 
 
-def test_documents_that_see_each_other_are_outside(cwd, monkeypatch, capsys):
-    """What packing without a proof does: positions count on, and nothing tells the documents apart."""
-    true = base.model_inputs
+def test_documents_that_see_each_other_are_out_of_bounds(cwd, monkeypatch, capsys):
+    """Packing without isolation: positions continue, and nothing separates the documents."""
+    original = base.model_inputs
 
     def one_document(model, input_ids, position_ids, cu_seqlens):
         length = input_ids.shape[1]
         rows = torch.arange(input_ids.shape[0] + 1, dtype=cu_seqlens.dtype, device=cu_seqlens.device) * length
-        return true(model, input_ids, torch.arange(length, device=input_ids.device).expand_as(input_ids), rows)
+        return original(model, input_ids, torch.arange(length, device=input_ids.device).expand_as(input_ids), rows)
 
     for module in (base, language_model):
         monkeypatch.setattr(module, "model_inputs", one_document)
@@ -271,26 +264,26 @@ def test_documents_that_see_each_other_are_outside(cwd, monkeypatch, capsys):
     assert "gradient off by" in capsys.readouterr().err
 
 
-def test_a_loss_that_depends_on_the_split_is_outside(cwd, monkeypatch):
-    """The mean of each micro-batch in place of the mean of the step: right for one micro-batch, wrong for several."""
-    true = parity.backward
+def test_a_loss_that_depends_on_the_split_is_out_of_bounds(cwd, monkeypatch):
+    """The mean of each micro-batch instead of the mean of the step: right for one micro-batch, wrong for several."""
+    backward = TrainStep.backward
 
-    def mean_of_means(loss, batches, supervised, precision, scale):
+    def mean_of_means(self, batches, normalizer, index=0):
         kept = list(batches)
-        return sum(true(loss, [batch], batch.supervised * len(kept), precision, scale) for batch in kept)
+        parts = [backward(self, [batch], batch.supervised * len(kept), index)["loss"] for batch in kept]
+        return {"loss": sum(parts)}
 
-    monkeypatch.setattr(parity, "backward", mean_of_means)
+    monkeypatch.setattr(TrainStep, "backward", mean_of_means)
     code, found = verified(cwd, "--loss")
     assert code == 1
     off = {name.split(", ")[1]: one["loss_off"] for name, one in compared(found).items() if name.startswith("fxtune")}
     assert off["1 x 4 as configured"] < 1e-5 < off["4 x 1"]
 
 
-def test_nothing_to_compare_with_is_said(cwd, capsys):
+def test_dynamic_rope_has_no_reference(cwd, capsys):
     code = main(
         [
             "verify",
-            QUICK,
             *TINY,
             "--loss",
             "techniques.rope.enabled=true",
@@ -302,7 +295,7 @@ def test_nothing_to_compare_with_is_said(cwd, capsys):
     assert "techniques.rope.type=dynamic" in capsys.readouterr().err
 
 
-def test_not_a_number_is_outside_of_every_bound():
+def test_nan_is_out_of_every_bound():
     nan = float("nan")
     one = parity.Compared("x", 1.0, nan, 0.0, "w", 0.0, (1.0, 1.0, 1.0))
     assert not one.within

@@ -1,4 +1,4 @@
-"""`fxtune bench` on a card: its figures fit each other, and what only a GPU has is there."""
+"""`fxtune bench` on a GPU: the figures agree with each other, and those that only a GPU has are there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = (
     "train.global_batch_size=8",
     "techniques=[lora,fast]",
 )
-"""The quickstart's data through a Llama large enough that its steps are the card's work."""
+"""The quickstart's data with a Llama whose steps keep the GPU busy."""
 
 
 def bench(folder: Path, *words: str) -> tuple[str, Any]:
@@ -46,9 +46,7 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
     out, found = bench(tmp_path, "--steps", "12", "--price", "4")
     assert found["step_seconds_p5"] <= found["step_seconds"] <= found["step_seconds_p95"] < 2 * found["step_seconds"]
     tokens_a_step = found["tokens_per_second"] * found["step_seconds"]
-    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, (
-        "the marks on the card's stream and the clock of the host tell one time"
-    )
+    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, "the events on the GPU and the clock of the host agree"
     assert found["first_step_seconds"] < found["second_step_seconds"]
     assert 0 < found["compile_seconds"] < found["first_step_seconds"]
     assert 0 < found["step_memory_gib"] <= found["memory_gib"] <= found["memory_reserved_gib"]
@@ -61,7 +59,7 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
         assert found["joules_per_token"] * found["tokens_per_second"] == pytest.approx(found["watts"], rel=0.01)
     else:
         assert found["energy"].startswith("not measured: ")
-    assert f"{found['tokens_per_second']:,.0f} of real documents" in out
+    assert f"{found['tokens_per_second']:,.0f} of documents" in out
 
 
 def test_every_technique_is_switched_off_in_turn(tmp_path):

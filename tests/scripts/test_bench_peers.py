@@ -34,7 +34,8 @@ def told(monkeypatch):
     def words(name: str, *options: str) -> list[str]:
         seen = []
         monkeypatch.setattr(
-            "fxtune.diagnostics.benchmark.apart", lambda given, *_: seen.extend(given) or {"error": "not run"}
+            "fxtune.diagnostics.benchmark.measure_in_process",
+            lambda given, *_: seen.extend(given) or {"error": "not run"},
         )
         monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--scratch", str(Path.cwd()), "--cases", name, *options])
         bench_peers.ours(name, bench_peers.arguments(), 1.0)

@@ -1,10 +1,10 @@
 """`fxtune eval`: loss and perplexity on held-out data, and exact match on held-out questions. Nothing is written.
 
     fxtune eval +recipe=quickstart                                              # the base model
-    fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # what a LoRA run made of it
-    fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # what a full fine-tuning made of it
+    fxtune eval +recipe=quickstart model.adapter=runs/quickstart/adapter        # with the adapter of a LoRA run
+    fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
 
-Data, masks and loss are those of training, so the figures can be set beside a run's own.
+Data, masks and loss are those of training, so the figures compare with those of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.system import console as screen
+from fxtune.system import console
 from fxtune.system.oom import BatchSizes, out_of_memory_message
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, exact_match, load_questions
@@ -33,68 +33,62 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Print the figures and some answers, and return the figures by their metric names. Errors as the run itself has them.
+    """Print the figures and some answers, and return the figures by metric name.
 
-    Raises ConfigError, too, where the config names nothing to evaluate on, and NumbersError where the loss is not finite.
+    Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as a run does.
     """
-    data, model = config.data, config.model
+    data = config.data
     data.validate()
     if not (data.eval_sources or data.eval_fraction or data.questions.path):
         raise ConfigError(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
         )
-    setting = RunBuilder(replace(config, techniques=_to_evaluate(config)))
-    tokenizer = models.load_tokenizer(model)
-    plan = _held_out(config, tokenizer)
+    builder = RunBuilder(replace(config, techniques=_trained_techniques(config)))
+    tokenizer = models.load_tokenizer(config.model)
+    plan = _held_out_plan(config, tokenizer)
     questions = load_questions(data.questions, tokenizer, data.chat_template) if data.questions.path else []
-    built = setting.build()
-    language_model = setting.language_model(built)
-    setting.prove(language_model)
+    model = builder.build()
+    language_model = builder.language_model(model)
+    builder.prove(language_model)
 
-    def does_not_fit(part: str, rows: int, why: str) -> HardwareError:
-        return setting.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
+    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
+        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
 
-    def held_out_figures(rows: int) -> dict[str, float]:
+    def evaluate_held_out(rows: int) -> dict[str, float]:
         assert plan is not None
-        loader = Loader(plan.with_micro_batch_size(rows), config.loader, setting.world.device)
+        loader = Loader(plan.with_micro_batch_size(rows), config.loader, builder.world.device)
         try:
-            return evaluate(language_model, CausalLM(), loader, setting.techniques.precision)
+            return evaluate(language_model, CausalLM(), loader, builder.techniques.precision)
         finally:
             loader.close()
 
-    console = screen.console()
-    halving = BatchSizes(
-        setting.world.device, note=lambda text: console.print(screen.plain(text), soft_wrap=True), error=does_not_fit
-    )
+    sizes = BatchSizes(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        means = halving.run("evaluation", config.train.micro_batch_size, held_out_figures)
+        means = sizes.run("evaluation", config.train.micro_batch_size, evaluate_held_out)
         figures.update({f"eval/{name}": value for name, value in means.items()})
-    answers = answer(built, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, halving)
+    answers = answer(model, tokenizer, questions, data.questions.batch_size, data.questions.max_new_tokens, sizes)
     if questions:
         figures["questions/exact_match"] = exact_match(answers, questions)
-    _show(config, setting.decided, figures, plan, questions, answers)
+    _show(config, builder.decided, figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
         raise NumbersError(
-            f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite numbers, and what it "
-            f"computes of them in {setting.facts.dtype} is not. Use another copy of it or an earlier checkpoint, "
-            "or model.dtype=float32."
+            f"The loss of {_name(config)} is {figures['eval/loss']}: its weights are finite, but what it computes in "
+            f"{builder.facts.dtype} is not. Use another copy of it or an earlier checkpoint, or model.dtype=float32."
         )
     return figures
 
 
-def _to_evaluate(config: Config) -> Pipeline:
-    """The techniques without an adapter that nobody has trained: a fresh one starts as nothing. Over a quantised base, which is
-    there for adapters alone, it stays, and adds nothing.
-    """
+def _trained_techniques(config: Config) -> Pipeline:
+    """The techniques without an untrained adapter, which adds nothing. It stays over a quantized base, which needs adapters."""
     techniques = config.techniques
     if config.model.adapter or techniques.quantize.enabled:
         return techniques
     return replace(techniques, lora=replace(techniques.lora, enabled=False))
 
 
-def _held_out(config: Config, tokenizer: Any) -> Plan | None:
-    """The evaluation plan that the run has, made without its training plan."""
+def _held_out_plan(config: Config, tokenizer: Any) -> Plan | None:
+    """The run's evaluation plan, made without its training plan."""
     data = config.data
     sources = data.eval_sources or (data.sources if data.eval_fraction else [])
     if not sources:
@@ -121,15 +115,11 @@ def _show(
         rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
     if questions:
         rows.append(["questions", str(len(questions))])
-    console = screen.console()
-    if questions and config.data.questions.show:
-        shown = list(zip(questions, answers, strict=True))[: config.data.questions.show]
-        console.print(
-            screen.answers_table([(question.text, question.answer, None, given) for question, given in shown])
-        )
+    if shown := list(zip(questions, answers, strict=True))[: config.data.questions.show]:
+        console.say(console.answers_table([(one.text, one.answer, None, given) for one, given in shown]))
     for note in notes:
-        console.print(screen.plain(note), soft_wrap=True)
-    console.print(screen.table(f"Evaluation of {_name(config)}", ["figure", "value"], rows))
+        console.say(note)
+    console.say(console.table(f"Evaluation of {_name(config)}", ["figure", "value"], rows))
 
 
 def _name(config: Config) -> str:

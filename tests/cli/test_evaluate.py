@@ -1,4 +1,4 @@
-"""`fxtune eval` says of an adapter what its run said of itself, and of a base what it was before."""
+"""What a user sees of `fxtune eval`: for an adapter the figures of its run, for a base those before training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_figures_are_those_of_the_run(small, cwd, capsys):
 
 
 def with_adapter(small, cwd, **changes):
-    """`small` with an adapter that its own recipe made, and whose adapter_config.json says something else, too."""
+    """`small` with an adapter of its own recipe, whose adapter_config.json has `changes`."""
     small.data.eval_fraction = 0.2
     small.techniques.lora.r, small.techniques.lora.target_modules = 4, ["q_proj", "v_proj"]
     adapter = save_model(
@@ -51,17 +51,17 @@ def with_adapter(small, cwd, **changes):
     return replace(small, model=replace(small.model, adapter=str(adapter)))
 
 
-def test_a_loss_that_is_no_number_is_an_error(small, cwd, capsys):
+def test_a_loss_that_is_not_finite_is_an_error(small, cwd, capsys):
     config = with_adapter(small, cwd)
     weights = cwd / "adapter" / "adapter_model.safetensors"
     save_file({name: torch.full_like(tensor, 1e30) for name, tensor in load_file(weights).items()}, weights)
     with pytest.raises(NumbersError, match=r"The loss of \S+/adapter is nan: .*float32"):
         evaluate.run(config)
-    assert "nan" in capsys.readouterr().out, "the table is there, too"
+    assert "nan" in capsys.readouterr().out, "the table is printed, too"
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "told"),
+    ("changes", "error", "message"),
     [
         (
             {"alora_invocation_tokens": [1, 2]},
@@ -81,13 +81,13 @@ def test_a_loss_that_is_no_number_is_an_error(small, cwd, capsys):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_an_adapter_that_is_more_than_a_recipe_can_say_is_refused(changes, error, told, small, cwd):
+def test_an_adapter_with_options_that_no_recipe_has_is_refused(changes, error, message, small, cwd):
     config = with_adapter(small, cwd, **changes)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         evaluate.run(config)
 
 
-def test_options_that_change_nothing_are_let_pass(small, cwd):
+def test_options_that_change_nothing_are_accepted(small, cwd):
     config = with_adapter(
         small,
         cwd,
@@ -103,22 +103,22 @@ def test_options_that_change_nothing_are_let_pass(small, cwd):
     assert evaluate.run(config)["eval/loss"] > 0
 
 
-@pytest.mark.parametrize(("base", "told"), [("some/other-model", True), ("/moved/since/tiny", False), (None, False)])
-def test_an_adapter_of_another_base_of_the_same_shapes_is_told(base, told, small, cwd, capsys):
+@pytest.mark.parametrize(("base", "noted"), [("some/other-model", True), ("/moved/since/tiny", False), (None, False)])
+def test_an_adapter_of_another_base_of_the_same_shapes_is_noted(base, noted, small, cwd, capsys):
     config = with_adapter(small, cwd, base_model_name_or_path=base)
     evaluate.run(config)
-    assert (f"was trained on {base}; here it is over " in capsys.readouterr().out) == told
+    assert (f"was trained on {base}; here it is over " in capsys.readouterr().out) == noted
 
 
-def test_without_held_out_data_there_is_nothing_to_do(small, cwd):
+def test_without_held_out_data_there_is_nothing_to_evaluate(small, cwd):
     with pytest.raises(ConfigError, match=r"eval_sources.*eval_fraction.*questions"):
         evaluate.run(small)
 
 
-def test_a_quantised_base_is_evaluated_as_it_lies(small, cwd):
+def test_a_quantized_base_is_evaluated_as_stored(small, cwd):
     small.data.eval_fraction = 0.2
-    whole = evaluate.run(small)["eval/loss"]
+    full = evaluate.run(small)["eval/loss"]
     small.techniques.quantize.enabled = True
     found = evaluate.run(small)["eval/loss"]
-    assert found != whole
-    assert found == pytest.approx(whole, rel=0.02)
+    assert found != full
+    assert found == pytest.approx(full, rel=0.02)

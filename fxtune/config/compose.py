@@ -76,10 +76,14 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
 
 def typed(cfg: DictConfig) -> Config:
     """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
+    validator = Validator(Config, lambda _: "in the config", from_file=False)
     try:
-        for resolve in (False, True):  # a pointer to the environment is refused before it could be followed
-            validator = Validator(Config, lambda _: "in the config", from_file=False)
-            validator.check(Slot(Config), OmegaConf.to_container(cfg, resolve=resolve, enum_to_str=True), ())
+        values = OmegaConf.to_container(cfg, enum_to_str=True)
+        validator.check(Slot(Config), values, ())
+        refuse(validator.problems)  # also a pointer to the environment, before it could be followed
+        resolved = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+        if resolved != values:
+            validator.check(Slot(Config), resolved, ())
             refuse(validator.problems)
         merged = OmegaConf.merge(_schema(), cfg)
         missing = sorted(re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(merged))

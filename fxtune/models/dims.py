@@ -8,35 +8,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, from its Hugging Face config."""
+    """A decoder's sizes. `linears` has Llama's names for every family."""
 
     hidden: int
     inner: int
-    """Width of the MLP, of all experts that a token visits."""
+    """Width of the MLP: the sum over the experts that a token uses."""
     experts: float
-    """Experts a layer over experts that a token visits."""
+    """Experts of a layer, divided by those that a token uses."""
     heads: int
     q: int
+    """Width of all query heads."""
     k: int
+    """Width of all key heads, and of all value heads."""
     layers: int
     vocabulary: int
     tied: bool
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
-        """`text`: the config as a dict. Sizes that it does not say are those of a Llama of its width."""
+        """`text`: the text model's config as a dict. Sizes that are missing there are those of a Llama of its width."""
         hidden = text.get("hidden_size") or 0
         heads = text.get("num_attention_heads") or 1
         head = text.get("head_dim") or hidden // heads
         experts = text.get("num_local_experts") or text.get("num_experts") or 1
-        visited = text.get("num_experts_per_tok") or 1
+        used = text.get("num_experts_per_tok") or 1
         inner = (
             (text.get("moe_intermediate_size") if experts > 1 else None) or text.get("intermediate_size") or 4 * hidden
         )
         return Shape(
             hidden,
-            inner * (visited if experts > 1 else 1),
-            experts / visited if experts > 1 else 1.0,
+            inner * (used if experts > 1 else 1),
+            experts / used if experts > 1 else 1.0,
             heads,
             heads * head,
             (text.get("num_key_value_heads") or heads) * head,
@@ -47,7 +49,7 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of a layer's linears under Llama's names."""
+        """Input and output width of each linear of a layer."""
         h, i = self.hidden, self.inner
         return {
             "q_proj": (h, self.q),
@@ -60,13 +62,13 @@ class Shape:
         }
 
     @property
-    def in_linears(self) -> int:
-        """Parameters of all layers' linears."""
+    def linear_parameters(self) -> int:
+        """Parameters of the linears of all layers."""
         each = {name: inward * outward for name, (inward, outward) in self.linears.items()}
         mlp = each["gate_proj"] + each["up_proj"] + each["down_proj"]
         return int(self.layers * (sum(each.values()) - mlp + mlp * self.experts))
 
     @property
-    def around(self) -> int:
+    def other_parameters(self) -> int:
         """Parameters of the embedding, the head and the norms."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden

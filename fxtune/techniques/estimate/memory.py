@@ -229,12 +229,12 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
     moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
     each = 4 if facts.stochastic_rounding or "8bit" in facts.optimizer else number
-    total, end = shape.in_linears + shape.around, shape.vocabulary * shape.hidden
+    total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     if not lora.enabled:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
         # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW. Adapters on linears are matrices.
         experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
-        rest = shape.around + int(experts) if facts.optimizer == "muon" else 0
+        rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
         return number * total + copies, int(total * (number + moments * each) + extra)
     adapted = [
@@ -243,7 +243,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         if name in lora.target_modules or "all-linear" in lora.target_modules
     ]
     adapters = shape.layers * lora.r * sum(inward + outward for inward, outward in adapted)
-    linear, around = float(number), shape.around * number
+    linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = bytes_per_weight(quantize.type.value, quantize.double)
         if not shape.tied:
@@ -251,7 +251,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
     packed = number * adapters if is_fused(facts) and not quantize.enabled else 0  # copies beside the frozen weights
-    return int(shape.in_linears * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
+    return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, int(4 * adapters * (1 + moments))
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:

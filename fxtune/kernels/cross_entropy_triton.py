@@ -1,15 +1,15 @@
-"""The Triton kernel of linear_cross_entropy.py: each row's loss, and its logits replaced by their gradient, in one launch.
+"""Triton kernel of linear_cross_entropy.py: computes each row's loss and replaces its logits by their gradient, in one launch.
 
-One program a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards, to write
-softmax - onehot in place: what was read last is what the cache still has. All arithmetic is float32 whatever the logits' dtype.
+One program handles a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards, to write
+softmax - onehot in place: the end of the row is still in the cache. All arithmetic is float32, whatever the logits' dtype.
 
-What it should cost is three passes over memory, so nothing may stand between one load and the next. Each thread keeps a maximum
-and a sum of its own for the 16 bytes that it loads at a time (the sum is rescaled where a larger logit appears: one more
-exponential for eight), and they meet once, at the row's end; a reduction over the program in each block would make all its
-threads wait eight times a row. The label is looked at once, not in each column, and whole blocks have no mask.
+The kernel should cost three passes over memory and nothing else, so loads must not wait for each other. Each thread keeps its own
+maximum and sum for the 16 bytes that it loads at a time (a larger logit rescales the sum: one more exponential for eight), and
+these are combined once, at the end of the row. A reduction over the program in each block would stall all threads eight times a
+row. The label is read once, not in each column, and full blocks have no mask.
 
-Offsets are int64: 65,536 rows of 128k words are beyond int32. Imported only where there is a GPU: triton is no part of torch's
-CPU builds.
+Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. This module is imported only on a GPU, because torch's CPU
+builds do not include Triton.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 WARPS = 32
-"""Of a program, for vocabularies that keep so many busy."""
+"""Most warps of a program; a small vocabulary uses fewer."""
 BLOCK = 4096
-"""Numbers that a program of scaled() multiplies."""
+"""Numbers multiplied by a program of scaled()."""
 LOADS = 2
-"""Of 16 bytes that a thread has under way at once."""
+"""Loads of 16 bytes that a thread has in flight."""
 
 
 def softmax_gradient(
@@ -37,7 +37,7 @@ def softmax_gradient(
 ) -> None:
     """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written.
 
-    A row with the label `ignored` has no loss and no gradient: zeros are written, and its logits are not read.
+    For a row with the label `ignored` zeros are written as loss and gradient, and its logits are not read.
     """
     rows, vocabulary = logits.shape
     assert (logits.stride(1), labels.stride(), losses.stride()) == (1, (1,), (1,))
@@ -82,8 +82,8 @@ def _scaled(x_ptr, factor_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bend(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
-    """The logit as the model means it, and tanh(x / cap). tanh by way of the sigmoid: it is in triton itself everywhere."""
+def _scale_and_cap(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
+    """The scaled and capped logit, and tanh(x / cap). tanh is computed by the sigmoid, which every version of Triton has."""
     if SCALED:
         x = x * scale
     t = x
@@ -95,15 +95,15 @@ def _bend(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _fold(x, highest, total):
-    """Take x [LANES, EACH] into each lane's maximum and sum of exponentials below it."""
+    """Add x [LANES, EACH] to each lane's maximum and its sum of exponentials relative to that."""
     higher = tl.maximum(highest, tl.max(x, 1))
     return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
 
 @triton.jit
 def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
-    """The gradient of a logit that is not the label's: its share of the sum, through scale and cap."""
-    x, t = _bend(x.to(tl.float32), scale, cap, CAP, SCALED)
+    """The gradient of a logit other than the label's: its share of the sum, times the derivative of scale and cap."""
+    x, t = _scale_and_cap(x.to(tl.float32), scale, cap, CAP, SCALED)
     slope = tl.exp(x - highest) * share
     if CAP:
         slope = slope * (1.0 - t * t)
@@ -137,31 +137,31 @@ def _softmax_gradient(
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
-            nothing = tl.zeros((LANES, EACH), kind)
+            zeros = tl.zeros((LANES, EACH), kind)
             for start in range(0, whole, BLOCK):
-                tl.store(logits_ptr + start + columns, nothing)
-            tl.store(logits_ptr + rest, nothing, mask=rest < vocabulary)
+                tl.store(logits_ptr + start + columns, zeros)
+            tl.store(logits_ptr + rest, zeros, mask=rest < vocabulary)
     else:
-        # Before anything is overwritten. A label outside of the vocabulary shows as nan; reading there would be another's memory.
+        # Read before the row is overwritten. A label outside of the vocabulary gives nan instead of reading other memory.
         inside = (label >= 0) & (label < vocabulary)
         target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
-        target, bent = _bend(target, scale, cap, CAP, SCALED)
-        highest = tl.full((LANES,), -3.0e38, tl.float32)  # not -inf: a lane without a logit would take it from itself
+        target, tanh = _scale_and_cap(target, scale, cap, CAP, SCALED)
+        highest = tl.full((LANES,), -3.0e38, tl.float32)  # finite: -inf - -inf is nan in a lane without logits
         total = tl.zeros((LANES,), tl.float32)
         for start in range(0, whole, BLOCK):
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
-            highest, total = _fold(_bend(x, scale, cap, CAP, SCALED)[0], highest, total)
+            highest, total = _fold(_scale_and_cap(x, scale, cap, CAP, SCALED)[0], highest, total)
         if whole < vocabulary:
             x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0).to(tl.float32)
-            x = tl.where(rest < vocabulary, _bend(x, scale, cap, CAP, SCALED)[0], float("-inf"))
+            x = tl.where(rest < vocabulary, _scale_and_cap(x, scale, cap, CAP, SCALED)[0], float("-inf"))
             highest, total = _fold(x, highest, total)
         top = tl.max(highest, 0)
         everything = tl.sum(total * tl.exp(highest - top), 0)
-        # The highest logit is taken off first: differences of large logits are exact, those of their logarithms are not.
+        # The highest logit is subtracted first: differences of large logits are exact, those of logarithms are not.
         tl.store(losses_ptr + row, tl.log(everything) - (target - top))
         if GRADIENT:
             share = scale / everything
-            tl.debug_barrier()  # every thread has read its target before one writes over it
+            tl.debug_barrier()  # every thread has read its target before it is overwritten
             if whole < vocabulary:
                 x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0)
                 tl.store(
@@ -171,8 +171,8 @@ def _softmax_gradient(
                 at = logits_ptr + (whole - BLOCK - start) + columns
                 x = tl.load(at, eviction_policy="evict_first")
                 tl.store(at, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind))
-            tl.debug_barrier()  # the label's was written like the others
+            tl.debug_barrier()  # the label's gradient was written like the others
             least = (tl.exp(target - top) / everything - 1.0) * scale
             if CAP:
-                least = least * (1.0 - bent * bent)
+                least = least * (1.0 - tanh * tanh)
             tl.store(logits_ptr + label, least.to(kind), mask=inside)

@@ -1,11 +1,11 @@
-"""Greedy answers to held-out questions, and how many are exactly right.
+"""Greedy answers to held-out questions, and the share that is exactly right.
 
-A question is a chat row like those of training: what the encoder supervises in its last assistant turn is the right answer,
-all before it is the prompt. So prompts are what the model saw in training, token by token, and the end-of-turn token that
-it was taught to write is the one that ends an answer.
+A question is a chat row like those of training: the supervised tokens of its last assistant turn are the right answer, and all
+before them is the prompt. So prompts are the same tokens as in training, and an answer ends at the end-of-turn token that the
+model was trained to write.
 
-Prompts of about the same length are asked together, padded on the left, with a KV cache. Training runs without one; nothing
-here outlasts the call: not the cache, not the evaluation mode, and no random number is drawn.
+Prompts of similar length are batched, padded on the left, with a KV cache. Neither the cache nor the evaluation mode outlasts the
+call, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from fxtune.system.oom import BatchSizes
 @dataclass(frozen=True)
 class Question:
     text: str
-    """The last thing that was said to the model, for people."""
+    """The last user turn, for display."""
     prompt: list[int]
-    """Token ids up to where the answer begins."""
+    """Token ids up to the answer."""
     answer: str
-    """What is right, without special tokens and outer whitespace."""
+    """The right answer, without special tokens and outer whitespace."""
     end: Optional[int] = None
-    """The special token that ends the answer, where the chat template writes one."""
+    """The special token that ends the answer, if the chat template writes one."""
 
 
 def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str | None = None) -> list[Question]:
@@ -50,7 +50,7 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
 
     Raises:
         ConfigError: a setting is out of range.
-        DataError: no such data, a row that cannot be read (named by file and line), or one without an answer.
+        DataError: the data does not exist, or a row cannot be read or has no answer (with its file and line).
     """
     for name in ("limit", "batch_size", "max_new_tokens"):
         if (value := getattr(config, name)) < 1:
@@ -71,8 +71,9 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
             raise DataError(f"{row.where}: {row.error}")
     values = [row.value for row in rows if row.value is not None]
     questions = []
-    for row, value, seen in zip(rows, values, Encoder(tokenizer, form, chat_template).encode(values), strict=True):
-        question = seen if isinstance(seen, str) else _question(value, seen, tokenizer)
+    documents = Encoder(tokenizer, form, chat_template).encode(values)
+    for row, value, document in zip(rows, values, documents, strict=True):
+        question = document if isinstance(document, str) else _question(value, document, tokenizer)
         if isinstance(question, str):
             raise DataError(f"{row.where}: {question}")
         questions.append(question)
@@ -85,33 +86,24 @@ def answer(
     questions: Sequence[Question],
     batch_size: int = 32,
     max_new_tokens: int = 64,
-    halving: BatchSizes | None = None,
+    batch_sizes: BatchSizes | None = None,
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    Works on plain and PEFT-wrapped models. The training flag and the random state are left as they were. `halving`: what makes
-    `batch_size` smaller where memory runs out.
+    Works on plain and PEFT-wrapped models. The training flag and the random state do not change. `batch_sizes` reduces
+    `batch_size` when memory runs out.
     """
-    halving = halving or BatchSizes(next(model.parameters()).device)
+    batch_sizes = batch_sizes or BatchSizes(next(model.parameters()).device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers = [""] * len(questions)
-    # Compiled layers would be compiled again for every length of the cache.
+    # Compiled layers would be recompiled for each length of the cache.
     with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
-            written = halving.run(
-                "questions",
-                batch_size,
-                partial(
-                    _first,
-                    model,
-                    [questions[index].prompt for index in order],
-                    ends,
-                    tokenizer.pad_token_id or 0,
-                    max_new_tokens,
-                ),
-            )
+            prompts = [questions[index].prompt for index in order]
+            ask = partial(_greedy, model, prompts, ends, tokenizer.pad_token_id or 0, max_new_tokens)
+            written = batch_sizes.run("questions", batch_size, ask)
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
@@ -119,41 +111,40 @@ def answer(
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
-    """Share of the answers that equal the right one, outer whitespace aside."""
-    return sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True)) / len(
-        questions
-    )
+    """Share of the answers that equal the right one, ignoring outer whitespace."""
+    right = sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True))
+    return right / len(questions)
 
 
 @dataclass
 class AnswerEvaluation:
-    """The questions of a run, asked before and after training. The answers lie in the run folder, so that a run that was
-    interrupted still knows the first ones."""
+    """The questions of a run, asked before and after training. Answers are kept in the run folder for resumed runs."""
 
     config: QuestionsConfig
     tokenizer: Any
     questions: list[Question]
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
-    """By when they were given: "before", "after"."""
+    """By time: "before" and "after" training."""
 
     @staticmethod
     def open(
         config: QuestionsConfig, tokenizer: Any, folder: Path, chat_template: str | None = None
     ) -> AnswerEvaluation | None:
-        """None where the config asks nothing. Errors as in load_questions."""
+        """None if the config has no questions. Errors as in load_questions."""
         if config.path is None:
             return None
-        exam = AnswerEvaluation(config, tokenizer, load_questions(config, tokenizer, chat_template), Path(folder))
-        for when in ("before", "after"):
-            exam._read(when)
-        return exam
-
-    def ask(self, model: nn.Module, when: str, halving: BatchSizes | None = None) -> float:
-        """Ask, keep the answers as those of `when`, and return the share that is exactly right. `halving`: see answer()."""
-        given = answer(
-            model, self.tokenizer, self.questions, self.config.batch_size, self.config.max_new_tokens, halving
+        evaluation = AnswerEvaluation(
+            config, tokenizer, load_questions(config, tokenizer, chat_template), Path(folder)
         )
+        for when in ("before", "after"):
+            evaluation._read(when)
+        return evaluation
+
+    def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None) -> float:
+        """Ask, keep the answers as those of `when`, and return the share that is exactly right. `batch_sizes`: see answer()."""
+        config = self.config
+        given = answer(model, self.tokenizer, self.questions, config.batch_size, config.max_new_tokens, batch_sizes)
         self.answers[when] = given
         lines = [
             json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
@@ -187,13 +178,13 @@ class AnswerEvaluation:
         try:
             rows = [json.loads(line) for line in self._file(when).read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError):
-            return  # not asked yet, or cut short: the run asks (again)
+            return  # not asked yet, or incomplete: the run asks again
         if [row.get("right") for row in rows] == [question.answer for question in self.questions]:
             self.answers[when] = [row["answer"] for row in rows]
 
 
 def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
-    """The row's last supervised stretch as the answer; a str says why there is none."""
+    """The question whose answer is the row's last run of supervised tokens; a str says why there is none."""
     supervised = document.supervised
     if True not in supervised:
         return "the row has no assistant turn with an answer in it"
@@ -207,29 +198,23 @@ def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Questi
     last = right[-1]
     special = tokenizer.added_tokens_decoder.get(last)
     return Question(
-        _asked(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None
+        _last_user_turn(row) or _text(tokenizer, prompt), prompt, text, last if special and special.special else None
     )
 
 
-def _asked(row: dict[str, Any]) -> str | None:
-    """The last user turn of a chat row as it was written, None where the format has none by that name."""
+def _last_user_turn(row: dict[str, Any]) -> str | None:
+    """The text of the last user turn of a chat row; None in other formats."""
     for turn in reversed(row.get("messages") or []):
         if turn.get("role") == "user" and isinstance(turn.get("content"), str):
             return str(turn["content"])
     return None
 
 
-def _first(
+def _greedy(
     model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int, rows: int
 ) -> list[list[int]]:
-    """_greedy() for the first `rows` prompts."""
-    return _greedy(model, prompts[:rows], ends, pad, max_new_tokens)
-
-
-def _greedy(
-    model: nn.Module, prompts: list[list[int]], ends: set[int], pad: int, max_new_tokens: int
-) -> list[list[int]]:
-    """The most likely next token, again and again, until each row wrote one of `ends` (left out) or the limit is reached."""
+    """Greedy tokens for the first `rows` prompts, up to one of `ends` (left out) or the limit."""
+    prompts = prompts[:rows]
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -238,15 +223,16 @@ def _greedy(
     stops = torch.tensor(sorted(ends), device=device)
     cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
     for _ in range(max_new_tokens):
-        seen = model(
+        # The head runs for the last position only: a prompt's logits can be gigabytes.
+        output = model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-        )  # the head for the last position only: a prompt's logits can be gigabytes
-        cache, chosen = seen.past_key_values, seen.logits[:, -1].argmax(-1)
+        )
+        cache, chosen = output.past_key_values, output.logits[:, -1].argmax(-1)
         written.append(chosen)
         done |= torch.isin(chosen, stops)
         if done.all():

@@ -180,9 +180,9 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     builder = RunBuilder(config)
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
     check = ResumeCheck(folder.path, resumes, config.run.deterministic, note)
-    if techniques := check.decided(config.techniques, builder.techniques):
+    if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques))
-    check.open(config.model, config.optimizer, builder.techniques.options(), builder.facts)
+    check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check
 
 

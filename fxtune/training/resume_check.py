@@ -1,14 +1,14 @@
-"""What a run that goes on must find as it was: the decisions behind each `auto`, the base's weights, the data, the machine.
+"""Checks that a resumed run finds what it started with: the decisions for each `auto`, base weights, data, and machine.
 
-The recipe is compared by runfolder.py. What the recipe leaves open is written to `setting.json` when a run starts and
-compared when it goes on, so that it ends with the bits that it would have had:
+run_folder.py compares the recipe. What the recipe leaves open is written to `setting.json` when a run starts and compared when it
+resumes, so that it ends with the same bits as an uninterrupted run:
 
-- each `auto` is what it was: taken from there, not decided again, for a card with less memory free today would decide otherwise;
-- the base model's files and each source's tokens must be the same, or the run is refused with a line for each difference;
-- another card, another torch or another version of a package may round otherwise. That is told, and the run goes on; with
+- Each `auto` keeps its decision. It is not decided again: a card with less free memory today would decide differently.
+- The base model's files and each source's tokens must be the same, or the run is refused with a line for each difference.
+- Another card, torch or package version may round differently. The user is told, and the run resumes; with
   run.deterministic=true it is refused.
 
-Nothing is compared before there is a checkpoint: such a run starts again.
+Nothing is compared before the first checkpoint: such a run starts again.
 """
 
 from __future__ import annotations
@@ -36,111 +36,107 @@ from fxtune.techniques.facts import Facts
 
 FILE = "setting.json"
 SAMPLES = 64
-"""Pieces of 4 KiB that stand for a file of weights, beside its size: those of 16 GB would take a minute to read."""
-PIECE = 4096
-MAY_BE = {"data": ", its rows, the tokenizer or the chat template"}
-IDLE = {"wandb", "tensorboard"}
+"""Blocks of 4 KiB that are hashed of a weights file, with its size: hashing all of 16 GB would take a minute."""
+BLOCK = 4096
+CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
+TRACKERS = {"wandb", "tensorboard"}
 """Packages that compute nothing."""
-Pipelike = TypeVar("Pipelike")
+Techniques = TypeVar("Techniques")
 
 
 class ResumeCheck:
-    """Of the run in `folder`. `goes_on`: it has a checkpoint, so what was written at its start holds; else it is written anew.
+    """The check of the run in `folder`. `resumes`: it has a checkpoint, so `setting.json` is read; otherwise it is written.
 
-    Raises StorageError where the file is there and cannot be read.
+    Raises StorageError if the file exists and cannot be read.
     """
 
-    def __init__(self, folder: Path, goes_on: bool, strict: bool, note: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, resumes: bool, strict: bool, note: Callable[[str], None]) -> None:
         self.folder, self.strict, self.note = folder, strict, note
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
-        if goes_on and (folder / FILE).exists():
+        if resumes and (folder / FILE).exists():
             try:
                 self.before = read_json(folder / FILE)
             except ValueError as error:
                 raise StorageError(
-                    f"{folder}: {error}. It says what each `auto` of the run was and what it was trained on. "
-                    "Bring it back; or remove it, and the run goes on without being compared."
+                    f"{folder}: {error}. It holds the run's decisions for each `auto` and what it was trained on. "
+                    "Restore it; or remove it, and the run resumes without this comparison."
                 ) from error
 
-    def decided(self, asked: Pipelike, now: Pipelike) -> Pipelike | None:
-        """`asked` with what each `auto` was when the run started, where `now`, what it would become today, is something else.
-        None where nothing is. Raises StorageError for a value that no recipe could have.
+    def earlier_decisions(self, configured: Techniques, today: Techniques) -> Techniques | None:
+        """`configured` with each `auto` as decided when the run started; None if `today`, the decisions of today, are the same.
 
-        The folder may be a stranger's: what the recipe says itself stays, and nothing is taken that a recipe may not say.
+        The folder may come from a stranger: values that the recipe sets itself are kept, and a value that no recipe may have raises
+        StorageError.
         """
         changes = {}
         for name, was in self._section("techniques").items():
-            technique, today = getattr(asked, name, None), getattr(now, name, None)
+            technique, decided = getattr(configured, name, None), getattr(today, name, None)
             if not dataclasses.is_dataclass(technique) or isinstance(technique, type) or not isinstance(was, dict):
                 continue
-            if "auto" not in _plain(list(dataclasses.asdict(technique).values())):
+            if "auto" not in _as_json(list(dataclasses.asdict(technique).values())):
                 continue
-            differs = {
+            different = {
                 key: self._typed(name, technique, key, value)
                 for key, value in was.items()
-                if hasattr(technique, key) and _plain(getattr(today, key)) != value
+                if hasattr(technique, key) and _as_json(getattr(decided, key)) != value
             }
-            if differs:
-                changes[name] = dataclasses.replace(technique, **differs)
-                self.note(
-                    f"{name}: as when the run was started, "
-                    + ", ".join(
-                        f"{key}={_plain(value)} (today it would be {_plain(getattr(today, key))})"
-                        for key, value in differs.items()
-                    )
+            if different:
+                changes[name] = dataclasses.replace(technique, **different)
+                values = (
+                    f"{key}={_as_json(value)} (today it would be {_as_json(getattr(decided, key))})"
+                    for key, value in different.items()
                 )
-        return dataclasses.replace(asked, **changes) if changes else None  # type: ignore[type-var]
+                self.note(f"{name}: as when the run was started, {', '.join(values)}")
+        return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 
-    def _typed(self, name: str, asked: Any, key: str, value: Any) -> Any:
-        """A recorded value as the technique's field has it, for JSON knows no enums."""
-        validator = Validator(type(asked), lambda _: str(self.folder / FILE))
+    def _typed(self, name: str, technique: Any, key: str, value: Any) -> Any:
+        """A recorded value with the type of the technique's field: JSON has no enums."""
+        validator = Validator(type(technique), lambda _: str(self.folder / FILE))
         if (slot := validator.find((key,))) is not None:
             validator.check(slot, value, ("techniques", name, key))
         if validator.problems:
             raise StorageError(
-                f"{validator.problems[0]}. Use the version of fxtune that the run was started with, or bring the "
-                "file back as it was."
+                f"{validator.problems[0]}. Use the version of fxtune that the run was started with, or restore "
+                "the file as it was."
             )
-        kind = type(getattr(asked, key))
+        kind = type(getattr(technique, key))
         return kind(value) if issubclass(kind, Enum) else value
 
-    def open(
+    def check_config(
         self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts
     ) -> None:
-        """hold() what is known before any row or weight is read. `techniques`: the options of those that are on, all decided."""
-        self.hold("techniques", techniques)
+        """compare() what is known before rows and weights are read. `techniques`: the options of those that are on, decided."""
+        self.compare("techniques", techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
-            self.hold("optimizer", {"library": library(optimizer, facts).value})
-        self.hold("model", {"dtype": facts.dtype, **_base(model)})
-        self.hold("machine", _machine(facts), refuse=False)
+            self.compare("optimizer", {"library": library(optimizer, facts).value})
+        self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
+        self.compare("machine", _machine(facts), refuse=False)
 
-    def read(self, tables: Iterable[TokenTable]) -> None:
-        """hold() the data of training: each source's tokens."""
-        self.hold(
-            "data",
-            {
-                f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
-                for number, table in enumerate(tables)
-            },
-        )
+    def check_data(self, tables: Iterable[TokenTable]) -> None:
+        """compare() the tokens of each training source."""
+        documents = {
+            f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
+            for number, table in enumerate(tables)
+        }
+        self.compare("data", documents)
 
-    def hold(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
-        """Compare a part of the setting with what it was, or keep it to be compared with later. Raises ConfigError that lists
-        each difference; with `refuse` false they are told, unless the run is deterministic.
+    def compare(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
+        """Compare a section with its values at the start of the run, and remember it for save(). Raises ConfigError with each
+        difference; without `refuse` the user is only told, unless the run is deterministic.
         """
-        plain = self.now[section] = _plain(dict(now))
+        plain = self.now[section] = _as_json(dict(now))
         before = self._section(section)
         if not before:
             return
         keys = sorted(key for key in before.keys() | plain.keys() if before.get(key) != plain.get(key))
         changed = [f"  {section}.{key}: {_shown(before, key)} -> {_shown(plain, key)}" for key in keys]
         if changed and (refuse or self.strict):
-            why = MAY_BE.get(section, "") if refuse else " (with run.deterministic=true it must not)"
+            why = CAUSES.get(section, "") if refuse else " (with run.deterministic=true it must not)"
             raise ConfigError(
-                f"{self.folder} cannot go on with the same bits: its {section} changed since it was started{why}:\n"
+                f"{self.folder} cannot be resumed with the same bits: its {section} changed since it was started{why}:\n"
                 + "\n".join(changed)
-                + f"\nBring it back as it was, or start anew with {HOW_TO_START_ANEW}."
+                + f"\nRestore it as it was, or start anew with {HOW_TO_START_ANEW}."
             )
         if changed:
             self.note(
@@ -148,17 +144,17 @@ class ResumeCheck:
                 + "; ".join(line.strip() for line in changed)
             )
 
-    def built(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
-        """hold() what came of building the model, and keep all of it."""
-        self.hold("techniques", techniques)  # again: where auto's choice did not compile, it is another
-        self.hold(
+    def check_model(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
+        """compare() the built model, and save() all sections."""
+        self.compare("techniques", techniques)  # again: it changes where an automatic choice does not compile
+        self.compare(
             "built",
             {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")},
         )
-        self.keep()
+        self.save()
 
-    def keep(self) -> None:
-        """Write what was held, where the run starts. Raises StorageError."""
+    def save(self) -> None:
+        """Write `setting.json` at the start of a run. Raises StorageError."""
         if self.before:
             return
         try:
@@ -175,20 +171,20 @@ class ResumeCheck:
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    """What rounds: the device, torch and its threads, the packages that compute."""
+    """What may change rounding: the device, torch and its threads, the packages that compute."""
     threads = {"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}
     name = facts.device_name if facts.device == "cuda" else "cpu"
     return {
         "device": name,
         **threads,
-        **{package: version for package, version in facts.packages.items() if package not in IDLE},
+        **{package: version for package, version in facts.packages.items() if package not in TRACKERS},
         "torch": torch.__version__,
     }
 
 
-def _base(model: ModelConfig) -> dict[str, str]:
-    """A digest of each weights file of a base model on this disk, from its size and samples. What comes from the hub has a
-    revision, which is compared when the model is built. Raises StorageError for a file that cannot be read.
+def _weight_digests(model: ModelConfig) -> dict[str, str]:
+    """A digest of each weights file of a local base model, from its size and samples. A model from the hub has a revision, which is
+    compared when it is built. Raises StorageError for a file that cannot be read.
     """
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
@@ -198,8 +194,8 @@ def _base(model: ModelConfig) -> dict[str, str]:
             digest = hashlib.sha256(str(size).encode())
             with file.open("rb") as stream:
                 for number in range(SAMPLES):
-                    stream.seek(max(size - PIECE, 0) * number // (SAMPLES - 1))
-                    digest.update(stream.read(PIECE))
+                    stream.seek(max(size - BLOCK, 0) * number // (SAMPLES - 1))
+                    digest.update(stream.read(BLOCK))
         except OSError as error:
             raise StorageError(
                 f"{file} cannot be read: {error.strerror or error}. Use a complete copy of the model."
@@ -208,8 +204,8 @@ def _base(model: ModelConfig) -> dict[str, str]:
     return digests
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+def _as_json(value: Any) -> Any:
+    """`value` as it is read back from JSON."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -88,7 +88,7 @@ class Trainer:
         self.startup.done("checks")
         self.tokenizer, self.data = builder.read(quarantine=folder.path / "quarantine.jsonl")
         self.plan = self.data.training
-        resume_check.read(self.data.tables)
+        resume_check.check_data(self.data.tables)
         self.questions = AnswerEvaluation.open(
             config.data.questions, self.tokenizer, folder.path, config.data.chat_template
         )
@@ -99,7 +99,7 @@ class Trainer:
         self.startup.done("model")
         self.language_model = builder.language_model(self.model)
         evidence = builder.prove(self.language_model)
-        resume_check.built(self.model, builder.techniques.options())
+        resume_check.check_model(self.model, builder.techniques.options())
         folder.write("evidence.json", [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
         self.startup.done("proofs")
@@ -114,14 +114,14 @@ class Trainer:
         )
         with builder.oom_context("Loading the checkpoint"):
             self.state = self.run_state.load(self.plan.fingerprint)
-        self.halving = BatchSizes(
+        self.batch_sizes = BatchSizes(
             self.world.device,
             self.state.rows,
             screen.note if config.train.out_of_memory is OutOfMemory.halve else None,
             self._out_of_memory_error,
             self._drop_recordings,
         )
-        self._cut_plan(self.halving.rows("training", config.train.micro_batch_size))
+        self._cut_plan(self.batch_sizes.rows("training", config.train.micro_batch_size))
         self.held_out: HeldOutEvaluation | None = None
         if self.data.evaluation:
             loader = partial(Loader, config=config.loader, device=self.world.device)
@@ -242,12 +242,14 @@ class Trainer:
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
         """Cut the steps from `index` on into smaller micro-batches. The first of them did not fit, and is repeated."""
-        self.halving.free_memory()  # which also waits for gradients that are still being added up
+        self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
         self.train_step.optimizer.drop()  # they hold a part of the sum
         sizes = self.plan.sizes
         again = f"Step {index + 1} is repeated; its {sizes.global_batch_size} rows and its loss stay as they are. "
         again += "Code is compiled for the new shape. " if self.techniques.compile.enabled else ""
-        self._cut_plan(self.halving.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again))
+        self._cut_plan(
+            self.batch_sizes.halve("training", sizes.micro_batch_size, found, sizes.global_batch_size, again)
+        )
         self.tracker.log(self.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})
 
     def _cut_plan(self, micro_batch_size: int) -> None:
@@ -321,7 +323,7 @@ class Trainer:
             self.state.evaluation_due = False
             return False
         with SIGNALS.interruptible():
-            figures = self.halving.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
+            figures = self.batch_sizes.run("evaluation", self.config.train.micro_batch_size, self.held_out.measure)
         self.state.evaluation_due = False
         self.log.log({f"eval/{name}": value for name, value in figures.items()})
         self.log.compiled("evaluation")
@@ -333,7 +335,7 @@ class Trainer:
     def _ask_questions(self, when: str) -> None:
         assert self.questions is not None
         with SIGNALS.interruptible():
-            share = self.questions.ask(self.model, when, self.halving)
+            share = self.questions.ask(self.model, when, self.batch_sizes)
         self.log.log({"questions/exact_match": share})
 
     def _finish(self) -> dict[str, Any]:

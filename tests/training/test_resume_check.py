@@ -84,7 +84,7 @@ def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
 
 def test_unreadable_setting_file_says_what_to_do(broken_off):
     Path("run/setting.json").write_text("{")
-    with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Bring it back; or remove it"):
+    with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Restore it; or remove it"):
         trainer.run(broken_off)
     Path("run/setting.json").unlink()
     assert trainer.run(broken_off)["train/step"] == 2
@@ -99,13 +99,15 @@ def test_resumed_run_keeps_earlier_auto_decisions(tmp_path):
     asked, today = Pipeline(), Pipeline()
     asked.checkpointing.enabled = today.checkpointing.enabled = True
     asked.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
-    was = ResumeCheck(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today)
+    was = ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(asked, today)
     assert was.checkpointing.policy is Policy.none
     assert asked.checkpointing.policy is Policy.auto
     assert notes == ["checkpointing: as when the run was started, policy=none (today it would be full)"]
     today.checkpointing.policy = Policy.none
-    assert ResumeCheck(tmp_path, goes_on=True, strict=False, note=notes.append).decided(asked, today) is None
-    assert ResumeCheck(tmp_path, goes_on=False, strict=False, note=notes.append).decided(asked, today) is None
+    assert ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(asked, today) is None
+    assert (
+        ResumeCheck(tmp_path, resumes=False, strict=False, note=notes.append).earlier_decisions(asked, today) is None
+    )
 
 
 def test_unknown_recorded_value_is_refused(tmp_path):
@@ -113,7 +115,7 @@ def test_unknown_recorded_value_is_refused(tmp_path):
     asked = Pipeline()
     asked.checkpointing.policy = Policy.auto
     with pytest.raises(StorageError, match=r"setting\.json: .*psychic.* is not one of .*Use the version of fxtune"):
-        ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, Pipeline())
+        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, Pipeline())
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,6 @@ def test_recorded_values_run_no_code(tmp_path, was, told):
     asked, today = Pipeline(), Pipeline()
     today.attention.backend = "sdpa"
     with pytest.raises(StorageError, match=told):
-        ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today)
+        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, today)
     asked.attention.backend = "sdpa"  # the recipe says it itself: nothing is taken
-    assert ResumeCheck(tmp_path, goes_on=True, strict=False, note=print).decided(asked, today) is None
+    assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, today) is None

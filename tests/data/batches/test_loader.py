@@ -227,7 +227,8 @@ def test_wait_for_data_is_measured_without_the_time_of_computing(folder, monkeyp
 
     made = plan(Slow(folder), packing=False)
     monkeypatch.setattr(loader, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    step = next(load(made, LoaderConfig(), CPU))
+    steps = load(made, LoaderConfig(), CPU)
+    step = next(steps)
     assert step.wait_seconds == 0
     next(step.micro_batches)
     clock.now += 100  # computing

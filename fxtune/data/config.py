@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -84,8 +83,8 @@ class DataConfig:
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
     """Instead of eval_sources: hold out this share of the documents. A document's content decides, so the choice is stable."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
-    sequence_length: int = field(default=2048, metadata={"min": 1})
-    """Tokens in a row."""
+    sequence_length: int = field(default=2048, metadata={"min": 2})
+    """Tokens in a row: at least one to read and one to predict."""
     packing: bool = True
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
@@ -118,31 +117,17 @@ class DataConfig:
         return (*shorter, *(self.buckets[len(shorter) : len(shorter) + 1] or [self.sequence_length]))
 
     def source_weights(self) -> Optional[tuple[float, ...]]:
-        """The weight of each source; None if no source has one. Raises ConfigError if only some have one, or one is not positive."""
-        weights = [source.weight for source in self.sources]
-        without = [source.path for source in self.sources if source.weight is None]
-        if len(without) == len(weights):
-            return None
-        if without:
+        """The weight of each source; None if no source has one. Raises ConfigError if only some have one."""
+        weights = tuple(float(source.weight) for source in self.sources if source.weight is not None)
+        if weights and len(weights) < len(self.sources):
+            without = ", ".join(source.path for source in self.sources if source.weight is None)
             raise ConfigError(
-                f"data.sources: {', '.join(without)} without a weight while others have one. "
-                "Give every source a weight, or none."
+                f"data.sources: {without} without a weight while others have one. Give every source a weight, or none."
             )
-        for source in self.sources:
-            if not 0 < (source.weight or 0) < math.inf:
-                raise ConfigError(
-                    f"data.sources: {source.path} has weight {source.weight}. Give a number above 0, or remove the source."
-                )
-        return tuple(float(weight) for weight in weights if weight is not None)
+        return weights or None
 
     def validate(self) -> None:
-        """Raise ConfigError for settings that cannot work, before any file is read."""
-        if self.sequence_length < 2:
-            raise ConfigError(
-                f"data.sequence_length={self.sequence_length}: a row needs at least 2 tokens, one to read and one to predict."
-            )
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(f"data.eval_fraction={self.eval_fraction}: give a share from 0 to below 1.")
+        """Raise ConfigError for settings that contradict each other, before any file is read."""
         if self.eval_fraction and self.eval_sources:
             raise ConfigError("data.eval_fraction and data.eval_sources are both set: keep one of them.")
         if self.buckets and self.packing:
@@ -150,25 +135,18 @@ class DataConfig:
                 "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes every row "
                 f"{self.sequence_length} tokens long. Set data.packing=false, or data.buckets=[]."
             )
-        if any(low >= high for low, high in pairwise([0, *self.buckets])):
-            raise ConfigError(
-                f"data.buckets={list(self.buckets)}: give lengths above 0 in ascending order, each once."
-            )
+        if any(low >= high for low, high in pairwise(self.buckets)):
+            raise ConfigError(f"data.buckets={list(self.buckets)}: give lengths in ascending order, each once.")
         weights = self.source_weights()
         if any(source.weight is not None for source in self.eval_sources):
             raise ConfigError(
                 "data.eval_sources have no weights: every document is evaluated once. Remove weight there."
             )
-        share, threshold = self.mix.long_share, self.mix.threshold
-        if share is None:
+        if self.mix.long_share is None:
             return
-        if not 0 < share < 1:
+        if self.mix.threshold >= self.sequence_length:
             raise ConfigError(
-                f"data.mix.long_share={share}: give a share above 0 and below 1, or null to keep the data as it is."
-            )
-        if not 0 < threshold < self.sequence_length:
-            raise ConfigError(
-                f"data.mix.threshold={threshold}: no document can be longer than data.sequence_length="
+                f"data.mix.threshold={self.mix.threshold}: no document can be longer than data.sequence_length="
                 f"{self.sequence_length}, so none would be long. Set a smaller one: the context length that the model had before."
             )
         if weights is not None:

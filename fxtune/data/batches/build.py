@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +37,10 @@ def plan_training(
     """
     assert len(tables) == len(data.sources)
     data.validate()
-    if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro_batch_size:
+    if global_batch_size % micro_batch_size:
         raise ConfigError(
-            f"train.global_batch_size={global_batch_size} must be a multiple of "
-            f"train.micro_batch_size={micro_batch_size}, and both at least 1."
+            f"train.global_batch_size={global_batch_size} must be a multiple of train.micro_batch_size={micro_batch_size}."
         )
-    if max_steps is not None and max_steps < 1:
-        raise ConfigError(f"train.max_steps={max_steps}: give at least 1, or null to train by epochs.")
-    if epochs is not None and not 0 < epochs < math.inf:
-        raise ConfigError(f"train.epochs={epochs}: give a number above 0 (fractions are fine), or null.")
     side = Side.train if data.eval_fraction else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None
     settings = _settings(data, data.eval_fraction, side, data.source_weights(), seed, mix)

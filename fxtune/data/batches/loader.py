@@ -60,10 +60,6 @@ class LoaderConfig:
     def resolved(self, device: torch.device) -> LoaderConfig:
         """The same with every null decided. Raises ConfigError for what is impossible on `device`."""
         cuda = device.type == "cuda"
-        if self.num_workers is not None and self.num_workers < 0:
-            raise ConfigError(f"loader.num_workers={self.num_workers}: give 0 (no processes) or more, or null.")
-        if self.prefetch_factor < 1:
-            raise ConfigError(f"loader.prefetch_factor={self.prefetch_factor}: give at least 1.")
         if self.pin_memory and not cuda:
             raise ConfigError("loader.pin_memory=true needs a GPU, and this run is on the CPU. Set it to null.")
         workers = self.num_workers if self.num_workers is not None else min(2, cores() - 1) if cuda else 0

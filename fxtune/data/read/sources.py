@@ -33,7 +33,7 @@ from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
 from fxtune.data.read.row import Row, RowShard, rename_columns, row_shards
 from fxtune.data.read.text import text_rows
-from fxtune.errors import ConfigError, DataError, nearest
+from fxtune.errors import DataError, nearest
 
 SHARD_BYTES = 1 << 20
 """Bytes that one worker takes at a time: about a second of work, so that 16 workers share 40 MB evenly."""
@@ -154,16 +154,8 @@ class Source:
 def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
     """Find the data that `config.path` names. `cache_dir`: where `datasets` keeps hub data (None: its default).
 
-    Raises:
-        ConfigError: weight or limit is not positive.
-        DataError: the path does not exist, a file is empty, kinds are mixed, or the hub cannot be reached.
+    Raises DataError if the path does not exist, a file is empty, kinds are mixed, or the hub cannot be reached.
     """
-    if config.weight is not None and not config.weight > 0:
-        raise ConfigError(
-            f"data source {config.path}: weight={config.weight} must be above 0. To leave a source out, remove it."
-        )
-    if config.limit is not None and config.limit < 1:
-        raise ConfigError(f"data source {config.path}: limit={config.limit} must be at least 1; null uses every row.")
     path = files.expand_path(config.path)
     if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))

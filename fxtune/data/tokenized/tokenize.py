@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -25,12 +25,12 @@ import numpy as np
 from fxtune.data.chat.encode import Encoder, read_template
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
 from fxtune.data.read.formats import RowFormat
-from fxtune.data.read.row import Row
+from fxtune.data.read.row import Row, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
-from fxtune.errors import ConfigError, DataError, HardwareError, StorageError
+from fxtune.errors import DataError, HardwareError, StorageError
 from fxtune.system.host import cores
 
 ENCODING_VERSION = 3
@@ -52,12 +52,9 @@ def tokenize(
         progress: print a line about the result, and show a bar on a terminal.
 
     Raises:
-        ConfigError: a setting of the source, or data.workers, is invalid.
         DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is usable, or nothing is supervised.
         StorageError: the cache cannot be written, or has pipes, sockets or devices under the names of its files.
     """
-    if data.workers < 0:
-        raise ConfigError(f"data.workers={data.workers}: give a number of processes, or 0 for one a core.")
     started = time.perf_counter()
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
@@ -202,7 +199,8 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     supervised: list[np.ndarray] = []
     bad: list[Row] = []
     escaped = 0
-    for batch in _batches(shard.rows()):
+    # In batches, so that their Python lists of ids need little memory.
+    for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
         documents = iter(encoder.encode([row.value for row in batch if row.value is not None]))
         for row in batch:
             if row.value is None:
@@ -232,20 +230,6 @@ def _concatenated(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def _digest(ids: np.ndarray) -> int:
     return int.from_bytes(blake2b(ids.astype("<i4", copy=False).tobytes(), digest_size=8).digest(), "little")
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in batches small enough that their Python lists of ids need little memory."""
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += row.size
-        if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quarantine: Path | None) -> None:

@@ -10,7 +10,7 @@ from support.rows import numbered_chat, token_folders, write_jsonl
 
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import StorageError
 
 
 def test_unused_tables_are_removed_after_cache_days(table_of, tmp_path, capsys):
@@ -62,5 +62,3 @@ def test_unwritable_cache_is_a_storage_error(tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"data\.cache_dir"):
         tokenize(SourceConfig(path=str(path)), DataConfig(cache_dir=str(tmp_path / "file")), tokenizer, progress=False)
-    with pytest.raises(ConfigError, match=r"data\.workers=-1"):
-        tokenize(SourceConfig(path=str(path)), DataConfig(workers=-1), tokenizer, progress=False)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LONGEST_NAME = 60
 
@@ -51,6 +53,21 @@ def operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, 
         calls = sum(1 for kernels in launched if kernels or not sees_device)
         found[name] = Seen(max(calls, len(on_device)), frozenset(on_device).union(*launched))
     return found
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that run inside it by `key(operator's name, arguments)`. A key of None is not counted."""
+
+    supports_higher_order_operators = True  # flex_attention is one
+
+    def __init__(self, key: Callable[[str, tuple[Any, ...]], Any]) -> None:
+        super().__init__()
+        self.key, self.counts = key, Counter()  # type: tuple[Any, Counter[Any]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (key := self.key(str(getattr(func, "overloadpacket", func)), args)) is not None:
+            self.counts[key] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:

@@ -1,12 +1,12 @@
-"""NVIDIA Apex's norms, for those who have Apex: FusedLayerNorm and FusedRMSNorm, one kernel each in CUDA C++.
+"""NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users who have Apex.
 
-A norm written out in torch is six kernels that each read and write all hidden states. Apex's is one, as Liger's is and as what
-torch.compile makes is; with either of these there is nothing left for it to do, so they are refused together. Apex is not on
-PyPI (the `apex` there is another project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers.
-Its optimizer is `optimizer.name=apex_adamw`.
+In eager torch a norm is six kernels that each read and write all hidden states. Apex's is one kernel, as are Liger's and
+torch.compile's; with either of these Apex has nothing to do, so they exclude each other. Apex is not on PyPI (`apex` there is
+another project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers. Its optimizer is
+`optimizer.name=apex_adamw`.
 
-A norm is replaced where Apex computes the same: torch's own, and those of Llama's kind (`variance_epsilon`, a weight that
-multiplies). Gemma's, which adds 1 to its weight, stays. That the numbers are the same is measured, norm by norm, not assumed.
+A norm is replaced where Apex computes the same: torch's own norms, and those of Llama's kind (`variance_epsilon`, a weight that
+multiplies). Gemma's, which adds 1 to its weight, stays. Each replaced norm is compared with the original on random rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""How far a norm's output may be from what it was, relative to its norm."""
+"""Largest relative difference between the outputs of Apex's norm and the original."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Apex(Technique):
     """Replace RMSNorm."""
 
     def __post_init__(self) -> None:
-        self._apart: list[float] = []
+        self._errors: list[float] = []
 
     def check(self, facts: Facts) -> Iterator[str]:
         if why := facts.apex_problem():
@@ -45,7 +45,7 @@ class Apex(Technique):
             yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
         for other, why in (
             ("liger", "Liger's kernels replace the same norms"),
-            ("compile", "torch.compile fuses norms itself, and cannot look into Apex's"),
+            ("compile", "torch.compile fuses norms itself, and cannot trace Apex's"),
         ):
             if getattr(facts.techniques, other).enabled:
                 yield f"enabled: {why}. Set it to false, or techniques.{other}.enabled."
@@ -61,12 +61,8 @@ class Apex(Technique):
 
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
-                if (
-                    self.layer_norm
-                    and type(norm) is nn.LayerNorm
-                    and norm.weight is not None
-                    and norm.bias is not None
-                ):
+                plain = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
+                if self.layer_norm and plain:
                     fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps)
                     fused.bias = norm.bias
                 elif self.rms_norm and (eps := _rms_epsilon(norm)) is not None:
@@ -75,23 +71,23 @@ class Apex(Technique):
                 else:
                     continue
                 fused.weight = norm.weight
-                self._apart.append(_apart(fused, norm))
+                self._errors.append(_difference(fused, norm))
                 setattr(parent, name, fused.train(norm.training))
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         fused = [module for module in model.modules() if type(module).__module__.startswith("apex.")]
-        largest = max(self._apart, default=0.0)
+        largest = max(self._errors, default=0.0)
         yield Evidence(
             "apex",
-            "norms by Apex's kernels, with the numbers that they gave before",
-            f"{len(fused)} norms are Apex's, at most {largest:.1e} apart from what they were",
-            bool(fused) and len(fused) == len(self._apart) and largest <= CLOSE[next(model.parameters()).dtype],
+            "norms by Apex's kernels, with the original outputs",
+            f"{len(fused)} norms are Apex's, with outputs at most {largest:.1e} from the original",
+            bool(fused) and len(fused) == len(self._errors) and largest <= CLOSE[next(model.parameters()).dtype],
         )
 
 
 def _rms_epsilon(norm: nn.Module) -> float | None:
-    """The epsilon of an RMSNorm that Apex computes as it is, or None."""
+    """The epsilon of an RMSNorm that Apex computes exactly alike, or None."""
     if isinstance(norm, nn.RMSNorm) and norm.weight is not None:
         return norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
     known = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
@@ -99,8 +95,8 @@ def _rms_epsilon(norm: nn.Module) -> float | None:
 
 
 @torch.no_grad()
-def _apart(fused: nn.Module, norm: nn.Module) -> float:
-    """How far the outputs of the two are apart on random rows, relative to their norm."""
+def _difference(fused: nn.Module, norm: nn.Module) -> float:
+    """The relative difference of the two outputs on random rows."""
     weight: Any = norm.weight
     with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
         torch.manual_seed(0)

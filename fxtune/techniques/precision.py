@@ -1,23 +1,25 @@
-"""Autocast, loss scaling, TF32 and the cuDNN autotuner: what matmuls compute in, whatever dtype the weights have.
+"""Autocast, loss scaling, TF32 and the cuDNN autotuner: the dtype of matmuls, whatever the dtype of the weights.
 
-autocast=bfloat16 runs matmuls in bfloat16 and leaves norms, softmax and the loss in float32. Over float32 weights it is
-mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the fast units. No loss
-scaling is needed: bfloat16 has float32's range.
+autocast=bfloat16 runs matmuls in bfloat16, and norms, softmax and the loss in float32. Over float32 weights this is
+mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores. It needs no
+loss scaling, because bfloat16 has float32's range.
 
-float16 has 10 bits of mantissa to bfloat16's 7, and a smallest number of 6e-8: gradients below it vanish. So the loss is
-multiplied by a scale before the backward pass and the gradients are divided by it after (Micikevicius et al. 2018, arXiv
-1710.03740). The scale is found while training: a step whose gradient overflows is skipped and halves it, 2,000 good steps
-in a row double it. It is a power of two, so that scaling rounds nothing, and lives on the device, so that no step waits.
+float16 has 10 bits of mantissa to bfloat16's 7, but gradients below its smallest number, 6e-8, vanish. So the loss is multiplied
+by a scale before the backward pass and the gradients are divided by it after (Micikevicius et al. 2018, arXiv 1710.03740).
+Training finds the scale: a step whose gradient overflows is skipped and halves it, 2,000 good steps in a row double it. The scale
+is a power of two, so scaling rounds nothing, and it stays on the device, so no step waits for it.
 
-TF32 keeps float32 storage and rounds matmul inputs to 10 bits of mantissa on the card: several times faster, and off in
-torch unless asked for. The cuDNN autotuner times the algorithms of each convolution's first call.
+TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa on the card: several times faster, and off in torch by
+default. The cuDNN autotuner times the algorithms of each convolution at its first call.
+
+Precision is a technique because it is checked, resolved and verified like one; but it changes no module. The pipeline applies
+and verifies all techniques, and TrainStep runs forward passes, under its `context`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.distributed.world import World
 from fxtune.models.structure import decoder_layers, observed
+from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100
 """Twice this is still a float32."""
 _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
-"""Operators that multiply activations by a weight: aten's mm and addmm, the fused ones of libraries."""
+"""Operators that multiply activations by a weight: aten's mm and addmm, and libraries' fused ones."""
 
 
 class Autocast(str, Enum):
@@ -54,35 +56,35 @@ class Precision(Technique):
     autocast: Autocast = Autocast.none
     """Run matmuls in this dtype while the weights keep theirs. float16 comes with loss scaling."""
     initial_scale: float = field(default=65536.0, metadata={"above": 0})
-    """Loss scale that float16 starts from; a power of two. Too large costs one skipped step for each halving."""
+    """float16's first loss scale, a power of two. If it is too large, each halving costs one skipped step."""
     scale_growth_interval: int = field(default=2000, metadata={"min": 1})
     """Double the loss scale after this many good steps in a row."""
     tf32: Optional[bool] = None
-    """Let float32 matmuls round their inputs to TF32. Null: where the card has it (Ampere and newer)."""
+    """Let float32 matmuls round their inputs to TF32. Null: on if the card has it (Ampere and newer)."""
     cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms for each new shape of a convolution. Other layers do not notice."""
+    """Let cuDNN time its algorithms for each new shape of a convolution. Other layers are not affected."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         number = ".".join(map(str, facts.capability or ()))
         card = f"{facts.device_name} (compute capability {number})"
-        older = facts.capability or AMPERE
-        if facts.device == "cuda" and older < AMPERE:
+        capability = facts.capability or AMPERE
+        if facts.device == "cuda" and capability < AMPERE:
             if self.autocast is Autocast.bfloat16:
                 yield f"autocast: {card} has no bfloat16 units. Use float16, with model.dtype=float32."
             if facts.dtype == "bfloat16":
                 yield f"autocast: {card} has no bfloat16 units for the weights either. Set model.dtype=float32."
             if self.tf32:
-                yield f"tf32: {card} has no TF32 units, they came with Ampere (8.0). Set it to false or null."
-        if facts.device == "cuda" and older < VOLTA and self.autocast is Autocast.float16:
-            yield f"autocast: {card} has no fast float16 units, they came with Volta (7.0). Use none."
+                yield f"tf32: {card} has no TF32 units; Ampere (8.0) and newer have. Set it to false or null."
+            if capability < VOLTA and self.autocast is Autocast.float16:
+                yield f"autocast: {card} has no fast float16 units; Volta (7.0) and newer have. Use none."
         if facts.device != "cuda" and self.tf32:
             yield "tf32: a feature of NVIDIA cards, and this run is on a CPU. Set it to false or null."
         if facts.device != "cuda" and self.cudnn_benchmark:
             yield "cudnn_benchmark: cuDNN needs a GPU, and this run is on a CPU. Set it to false."
         if self.cudnn_benchmark and facts.deterministic:
             yield (
-                "cudnn_benchmark: it picks by the clock, so two runs may compute differently, and run.deterministic=true "
-                "rules that out. Set one of them to false."
+                "cudnn_benchmark: it picks algorithms by time, so two runs may compute differently, and "
+                "run.deterministic=true rules that out. Set one of them to false."
             )
         if {self.autocast.value, facts.dtype} == {"bfloat16", "float16"}:
             yield (
@@ -95,7 +97,7 @@ class Precision(Technique):
             for name in ("initial_scale", "scale_growth_interval"):
                 if (value := getattr(self, name)) != getattr(Precision, name):
                     yield (
-                        f"{name}: {value} is read where float16 is in play, and autocast is {self.autocast.value} over "
+                        f"{name}: {value} has an effect with float16 only, and autocast is {self.autocast.value} over "
                         f"{facts.dtype} weights. Leave it out, or set autocast=float16."
                     )
 
@@ -107,47 +109,47 @@ class Precision(Technique):
 
     @property
     def casts(self) -> bool:
-        """Whether matmuls run in another dtype than the weights'."""
+        """Whether autocast is on."""
         return self.enabled and self.autocast is not Autocast.none
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context that a forward pass (not its backward) runs in."""
+        """The context of a forward pass (not of its backward pass)."""
         if not self.casts:
             return nullcontext()
         return torch.autocast(device.type, dtype=getattr(torch, self.autocast.value))
 
     def loss_scale(self, dtype: str, device: torch.device) -> LossScale:
-        """The loss scale of a run whose weights have `dtype`: 1 for ever unless float16 is in play."""
+        """The loss scale of a run whose weights have `dtype`. Without float16 it stays 1."""
         active = dtype == "float16" or (self.enabled and self.autocast is Autocast.float16)
         return LossScale(device, self.initial_scale if active else 1.0, self.scale_growth_interval, active)
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        # Not on a CPU, where the same switch lets oneDNN round inputs in ways that nobody asked for.
+        # Not on a CPU, where the same switch lets oneDNN round inputs as well.
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.benchmark = self.cudnn_benchmark
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count the matmuls of one forward pass by the dtype of their inputs; see TF32's rounding in a product."""
+        """Count the matmuls of a forward pass by the dtype of their inputs, and look for TF32's rounding in a product."""
         device = next(model.parameters()).device
-        # Not packed ones, nor adapters, which have a dtype of their own.
+        # Neither packed weights nor adapters, which have their own dtype.
         weights = next(
             parameter.dtype
             for name, parameter in model.named_parameters()
             if parameter.is_floating_point() and "lora_" not in name
         )
-        eager = torch.compiler.set_stance("force_eager")
-        with observed(model), torch.no_grad(), eager, self.context(device), _Matmuls() as seen:
+        counter = OperatorCounter(_matmul_dtype)
+        with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), self.context(device), counter:
             model(**probe)
         wanted = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
-        counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in seen.counts.most_common())
-        # At least one for each layer: float32 adapters, routers and the like may have a dtype of their own.
+        counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
+        # At least one for each layer: float32 adapters and routers may have another dtype.
         yield Evidence(
             "precision",
             f"autocast {self.autocast.value} over {_name(weights)} weights",
             f"matmuls of a forward pass: {counted or 'none'}",
-            seen.counts[wanted] >= len(decoder_layers(model)),
+            counter.counts[wanted] >= len(decoder_layers(model)),
         )
         if device.type != "cuda":
             return
@@ -170,9 +172,9 @@ class Precision(Technique):
 
 
 class LossScale:
-    """The scale of the loss in the backward pass, and its growth. Tensors on the device: nothing here waits for it.
+    """The scale of the loss in the backward pass, and its growth. Its tensors stay on the device, so nothing waits for them.
 
-    The same rule as torch.amp.GradScaler's: half after a bad step, double after `interval` good ones in a row.
+    The rule is torch.amp.GradScaler's: halve after a bad step, double after `interval` good steps in a row.
     """
 
     def __init__(self, device: torch.device, initial: float = 1.0, interval: int = 2000, active: bool = False):
@@ -186,13 +188,13 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Divide the gradients of `parameters` by the scale: exactly, as it is a power of two."""
+        """Divide the gradients of `parameters` by the scale. This is exact, because the scale is a power of two."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.active and gradients:
             torch._foreach_mul_(gradients, self.scale.reciprocal())
 
     def update(self, finite: torch.Tensor) -> None:
-        """Count a step. `finite`: a bool scalar on the device, whether its gradient and loss were."""
+        """Count a step. `finite`: a bool scalar on the device, whether its loss and gradient were finite."""
         if not self.active:
             return
         good = torch.where(finite, self.good + 1, 0)
@@ -202,31 +204,21 @@ class LossScale:
         self.good = torch.where(grows, 0, good).to(torch.int32)
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs; nothing where no scale is in play. Waits for the device."""
+        """The state that a resumed run needs; empty without float16. Waits for the device."""
         return {"scale": self.scale.item(), "good": self.good.item()} if self.active else {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` returned."""
         if self.active and state:
             self.scale.fill_(state["scale"])
             self.good.fill_(state["good"])
 
 
-class _Matmuls(TorchDispatchMode):
-    """Counts the operators that multiply by a weight, by the dtype of the activations they get."""
-
-    supports_higher_order_operators = True  # flex_attention is one
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
-        if _LINEAR.search(name):
-            tensors = [value for value in args if isinstance(value, torch.Tensor)]
-            self.counts[tensors["addmm" in name].dtype] += 1  # addmm's first is the bias
-        return func(*args, **(kwargs or {}))
+def _matmul_dtype(name: str, args: tuple[Any, ...]) -> torch.dtype | None:
+    """The dtype of the activations of a product by a weight; None for other operators."""
+    name = name.rpartition(".")[2]
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    return tensors["addmm" in name].dtype if _LINEAR.search(name) else None  # addmm's first tensor is the bias
 
 
 def _rounds_to_tf32(device: torch.device) -> bool:

@@ -1,20 +1,19 @@
 """Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for speed.
 
-The weights that are never trained are most of a model's memory. In nf4 with double quantisation they take 4.127 bits each:
-an 8B model's linears 3.4 GiB in place of 13. They are dequantised, one at a time, for each matmul (kernels/quantized.py),
-which makes a step a few percent slower at long rows; the loss starts slightly higher, and adapters make up for most of it.
-Embeddings, norms and the output head keep model.dtype.
+Frozen weights are most of a model's memory. In nf4 with double quantization they take 4.127 bits each: 3.4 GiB in place of 13 for
+the linears of an 8B model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower
+with long rows; the loss starts slightly higher, and adapters make up for most of it. Embeddings, norms and the output head keep
+model.dtype.
 
-In fp8 (e4m3, a scale to each row) the weights are not dequantised: the frozen linears' products run in fp8, forward and
-backward, at nearly twice bfloat16's speed, over activations that are quantised row by row in each call (kernels/fp8.py).
-Adapters, norms, attention and the loss stay as they are. That wants tensor cores of Ada, Hopper or newer, and memory as in
-bfloat16, since W and W^T are both kept. On Blackwell, mxfp8 (a scale for each 32 numbers) is the next step.
+In fp8 (e4m3, one scale per row) the weights are not dequantized: the frozen linears' products run in fp8, forward and backward, at
+nearly twice bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). Adapters, norms, attention
+and the loss stay as they are. It needs tensor cores of Ada, Hopper or newer, and as much memory as bfloat16, since it keeps both W
+and W^T.
 
-A model need not fit on the card before it is quantised. Pretrained weights are read into host memory, and each linear
-goes to the card as it is replaced; random ones are drawn on the card where they fit there, else likewise.
+A model need not fit on the card before quantization. Pretrained weights are read into host memory, and each linear goes to the
+card as it is replaced; random weights are drawn on the card if they fit there, else on the host.
 
-What is trained and saved is the adapter: it loads onto the plain base, and `fxtune merge` folds it into the plain base, not
-into the quantised one.
+Only the adapter is trained and saved: it loads onto the plain base, and `fxtune merge` merges it into the plain base.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ if TYPE_CHECKING:
     from fxtune.techniques.lora.technique import Lora
 
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9)}
-"""The oldest compute capability that the kernels are built for."""
+"""The oldest compute capability that the kernels support."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8"}
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04}
-"""|dequantised - weight| / |weight|. Of normal weights nf4 loses 0.09, int8 with a scale a row 0.01, fp8 0.027."""
+"""Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8."""
 MULTIPLE = 16
-"""fp8's products take matrices whose sizes are multiples of this."""
+"""Both sizes of a matrix in an fp8 product are multiples of this."""
 
 
 class Library(str, Enum):
@@ -82,21 +81,20 @@ class ComputeDtype(str, Enum):
 @dataclass
 class Quantize(Technique):
     type: Type = Type.nf4
-    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, ten times nearer. `fp8`: products
-    in 8-bit floating point, the fastest; W and its transpose are kept, as many bytes as in 16 bits."""
+    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error. `fp8`:
+    products in 8-bit floating point, the fastest; it keeps W and its transpose, as many bytes as 16 bits."""
     library: Library = Library.auto
-    """Who stores the weights. `auto`: bitsandbytes where it is installed (its nf4 is the faster one), else torchao. fp8 needs
-    none."""
+    """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8 needs none."""
     double: bool = True
-    """nf4: quantise the blocks' scales too, which saves 0.37 bits a weight."""
+    """nf4: also quantize the blocks' scales, which saves 0.37 bits a weight."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
-    """What weights are dequantised to, and matmuls run in. `auto`: what the rest of the model computes in."""
+    """The dtype of dequantized weights and their matmuls. `auto`: that of the model's other matmuls."""
     skip: list[str] = field(default_factory=list)
-    """Names of linears to leave as they are, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""
+    """Linears to leave unquantized, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""
     head: bool = False
-    """fp8: the output head's logits as a product in fp8, too. Their rounding shows in the loss that is reported."""
+    """fp8: also compute the output head's product in fp8. Its rounding shows in the reported loss."""
     embeddings: bool = False
-    """fp8: token embeddings as codes, which are dequantised as they are read: half of their memory."""
+    """fp8: store token embeddings in fp8 and dequantize the rows that are read: half of their memory."""
 
     def check(self, facts: Facts) -> Iterator[str]:
         library, fp8 = self._library(facts), self.type is Type.fp8
@@ -113,37 +111,37 @@ class Quantize(Technique):
         elif library.value not in facts.packages:
             yield f"library: {library.value} is not installed. Install it: pip install 'fxtune[quant]'."
         if self.type is Type.nf4 and library is Library.torchao and not self.double:
-            yield "double: torchao's nf4 always quantises its scales. Set it to true, or library to bitsandbytes."
+            yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
         if self.type is not Type.nf4 and not self.double:
-            yield f"double: nf4's scales alone can be quantised, and type is {self.type.value}. Set it to true, or type to nf4."
+            yield f"double: only nf4's scales can be quantized, and type is {self.type.value}. Set it to true, or type to nf4."
         yield from self._compute(facts)
         yield from self._adapters(lora, library)
         model = skeleton(facts.model)
         if (self.head or self.embeddings) and not fp8:
             which = "head" if self.head else "embeddings"
-            yield f"{which}: {self.type.value} quantises linears besides the head. Set it to false, or type to fp8."
+            yield f"{which}: {self.type.value} quantizes only the other linears. Set it to false, or type to fp8."
         elif model is not None:
             yield from self._ends(model, facts)
         if model is not None:
             yield from self._linears(model, facts, library)
 
     def _fp8(self, facts: Facts) -> Iterator[str]:
-        """What only products in fp8 need."""
+        """Requirements of fp8 products."""
         if facts.device != "cuda":
             yield f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
         if self.library is not Library.auto:
-            yield f"library: fp8 is torch's own, and {self.library.value} has no part in it. Set it to auto."
+            yield f"library: torch computes fp8 products, without {self.library.value}. Set it to auto."
         compute = facts.compute_dtype if self.compute_dtype is ComputeDtype.auto else self.compute_dtype.value
         if compute != "bfloat16":
-            of = (
+            change = (
                 "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
                 if self.compute_dtype is ComputeDtype.auto
                 else "it to auto or bfloat16"
             )
-            yield f"compute_dtype: fp8's products come out in bfloat16, and this asks for {compute}. Set {of}."
+            yield f"compute_dtype: fp8's products are bfloat16, and this asks for {compute}. Set {change}."
 
     def _ends(self, model: Any, facts: Facts) -> Iterator[str]:
-        """Why this model's head and embeddings cannot be in fp8."""
+        """Reasons why this model's head and embeddings cannot be in fp8."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
             yield (
@@ -151,22 +149,22 @@ class Quantize(Technique):
                 f"{type(head).__name__} of {tuple(head.weight.shape)}. Set it to false."
             )
         if self.embeddings and type(embedding) is not nn.Embedding:
-            yield f"embeddings: this model has a {type(embedding).__name__}, which is no plain embedding. Set it to false."
+            yield f"embeddings: this model has a {type(embedding).__name__}, not a plain embedding. Set it to false."
         tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
         if self.embeddings and tied and not self.head:
-            yield "embeddings: this model's head and embeddings are one tensor. Set head=true, too, or this to false."
+            yield "embeddings: this model's head and embeddings are one tensor. Set head=true as well, or this to false."
         lora = facts.techniques.lora
         trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
             if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
                 yield (
-                    f"{option}: techniques.lora trains {names[0]}, and what is in fp8 is frozen. Set it to false, or take it "
-                    "out of target_modules and modules_to_save."
+                    f"{option}: techniques.lora trains {names[0]}, and fp8 weights are frozen. Set it to false, or remove it from "
+                    "target_modules and modules_to_save."
                 )
 
     def _compute(self, facts: Facts) -> Iterator[str]:
-        """What the card and the model's own dtype leave to choose."""
+        """Limits of the card and of the model's dtype."""
         oldest = OLDEST[self.type.value]
         if facts.device == "cuda" and (facts.capability or oldest) < oldest:
             number = ".".join(map(str, facts.capability or ()))
@@ -195,8 +193,8 @@ class Quantize(Technique):
             return
         if lora.init in ("pissa", "olora"):
             yield (
-                f"enabled: techniques.lora.init={lora.init.value} takes a part out of the weights, and what is left would have to be "
-                "quantised anew. Use init=default."
+                f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and the rest would have to be "
+                "quantized again. Use init=default."
             )
         if lora.dora and self.type is Type.fp8:
             yield (
@@ -210,27 +208,27 @@ class Quantize(Technique):
             )
 
     def _linears(self, model: nn.Module, facts: Facts, library: Library | None) -> Iterator[str]:
-        """What there is to quantise in this model, and whether it and its 16-bit self have a place."""
+        """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
         found = [(name, linear) for name, _, _, linear in self._targets(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
         if not found:
             yield (
                 f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip names: "
-                "experts in one tensor, convolutions and embeddings are not quantised. Set it to false."
+                "experts in one tensor, convolutions and embeddings are not quantized. Set it to false."
             )
             return
         every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         for name in self.skip:
             if not any(_named(there, name) for there in every):
                 there = ", ".join(sorted({one.rpartition(".")[2] for one in every}))
-                yield f"skip: {name} is no linear of this model. Its linears are {there}."
+                yield f"skip: this model has no linear {name}. Its linears are {there}."
         lora = facts.techniques.lora
         saved = lora.modules_to_save if lora.enabled else []
         trained = [name for name in saved if any(_named(there, name) for there, _ in found)]
         if trained:
             yield (
-                f"skip: techniques.lora.modules_to_save trains {', '.join(trained)} in full, and quantised weights cannot be "
-                "trained. Name it in skip, too."
+                f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be trained. "
+                "Add it to skip."
             )
         uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
         if uneven and self.type is Type.nf4 and library is Library.torchao:
@@ -247,7 +245,7 @@ class Quantize(Technique):
         yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
 
     def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
-        """Whether a model of `total` weights, `inside` of them in linears, has a place before and after."""
+        """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after quantization."""
         if facts.device != "cuda" or not facts.free_memory:
             return
         size = 4 if facts.dtype == "float32" else 2
@@ -256,12 +254,12 @@ class Quantize(Technique):
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
         if left > free:
             yield (
-                f"enabled: the quantised model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
+                f"enabled: the quantized model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
                 + ("." if self.type is Type.nf4 else ", or type=nf4.")
             )
         elif whole > max(free, host):
             yield (
-                f"enabled: before it is quantised, the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
+                f"enabled: before quantization the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
                 f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
                 + (", or model.dtype=bfloat16." if size == 4 else ".")
             )
@@ -285,7 +283,7 @@ class Quantize(Technique):
         return there[0] if there else None
 
     def _targets(self, model: Any) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-        """(full name, parent, name in it, linear) of each linear to quantise: all but the head and what is to be skipped."""
+        """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`."""
         head = model.get_output_embeddings()
         for path, parent in model.named_modules():
             for name, module in parent.named_children():
@@ -298,9 +296,7 @@ class Quantize(Technique):
                     yield full, parent, name, module
 
     def apply(self, model: Any, world: World) -> nn.Module:
-        """Replace the linears one at a time, so that a device holds the model and, for a moment, one linear more: three of its
-        size in fp8, which is made from the whole weight and its transpose.
-        """
+        """Replace the linears one by one, so the device holds at most one extra linear (in fp8 three of its size)."""
         compute = getattr(torch, self.compute_dtype.value)
         targets = list(self._targets(model))
         if not targets:
@@ -320,14 +316,14 @@ class Quantize(Technique):
             before += linear.weight.numel() * linear.weight.element_size()
             after += stored_bytes(made)
             setattr(parent, name, made)
-            # Drops the last name that keeps the whole weight alive.
+            # Drops the last reference to the whole weight.
             targets[index] = ("", parent, name, made)
-        ends = self._end(model, compute, world)
+        ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
-            torch.cuda.empty_cache()  # the 16-bit weights' memory, which the next allocations would be cut from
-            torch.cuda.reset_peak_memory_stats(world.device)  # what training takes is to be seen, not this
-        if self.library is Library.bitsandbytes:  # what peft asks before it wraps
+            torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
+            torch.cuda.reset_peak_memory_stats(world.device)  # the peak is to be training's
+        if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
         model.quantization = {
             "linears": len(targets),
@@ -339,40 +335,40 @@ class Quantize(Technique):
         }
         return model
 
-    def _end(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
-        """Replace the head and the embeddings where that is asked for; what was done, for people."""
-        head, embedding, told = model.get_output_embeddings(), model.get_input_embeddings(), []
+    def _quantize_ends(self, model: Any, compute: torch.dtype, world: World) -> list[str]:
+        """Replace the head and the embeddings if their options are on. Returns a line about each."""
+        head, embedding, notes = model.get_output_embeddings(), model.get_input_embeddings(), []
         shared = None
         if self.embeddings:
             made = embedding_of(embedding, compute, world.device)
             model.set_input_embeddings(made)
             shared = made if head is not None and head.weight is embedding.weight else None
-            told.append(f"embeddings {end_bytes(made) / GIB:.3g} GiB")
+            notes.append(f"embeddings {end_bytes(made) / GIB:.3g} GiB")
         if self.head:
             last = head_of(head, compute, world.device, shared)
             model.set_output_embeddings(last)
-            told.append("head with the embeddings' codes" if shared else f"head {end_bytes(last) / GIB:.3g} GiB")
-        return told
+            notes.append("head with the embeddings' codes" if shared else f"head {end_bytes(last) / GIB:.3g} GiB")
+        return notes
 
     def verify(self, model: Any, probe: dict[str, Any]) -> Iterator[Evidence]:
         linears = [module for module in model.modules() if is_quantized(module)]
         kinds = {module.fxtune_quantized for module in linears}
         done = model.quantization
-        what = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
+        wanted = self.type.value if self.type is Type.fp8 else f"{self.type.value}/{self.library.value}"
         stored = sum(stored_bytes(module) for module in linears)
-        whole = len(linears) == done["linears"] and kinds == {what} and stored == done["after"]
-        whole = whole and (self.type is Type.fp8 or stored < done["before"])
+        acted = len(linears) == done["linears"] and kinds == {wanted} and stored == done["after"]
+        acted = acted and (self.type is Type.fp8 or stored < done["before"])
         yield Evidence(
             "quantize",
-            f"{done['linears']} linears in {what}",
+            f"{done['linears']} linears in {wanted}",
             f"{len(linears)} in {', '.join(sorted(kinds)) or 'none'}, {done['share']:.1%} of the model: "
             f"{done['before'] / GIB:.3g} GiB became {stored / GIB:.3g} GiB",
-            whole,
+            acted,
         )
         worst = WORST_ERROR[self.type.value]
         yield Evidence(
             "quantize",
-            f"weights near those of the base (relative error below {worst})",
+            f"weights close to the base's (relative error below {worst})",
             f"{done['error']:.4f} in the first linear",
             0 < done["error"] < worst,
         )
@@ -380,8 +376,8 @@ class Quantize(Technique):
         dtypes = {str(dequantized(linears[0]).dtype).removeprefix("torch.")} if linears else set()
         yield Evidence(
             "quantize",
-            f"frozen, dequantised to {self.compute_dtype.value}",
-            f"{trained} of them trained, dequantised to {', '.join(dtypes) or 'nothing'}",
+            f"frozen, dequantized to {self.compute_dtype.value}",
+            f"{trained} of them trained, dequantized to {', '.join(dtypes) or 'nothing'}",
             not trained and dtypes == {self.compute_dtype.value},
         )
         if self.head or self.embeddings:
@@ -405,7 +401,7 @@ class Quantize(Technique):
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Bring to `device` what is not there. Parameters stay the same objects, so that tied ones stay tied."""
+    """Move parameters and buffers to `device`. Parameters stay the same objects, so tied ones stay tied."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.device != device:

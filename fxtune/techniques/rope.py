@@ -1,16 +1,16 @@
 """RoPE scaling (YaRN, linear, dynamic NTK, Llama 3), written into the config before the model is built.
 
-A rotary embedding turns dimension pair i of a query or key at position m by the angle m * inv_freq[i]. A model that was
-trained on L positions has never seen larger angles of the slow pairs, so a longer context needs their frequencies lowered.
-Each type here is a rule for inv_freq; YaRN also scales the logits by its attention factor. The rules are written out below
-from their papers, and `verify` compares them with what the built model holds: a scaling that is set too late, or without
-its original length, changes nothing or the wrong thing, and transformers says nothing.
+A rotary embedding rotates dimension pair i of a query or key at position m by the angle m * inv_freq[i]. A model trained on L
+positions has never seen the larger angles of the slow pairs, so a longer context needs lower frequencies for them. Each type is
+a rule for inv_freq; YaRN also scales the logits by its attention factor. `frequencies` computes the rules from their papers, and
+`verify` compares them with the built model: if a scaling is set too late, or without its original length, transformers changes
+nothing or the wrong thing, without an error.
 
-Models whose layer types have a rotary embedding each (Gemma 3) get the scaling on their full-attention layers only: a
-sliding window never sees a distance that it was not trained on.
+Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only: a sliding
+window never sees a distance beyond those of training.
 
-A model or an adapter that was trained with a scaling carries it in its config.json (see model.save), which transformers and
-vLLM read. Asking for the same once more changes nothing; asking for another takes the original length to be named.
+A model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py), which transformers and
+vLLM read. Asking for the same scaling again changes nothing; another one needs the original length.
 
 Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code); Llama 3.1, the released `apply_scaling`; linear,
 arXiv 2306.15595; dynamic NTK, arXiv 2309.00071 appendix.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FULL = "full_attention"
 CLOSE = 1e-5
-"""Relative error of a frequency in float32 that counts as none; another scaling is off by 1e-2 and more."""
+"""Largest relative error of a float32 frequency. Another scaling is off by 1e-2 or more."""
 
 
 class RopeType(str, Enum):
@@ -50,31 +50,31 @@ class RopeType(str, Enum):
 class Rope(Technique):
     type: RopeType = RopeType.yarn
     factor: float = field(default=1.0, metadata={"min": 1})
-    """The new context as a multiple of the original one."""
+    """The new context over the original one."""
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
-    """The context that the model was trained on; null: the model config's max_position_embeddings, or where a scaling like
-    this one is there already, what that one started from."""
+    """The context that the model was trained on; null: the model config's max_position_embeddings, or the original length of the
+    same scaling if the model already has it."""
     beta_fast: float = 32.0
-    """yarn only: pairs that turn more often than this over the original context keep their frequency."""
+    """yarn only: pairs with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn only: pairs that turn less often than this are slowed down by `factor`; between the two, by a part of it."""
+    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of it."""
     attention_factor: Optional[float] = None
-    """yarn only: the scale of queries and of keys, so its square is that of the logits; null: 0.1 ln(factor) + 1."""
+    """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
     low_freq_factor: float = 1.0
-    """llama3 only: as beta_slow."""
+    """llama3 only: like beta_slow."""
     high_freq_factor: float = 4.0
-    """llama3 only: as beta_fast."""
+    """llama3 only: like beta_fast."""
 
     def check(self, facts: Facts) -> Iterator[str]:
-        config = facts.model.get("text_config") or facts.model
+        config = facts.text
         kind = config.get("model_type", "this model")
         if not config.get("rope_parameters"):
             yield f"enabled: {kind} has no rotary position embeddings to scale. Set it to false."
             return
         if kind == "phi3":
             yield (
-                "enabled: a phi3 config keeps no RoPE type but longrope (transformers reads any other back as that), so "
-                "the result could not be loaded. Set it to false."
+                "enabled: transformers reads any RoPE type in a phi3 config as longrope, so the result could not be loaded. "
+                "Set it to false."
             )
         current = _flat(config["rope_parameters"])
         if current is None:
@@ -83,16 +83,13 @@ class Rope(Technique):
         if "mrope_section" in current:
             yield f"enabled: {kind} splits its rotary dimensions among axes (mrope). Set it to false."
         if not self.factor > 1:
-            yield f"factor: {self.factor} lengthens nothing. Set it to the new context over the original one, above 1."
+            yield f"factor: {self.factor} does not extend the context. Set it to the new context over the original one, above 1."
         before, original = current.get("rope_type", "default"), self._original(config)
-        if (
-            before != "default"
-            and self.original_max_position_embeddings is None
-            and self._written(current, original) != current
-        ):
+        unnamed = self.original_max_position_embeddings is None
+        if before != "default" and unnamed and self._written(current, original) != current:
             yield (
                 f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
-                "replace that, say which context the factor is a multiple of. To keep it, set enabled to false."
+                "replace that scaling, give the context that `factor` multiplies. To keep it, set enabled to false."
             )
         elif original is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
@@ -107,16 +104,11 @@ class Rope(Technique):
         yield from self._options()
 
     def _options(self) -> Iterator[str]:
-        fresh = Rope()
-        for name, owner in (
-            ("beta_fast", RopeType.yarn),
-            ("beta_slow", RopeType.yarn),
-            ("attention_factor", RopeType.yarn),
-            ("low_freq_factor", RopeType.llama3),
-            ("high_freq_factor", RopeType.llama3),
-        ):
-            if self.type is not owner and getattr(self, name) != getattr(fresh, name):
-                yield f"{name}: type={self.type.value} does not read it, only {owner.value} does. Remove it."
+        owners = dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), RopeType.yarn)
+        owners |= dict.fromkeys(("low_freq_factor", "high_freq_factor"), RopeType.llama3)
+        for name, owner in owners.items():
+            if self.type is not owner and getattr(self, name) != getattr(Rope, name):
+                yield f"{name}: only type={owner.value} reads it, and type is {self.type.value}. Remove it."
         if self.type is RopeType.yarn and not self.beta_fast > self.beta_slow > 0:
             yield f"beta_fast: {self.beta_fast} must be above beta_slow={self.beta_slow}, and that above 0."
         if self.attention_factor is not None and not self.attention_factor > 0:
@@ -128,7 +120,7 @@ class Rope(Technique):
             )
 
     def configure(self, hf_config: Any) -> None:
-        """Write all of rope_parameters at once: rope_theta kept, and the original length beside the raised one."""
+        """Replace rope_parameters, keep rope_theta, and raise max_position_embeddings."""
         config = hf_config.get_text_config()
         original = self._original(config.to_dict())
         assert original is not None, "check() refuses this"
@@ -137,12 +129,11 @@ class Rope(Technique):
         nested = current is not config.rope_parameters
         parameters = self._written(current, original)
         config.rope_parameters = {**config.rope_parameters, FULL: parameters} if nested else parameters
-        # Dynamic NTK measures growth from max_position_embeddings, so raising it would switch the scaling off.
-        grown = original if self.type is RopeType.dynamic else round(self.factor * original)
-        config.max_position_embeddings = grown
+        # Dynamic NTK compares rows with max_position_embeddings, so raising it would switch the scaling off.
+        config.max_position_embeddings = original if self.type is RopeType.dynamic else round(self.factor * original)
 
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
-        """The rope parameters that this scaling is, over a model's `current` ones and its `original` context."""
+        """The rope parameters of this scaling, for a model with the parameters `current` and the context `original`."""
         parameters: dict[str, Any] = {
             key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
         }
@@ -158,13 +149,13 @@ class Rope(Technique):
         return parameters
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
-        """Dynamic only: forget the longest row seen so far before each forward.
+        """Dynamic only: reset the longest row so far before each forward.
 
-        transformers keeps it, which makes a step depend on all the steps before it, and a resumed run unlike an unbroken one.
+        transformers keeps it, so a step would depend on all earlier steps, and a resumed run would differ from an unbroken one.
         """
         if self.type is RopeType.dynamic:
             for _, rotary in _rotaries(model):
-                rotary.register_forward_pre_hook(_forget)
+                rotary.register_forward_pre_hook(_reset)
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
@@ -191,9 +182,9 @@ class Rope(Technique):
             seen = getattr(rotary, f"{prefix}inv_freq").double().cpu()
             scale = float(getattr(rotary, f"{prefix}attention_scaling"))
             if self.type is RopeType.dynamic:
-                _forget(rotary, ())
+                _reset(rotary, ())
             if seen.shape != inv_freq.shape:
-                yield Evidence("rope", asked, f"inv_freq of {len(seen)} pairs in place of {len(inv_freq)}", False)
+                yield Evidence("rope", asked, f"inv_freq has {len(seen)} pairs, not {len(inv_freq)}", False)
                 continue
             error = ((seen - inv_freq).abs() / inv_freq).max().item()
             yield Evidence(
@@ -204,9 +195,9 @@ class Rope(Technique):
             )
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
-        """The reference: inv_freq (float64, [dim/2]) and the attention factor, for a rotary embedding of `dim` dimensions.
+        """The reference: inv_freq (float64, [dim/2]) and the attention factor of a rotary embedding with `dim` dimensions.
 
-        `base` is rope_theta, `original` the context trained on, `length` the row's length (dynamic only).
+        `base`: rope_theta; `original`: the trained context; `length`: the row's length (dynamic only).
         """
         plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         if self.type is RopeType.linear:
@@ -215,22 +206,22 @@ class Rope(Technique):
             grown = base * (self.factor * max(length, original) / original - (self.factor - 1)) ** (dim / (dim - 2))
             return grown ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
         if self.type is RopeType.llama3:
-            turns = original * plain / (2 * math.pi)
-            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            rotations = original * plain / (2 * math.pi)
+            kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             kept = kept.clamp(0, 1)
             return kept * plain + (1 - kept) * plain / self.factor, 1.0
 
-        def pair_that_turns(times: float) -> float:
-            return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
+        def pair_with(rotations: float) -> float:
+            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(self.beta_slow)), dim - 1)
+        low = max(math.floor(pair_with(self.beta_fast)), 0)
+        high = min(math.ceil(pair_with(self.beta_slow)), dim - 1)
         slowed = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
         attention = self.attention_factor if self.attention_factor is not None else 0.1 * math.log(self.factor) + 1
         return plain * (1 - slowed) + plain / self.factor * slowed, attention
 
     def _original(self, config: dict[str, Any]) -> int | None:
-        """The context that the factor is a multiple of: the one named, that of such a scaling in place, or the model's."""
+        """The context that `factor` multiplies: the option, the original length of the same scaling in the config, or the model's."""
         positions: int | None = config.get("max_position_embeddings")
         if self.original_max_position_embeddings or positions is None:
             return self.original_max_position_embeddings or positions
@@ -241,7 +232,7 @@ class Rope(Technique):
 
 
 def own_scaling(config: dict[str, Any]) -> str | None:
-    """How a language model scales its RoPE without being asked to, from its config as a plain dict; None: it does not."""
+    """The RoPE scaling in a language model's own config (a plain dict), in words; None: it has none."""
     current = _flat(config.get("rope_parameters") or {}) or {}
     if current.get("rope_type", "default") == "default":
         return None
@@ -249,17 +240,17 @@ def own_scaling(config: dict[str, Any]) -> str | None:
 
 
 def digest(inv_freq: torch.Tensor, formula: torch.Tensor) -> str:
-    """A short name for frequencies: 12 hexadecimal digits of the SHA-256 of their float32 values.
+    """12 hexadecimal digits of the SHA-256 of the frequencies in float32.
 
-    Devices and libraries round the last bits otherwise, so a value that agrees with the formula's is taken as that: the names
-    of two tensors are equal exactly where each pair of frequencies is, on any device.
+    Devices and libraries round the last bits differently, so a value close to the formula's counts as the formula's: on any
+    device, digests are equal exactly if all frequencies agree.
     """
     agreed = torch.where((inv_freq - formula).abs() < CLOSE * formula, formula, inv_freq)
     return hashlib.sha256(agreed.float().numpy().tobytes()).hexdigest()[:12]
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """The rope parameters of the full-attention layers: those of all layers, or the one entry of a dict by layer type."""
+    """The rope parameters of full-attention layers, from parameters for all layers or a dict by layer type."""
     nested = any(isinstance(value, dict) for value in parameters.values())
     return parameters.get(FULL) if nested else parameters
 
@@ -270,7 +261,7 @@ def _scaling(parameters: dict[str, Any]) -> str:
 
 
 def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The text model's rotary modules, each with the prefix of its buffers' names."""
+    """The text model's rotary modules, each with the prefix of its buffer names."""
     kind = model.config.get_text_config().model_type  # type: ignore[union-attr, operator]
     return [
         (prefix, module)
@@ -282,6 +273,6 @@ def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _forget(rotary: Any, arguments: Any) -> None:
+def _reset(rotary: Any, arguments: Any) -> None:
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)

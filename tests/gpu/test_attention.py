@@ -223,7 +223,7 @@ def through(backend, shape, given, **options):
     try:
         seen = ours(pipeline, shape, given)
     except ConfigError as error:
-        if any(word in str(error) for word in ("needs the package", "takes heads of", "does not serve")):
+        if any(word in str(error) for word in ("needs the package", "takes heads of", "does not support")):
             pytest.skip(str(error).splitlines()[1].strip())
         raise
     print([evidence.observed for evidence in seen.evidence if evidence.technique == "attention"])

@@ -18,7 +18,7 @@ from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import timing
-from fxtune.techniques.liger.technique import WHAT, Liger, _operations
+from fxtune.techniques.liger.technique import OPERATIONS, Liger, _operations
 from fxtune.techniques.pipeline import Pipeline
 
 DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
@@ -50,7 +50,7 @@ def on(shape, **changes) -> Liger:
     return Liger(
         enabled=True,
         fused_linear_cross_entropy=Switch.on,
-        **{**{name: Switch.on if name in has else Switch.off for name in WHAT}, **changes},
+        **{**{name: Switch.on if name in has else Switch.off for name in OPERATIONS}, **changes},
     )
 
 
@@ -194,7 +194,7 @@ def test_models_with_all_of_them_in_bfloat16(shape):
     apart = reference.apart(seen, exact)
     print(f"\n{shape}: plain bfloat16 {usual}, with Liger {apart}")
     ran = [one for one in seen.evidence if one.technique == "liger"]
-    assert len(ran) == len([name for name in WHAT if getattr(pipeline.liger, name) is Switch.on])
+    assert len(ran) == len([name for name in OPERATIONS if getattr(pipeline.liger, name) is Switch.on])
     for name, value in apart.items():
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
 

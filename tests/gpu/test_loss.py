@@ -17,11 +17,11 @@ from fxtune.kernels.linear_cross_entropy import (
 )
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
-from fxtune.techniques.liger.technique import WHAT, Liger
+from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 
 WORDS = 128256
-FUSED = dict(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(WHAT, Switch.off))
+FUSED = dict(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
 
 
 def drawn(

@@ -10,7 +10,7 @@ from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.kernels.rotary import reference as exact
 from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.liger.technique import WHAT, Liger
+from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 
 SHAPES = {
@@ -61,7 +61,7 @@ def apart(whole, cos, sin, heads, kv, dim):
 def test_models_with_fused_adapters(shape, compiled):
     """As near to float32 as plain bfloat16, one operator a layer, and no copy of its gradient."""
     pipeline = Pipeline()
-    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
+    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
     if compiled:
         pipeline.compile = Compile(enabled=True)
     given = reference.batch(shape)

@@ -19,7 +19,7 @@ from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.technique import Policy
-from fxtune.techniques.liger.technique import WHAT, Liger
+from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
@@ -148,7 +148,7 @@ def test_opcheck():
 
 def with_rope(model, pipeline=None):
     pipeline = pipeline or Pipeline()
-    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
+    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
     return built(pipeline, model)
 
 

@@ -110,9 +110,9 @@ def test_an_autocast_that_does_not_act_is_noticed(monkeypatch, autocast):
         (
             AMPERE,
             {"autocast": Autocast.bfloat16, "initial_scale": 1024.0},
-            "initial_scale: 1024.0 is read where float16 is in play, and autocast is bfloat16 over float32 weights. Leave it out",
+            "initial_scale: 1024.0 has an effect with float16 only, and autocast is bfloat16 over float32 weights. Leave it out",
         ),
-        (AMPERE, {"scale_growth_interval": 100}, "scale_growth_interval: 100 is read where float16 is in play"),
+        (AMPERE, {"scale_growth_interval": 100}, "scale_growth_interval: 100 has an effect with float16 only"),
         (AMPERE, {"autocast": Autocast.float16, "scale_growth_interval": 100}, None),
         (dataclasses.replace(AMPERE, dtype="float16"), {"initial_scale": 1024.0}, None),
         (AMPERE, {"autocast": Autocast.bfloat16, "tf32": True, "cudnn_benchmark": True}, None),

@@ -287,7 +287,7 @@ def refused(
             "library: neither bitsandbytes nor torchao is installed",
         ),
         ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
-        ({"kind": "int8", "here": {"double": False}}, "double: nf4's scales alone can be quantised, and type is int8"),
+        ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
         (
             {"kind": "nf4_torchao"},
             "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
@@ -300,22 +300,25 @@ def refused(
         ({"facts": {**T4, "capability": (5, 2)}}, "type: nf4 needs compute capability 6.0"),
         ({"facts": T4, "compute": ComputeDtype.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
         ({"facts": H200, "compute": ComputeDtype.float16}, "compute_dtype: float16 needs loss scaling"),
-        ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+        (
+            {"init": AdapterInit.pissa},
+            "enabled: techniques.lora.init=pissa moves a part of the weights into the adapter",
+        ),
         ({"init": AdapterInit.olora}, "enabled: techniques.lora.init=olora"),
         ({"kind": "int8_torchao", "dora": True}, "library: techniques.lora.dora=true"),
-        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
-        ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model. Its linears are down_proj, gate_proj"),
+        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj"),
+        ({"skip": ("down_prj",)}, "skip: this model has no linear down_prj. Its linears are down_proj, gate_proj"),
         (
             {"skip": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")},
             "enabled: 0 % of this model's",
         ),
         (
             {"facts": {**H200, "free_memory": 60_000}},
-            "enabled: the quantised model takes 0.0 GiB, and the card has 0.0 GiB free",
+            "enabled: the quantized model takes 0.0 GiB, and the card has 0.0 GiB free",
         ),
         (
             {"facts": {**H200, "free_memory": 110_000, "host_memory": 110_000}},
-            "enabled: before it is quantised, the model takes",
+            "enabled: before quantization the model takes",
         ),
     ],
 )

@@ -288,20 +288,22 @@ def refused(
         ),
         (
             {"facts": {"dtype": "float32"}},
-            "compute_dtype: fp8's products come out in bfloat16, and this asks for float32. Set "
+            "compute_dtype: fp8's products are bfloat16, and this asks for float32. Set "
             "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16.",
         ),
         (
             {"here": {"compute_dtype": ComputeDtype.float16}},
-            "compute_dtype: fp8's products come out in bfloat16, and this asks for "
-            "float16. Set it to auto or bfloat16.",
+            "compute_dtype: fp8's products are bfloat16, and this asks for float16. Set it to auto or bfloat16.",
         ),
         (
             {"here": {"library": Library.torchao}},
-            "library: fp8 is torch's own, and torchao has no part in it. Set it to auto.",
+            "library: torch computes fp8 products, without torchao. Set it to auto.",
         ),
         ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
-        ({"init": AdapterInit.pissa}, "enabled: techniques.lora.init=pissa takes a part out of the weights"),
+        (
+            {"init": AdapterInit.pissa},
+            "enabled: techniques.lora.init=pissa moves a part of the weights into the adapter",
+        ),
         (
             {"dora": True},
             "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's.",
@@ -311,11 +313,11 @@ def refused(
             "type: fp8's products take sizes of a multiple of 16, and 6 linears have others, such "
             "as model.layers.0.mlp.gate_proj. Use nf4 or int8, or name them in skip.",
         ),
-        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj in full"),
-        ({"skip": ("down_prj",)}, "skip: down_prj is no linear of this model."),
+        ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj"),
+        ({"skip": ("down_prj",)}, "skip: this model has no linear down_prj."),
         (
             {"here": {"type": Type.nf4, "head": True}},
-            "head: nf4 quantises linears besides the head. Set it to false, or type to",
+            "head: nf4 quantizes only the other linears. Set it to false, or type to",
         ),
         (
             {"here": {"head": True}, "sizes": {"vocab_size": 100}},
@@ -327,7 +329,7 @@ def refused(
         ),
         (
             {"here": {"head": True}, "modules_to_save": ["lm_head"]},
-            "head: techniques.lora trains lm_head, and what is in fp8 is",
+            "head: techniques.lora trains lm_head, and fp8 weights are frozen",
         ),
         ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
     ],

@@ -222,19 +222,19 @@ def test_dynamic_grows_with_the_row_and_forgets_it():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"factor": 1.0}, "factor: 1.0 lengthens nothing"),
+        ({"factor": 1.0}, "factor: 1.0 does not extend the context"),
         ({"factor": 0.5}, "factor: 0.5"),
         (
             {"sequence_length": 257},
             "factor: 4.0 x 64 positions = 256, fewer than data.sequence_length=257. Set it to at least 4.02",
         ),
         ({"original_max_position_embeddings": -1}, "original_max_position_embeddings: -1"),
-        ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: type=linear does not read it"),
-        ({"low_freq_factor": 2.0}, "low_freq_factor: type=yarn does not read it"),
+        ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: only type=yarn reads it, and type is linear"),
+        ({"low_freq_factor": 2.0}, "low_freq_factor: only type=llama3 reads it, and type is yarn"),
         ({"beta_fast": 1.0}, "beta_fast: 1.0 must be above"),
         ({"attention_factor": 0.0}, "attention_factor: 0.0"),
         ({"type": RopeType.llama3, "high_freq_factor": 1.0}, "high_freq_factor"),
-        ({"family": "phi3"}, "phi3 config keeps no RoPE type but longrope"),
+        ({"family": "phi3"}, "any RoPE type in a phi3 config as longrope"),
         ({"family": "gemma3", "type": RopeType.dynamic}, "type: dynamic is not defined"),
         (
             {

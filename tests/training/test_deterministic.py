@@ -55,7 +55,7 @@ def test_deterministic_run_times_no_kernels(monkeypatch, tmp_path):
 @pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
 def test_nondeterministic_attention_is_refused(backend):
     assert not [why for why, _ in backend.refuses(FREE) if "same bits" in why]
-    assert ("does not promise the same bits each time", "Set run.deterministic=false, or use auto") in [
+    assert ("does not guarantee the same bits each time", "Set run.deterministic=false, or use auto") in [
         *backend.refuses(FIXED)
     ]
 

@@ -222,7 +222,7 @@ CASES = [
         H200,
         "techniques.rope.enabled=true",
         "techniques.rope.factor=1",
-        **{f"{ROPE}.factor": "lengthens nothing"},
+        **{f"{ROPE}.factor": "does not extend the context"},
     ),
     case(
         "a model without RoPE",

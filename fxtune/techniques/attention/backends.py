@@ -1,7 +1,7 @@
-"""What each attention backend needs and leaves out: the table that techniques/attention.py checks, chooses from and proves.
+"""The table of attention backends: what each supports, and why it cannot run under given facts.
 
-Each answers for GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism with the
-reasons why it cannot run under some facts. transformers would fall back from most of that in silence.
+A backend checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism itself, because
+transformers would silently use another one in most of these cases.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxtune.kernels.flash4 import VERSION as FLASH4_VERSION
+from fxtune.system.units import GIB
 from fxtune.techniques.attention.packed import CUDNN, FLASH4, SDPA
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 SINKS = {"gpt_oss"}
-"""Models whose softmax has one more, learned score."""
-LARGEST_MASK = 2**30
-"""Bytes. transformers' mask for packed rows has rows x length^2 of them."""
+"""Models with an extra learned score in each softmax."""
+LARGEST_MASK = GIB
+"""Bytes. transformers' mask for packed rows has rows x length^2 bytes."""
 HUB = "hub:"
 
 Reason = tuple[str, str]
-"""What is wrong, and what to change. Both end without a full stop."""
+"""The cause and the change that helps, both without a full stop."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What one implementation needs and leaves out. The defaults are those of a fused kernel on a GPU."""
+    """The requirements and features of one implementation. The defaults are those of a fused kernel on a GPU."""
 
     implementation: str
     """Its name in transformers' registry."""
     what: str
     ran: str
-    """Matches the operator that the profiler sees when it runs, or its kernel on the device."""
+    """A pattern of its operator or its kernel in the profiler."""
     packages: tuple[tuple[str, str, str], ...] = ()
     """(package, version or "" for any, how to install it)."""
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
-    """The first GPU generation that it serves, and the first that it does not."""
+    """The first supported compute capability, and the first unsupported one."""
     gpu: bool = True
     half: bool = True
-    """Computes in float16 and bfloat16 only."""
+    """Supports only float16 and bfloat16."""
     head_dim: int = 256
     """Largest; 0: any."""
     window: bool = True
@@ -49,10 +50,10 @@ class Backend:
     dropout: bool = False
     sinks: bool = False
     deterministic: bool = True
-    """Whether its backward pass can give the same bits each time: by itself, or told to (technique.model_inputs). Of a kernel of
-    the hub nobody knows."""
+    """Whether its backward pass can give the same bits each time, by itself or on request (inputs.model_inputs). Unknown for a
+    kernel of the hub."""
     flag: str = "_supports_flash_attn"
-    """What a transformers model says of itself if it hands such a function all that it needs."""
+    """The attribute of a transformers model that passes such a function all that it needs."""
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
         """Each reason why this cannot run under `facts`."""
@@ -63,7 +64,7 @@ class Backend:
         elif self.gpu and facts.capability and not self.capability[0] <= facts.capability < self.capability[1]:
             yield (
                 (
-                    f"does not serve {facts.device_name} (compute capability {_dotted(facts.capability)}; it serves "
+                    f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it supports "
                     f"{_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
                 ),
                 "Use sdpa, or auto",
@@ -73,7 +74,7 @@ class Backend:
                 yield f"needs the package {package}", f"Install it: {install}"
             elif version and facts.packages[package] != version:
                 yield (
-                    f"is built on {package} {version}, and {facts.packages[package]} is here",
+                    f"needs {package} {version}, and {facts.packages[package]} is installed",
                     f"Install it: {install}",
                 )
         if self.half and facts.compute_dtype not in ("float16", "bfloat16"):
@@ -98,21 +99,22 @@ class Backend:
             (self.sinks, "attention sinks", kind in SINKS),
         ):
             if value and not has:
-                yield f"leaves out {kind}'s {name}" + ("" if value is True else f" ({value})"), "Use eager, or auto"
+                yield (
+                    f"does not support {kind}'s {name}" + ("" if value is True else f" ({value})"),
+                    "Use eager, or auto",
+                )
         if facts.deterministic and not self.deterministic:
-            yield "does not promise the same bits each time", "Set run.deterministic=false, or use auto"
+            yield "does not guarantee the same bits each time", "Set run.deterministic=false, or use auto"
         yield from self._more(facts)
         if not offers(kind, self.flag):
-            yield f"is not there for {kind} in transformers", "Use auto"
+            yield f"is not available for {kind} in transformers", "Use auto"
 
     def _heads(self, facts: Facts) -> Iterator[Reason]:
         for width in _head_dims(facts.text):
             if self.head_dim and (width > self.head_dim or width % 8):
+                kind = facts.text.get("model_type", "this model")
                 yield (
-                    (
-                        f"takes heads of up to {self.head_dim} in steps of 8, and {facts.text.get('model_type', 'this model')}'s "
-                        f"have {width}"
-                    ),
+                    f"takes heads of up to {self.head_dim} in steps of 8, and {kind}'s have {width}",
                     "Use eager, or auto",
                 )
                 return
@@ -132,7 +134,7 @@ class Flash4(Backend):
             and not (most == 128 and facts.capability and facts.capability[0] < 12 and widths in ({256}, {128, 192}))
         ):
             yield (
-                (f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}"),
+                f"takes heads of 8 to {most} in steps of 8 here, and this model's have {max(widths)}",
                 "Use sdpa, or auto",
             )
 
@@ -146,36 +148,36 @@ class Cudnn(Backend):
         compiler = facts.techniques.compile
         if facts.packing and compiler.enabled and compiler.fullgraph:
             yield (
-                "takes packed rows one document at a time, which a whole compiled graph cannot hold",
+                "runs packed rows document by document, which cannot be one compiled graph",
                 "Set techniques.compile.fullgraph=false, or use flash4 or sdpa",
             )
         if facts.text.get("kv_lora_rank"):
-            yield "takes values as wide as keys only", "Use flash4, or auto"
+            yield "needs values as wide as keys", "Use flash4, or auto"
 
 
 class Sdpa(Backend):
-    """Built into torch. On a GPU in half precision the FlashAttention-2 in it; else with transformers' mask."""
+    """torch's own. On a GPU in half precision its built-in FlashAttention-2, else with transformers' mask."""
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
-        instead = list(BY_DOCUMENTS.refuses(facts))
-        if facts.device == "cuda" and not instead:
+        problems = list(BY_DOCUMENTS.refuses(facts))
+        if facts.device == "cuda" and not problems:
             return
         yield from super().refuses(facts)
         if facts.device == "cuda" and facts.packing and _mask_bytes(facts) > LARGEST_MASK:
             yield (
-                f"would build a mask of {_mask_bytes(facts) / 2**30:.1f} GiB for packed rows of {facts.sequence_length} "
-                f"tokens, because its kernel for documents {instead[0][0]}",
+                f"would build a mask of {_mask_bytes(facts) / GIB:.1f} GiB for packed rows of {facts.sequence_length} "
+                f"tokens, because its kernel for packed documents {problems[0][0]}",
                 "Set model.dtype=bfloat16, shorten data.sequence_length, or use flex",
             )
 
 
 class Eager(Backend):
     def _more(self, facts: Facts) -> Iterator[Reason]:
-        # bfloat16 scores, the mask added, a softmax in float32
+        # bfloat16 scores without and with the mask, and a float32 softmax
         scores = 8 * facts.text.get("num_attention_heads", 0) * _mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:
             yield (
-                f"writes out the scores of each layer and their softmax, {scores / 2**30:,.0f} GiB in rows of "
+                f"stores the scores of each layer and their softmax, {scores / GIB:,.0f} GiB in rows of "
                 f"{facts.sequence_length} tokens",
                 "Use auto, or shorten data.sequence_length",
             )
@@ -253,15 +255,16 @@ BACKENDS: dict[str, Backend] = {
 
 
 def named(implementation: str) -> Backend:
-    """By transformers' name; one that is not in the table is a kernel of the hub."""
+    """The backend with this name in transformers; a name outside the table is a kernel of the hub."""
     for backend in [*BACKENDS.values(), BY_DOCUMENTS]:
         if backend.implementation == implementation:
             return backend
     return hub(HUB + implementation)
 
 
-def hub(asked: str) -> Backend:
-    name = asked.removeprefix(HUB)
+def hub(backend: str) -> Backend:
+    """The backend of `hub:NAME` or NAME."""
+    name = backend.removeprefix(HUB)
     return Backend(
         name,
         f"the hub's {name}",
@@ -273,7 +276,7 @@ def hub(asked: str) -> Backend:
 
 
 def offers(kind: str, flag: str) -> bool:
-    """Whether transformers' class for this model type says so. Of a class that comes with its model, only sdpa is expected."""
+    """Whether transformers' class for this model type has the flag. Classes that come with their model have only sdpa's."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -286,7 +289,7 @@ def offers(kind: str, flag: str) -> bool:
 
 
 def _head_dims(text: dict[str, Any]) -> set[int]:
-    """Of queries and keys, and of values; of layers of different kinds."""
+    """Head dimensions of queries and keys, of values, and of different layer types."""
     if text.get("kv_lora_rank"):  # multi-head latent attention
         return {text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0), text.get("v_head_dim", 0)} - {0}
     heads = text.get("num_attention_heads")
@@ -299,7 +302,7 @@ def _dropout(text: dict[str, Any]) -> float:
 
 
 def _window(facts: Facts) -> int:
-    """The sliding window, 0 where no row is longer or no layer has one."""
+    """The sliding window; 0 if no row is longer or no layer has one."""
     window, layers = facts.text.get("sliding_window") or 0, facts.text.get("layer_types")
     used = window and (layers is None or "sliding_attention" in layers)
     return window if used and facts.sequence_length > window else 0

@@ -1,18 +1,19 @@
-"""Attention over packed rows, under names of our own in transformers' registry of attention functions.
+"""Attention over packed rows, registered under fxtune's own names in transformers.
 
-transformers keeps packed documents apart by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless the
-attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (the FlashAttention-2 that is
-built into torch, called as the operator itself, so that no other can take its place) and `fxtune_cudnn` (cuDNN's, likewise).
+transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless the
+attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
+FlashAttention-2, called as the operator itself, so no other kernel can run in its place) and `fxtune_cudnn` (cuDNN's, likewise).
 
-They receive what transformers' own FlashAttention functions receive, so a model that works with those works with these. The
-names have no "flash" in them: for such a name transformers would look for a kernel on the hub.
+They take the arguments of transformers' own FlashAttention functions, so every model that works with those works with these. The
+names do not contain "flash": for such a name transformers would look for a kernel on the hub.
 
-A call without `cu_seqlens` (generation with a cache, rows padded on the left, somebody's plain forward pass) takes torch's
-scaled_dot_product_attention with the mask that transformers then builds, or, for scores with a soft cap, plain operations.
+A call without `cu_seqlens` (generation with a cache, rows padded on the left, a user's plain forward pass) runs torch's
+scaled_dot_product_attention with the mask that transformers then builds, or plain operations if scores have a soft cap.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -25,7 +26,7 @@ from fxtune.errors import ConfigError
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
 CUDNN_STEPS = 8
-"""cuDNN prepares a plan for each length: lengths are padded to one of so many in each power of two, and at least to 64."""
+"""cuDNN prepares a plan for each length, so lengths are padded to one of this many per power of two, and at least to 64."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 """(q, k, v, cu_seqlens, scale, window, softcap) -> out; q, k, v and out as [rows, length, heads, d]. See flash4()."""
@@ -34,47 +35,39 @@ _UNTRACED: dict[str, Callable[..., Tensor]] = {}
 
 
 def register() -> None:
-    """Make the names known to transformers. Doing it again changes nothing. `fxtune_fa4` needs kernels/flash4.py imported."""
+    """Register the names with transformers, once or again. `fxtune_fa4` needs kernels/flash4.py imported."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, function in ((FLASH4, _fa4), (SDPA, _sdpa), (CUDNN, _cudnn)):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, sdpa_mask)  # asked for only in calls without `no_mask`
-    # Compiled code would be compiled again for each batch's lengths. Wrapped here: the wrapper's import takes a second.
+    for name, core in ((FLASH4, _by_flash4), (SDPA, _by_torch), (CUDNN, _by_cudnn)):
+        AttentionInterface.register(name, _attention_function(core))
+        AttentionMaskInterface.register(name, sdpa_mask)  # only for calls without `no_mask`
+    # Else code would be compiled again for each batch's lengths. Not at import, because disable() takes a second.
     _UNTRACED["cudnn"] = torch.compiler.disable(_cudnn_documents)
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
-    """The attention mask to give with `cu_seqlens`: four dimensions and no elements.
+    """The attention mask to pass with `cu_seqlens`: four dimensions and no elements.
 
-    transformers hands a mask of four dimensions to the layers as it is. Given none, it would look for documents in
-    `position_ids`, which makes the host wait for the device once a forward pass, and would build the mask.
+    transformers passes a mask of four dimensions on unchanged. Without a mask it would look for documents in `position_ids`,
+    which makes the host wait for the device in each forward pass, and would build the mask.
     """
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
-    """Told by the shape: each row begins a document, so as many documents as rows are one each."""
+    """Whether each row is one document. Each row begins a document, so the shape of `cu_seqlens` decides."""
     return len(cu_seqlens) == rows + 1
 
 
-def _fa4(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
-) -> tuple[Tensor, None]:
-    return _attend(_by_flash4, module, query, key, value, attention_mask, **options), None
+@functools.cache
+def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
+    ) -> tuple[Tensor, None]:
+        return _attend(core, module, query, key, value, attention_mask, **options), None
 
-
-def _sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
-) -> tuple[Tensor, None]:
-    return _attend(_by_torch, module, query, key, value, attention_mask, **options), None
-
-
-def _cudnn(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
-) -> tuple[Tensor, None]:
-    return _attend(_by_cudnn, module, query, key, value, attention_mask, **options), None
+    return attention
 
 
 def _attend(
@@ -97,10 +90,10 @@ def _attend(
     """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
     if s_aux is not None or position_bias is not None:
         raise ConfigError(
-            "techniques.attention.backend: this model adds to its attention scores (sinks, or a bias by position), "
-            "which this kernel leaves out. Set it to eager."
+            "techniques.attention.backend: this model adds sinks or a position bias to its attention scores, and this "
+            "kernel does not. Set it to eager."
         )
-    # A product with float32 cosines, or a norm, is float32 under autocast, which does not reach operators of our own.
+    # Under autocast a norm or a product with float32 cosines is float32, and autocast does not cast for custom operators.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -108,14 +101,13 @@ def _attend(
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise ConfigError(
-                f"techniques.attention.backend: {type(module).__name__} does not hand the documents' bounds to its "
-                "attention, so that they would see each other. Set it to eager."
+                f"techniques.attention.backend: {type(module).__name__} does not pass the documents' bounds to its "
+                "attention, so documents would see each other. Set it to eager."
             )
         return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ConfigError(
-            f"techniques.attention.backend: {type(module).__name__} looks ahead, which this kernel does not. Set "
-            "it to eager."
+            f"techniques.attention.backend: {type(module).__name__} is not causal, and this kernel is. Set it to eager."
         )
     if dropout:
         raise ConfigError(
@@ -134,7 +126,7 @@ def _by_flash4(
     if one_document_a_row(rows, cu_seqlens):
         out: Tensor = torch.ops.fxtune.flash4(q, k, v, None, length, scale, window, softcap)[0]
         return out
-    # In training [heads, length] is a view of [length, heads], so that no token is copied.
+    # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
     out = torch.ops.fxtune.flash4(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, length, scale, window, softcap
     )[0]
@@ -182,10 +174,10 @@ def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call a document. torch has a call for all of them at once, and keeps it switched off: its backward pass addresses
-    the sums of each softmax wrongly (aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop_nestedtensor).
+    """One call per document. torch disables its call for all documents, because the backward pass addresses the sums of each
+    softmax wrongly (aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop_nestedtensor).
 
-    Padding stands behind a document, where causal attention does not look, and its own results are cut off again.
+    Padding follows a document, where causal attention does not look, and the padding's results are cut off.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length]  # the host waits here
     parts = []
@@ -198,7 +190,7 @@ def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
 
 def cudnn_length(length: int) -> int:
-    """The smallest of 64 and of CUDNN_STEPS numbers in each power of two above that is not below `length`."""
+    """`length` rounded up to a multiple of 64 or, if larger, of 1/CUDNN_STEPS of the power of two below it."""
     step = max(64, (1 << (length - 1).bit_length()) // (2 * CUDNN_STEPS))
     return -(-length // step) * step
 
@@ -214,7 +206,7 @@ def _masked(
     softcap: Optional[float],
     is_causal: Optional[bool],
 ) -> Tensor:
-    """A call that is not training's. `mask`: boolean, true where a token looks, or None for what is_causal says."""
+    """A call outside training. `mask`: boolean, true where a token attends; None: is_causal decides."""
     if not softcap:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

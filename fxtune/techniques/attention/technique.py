@@ -1,22 +1,20 @@
-"""Which attention kernel runs, and the proof that packed documents do not see each other.
+"""Selects the attention kernel, and proves that packed documents do not see each other.
 
-Packed rows carry no attention mask. Kernels that take documents of any length, one after the other, read where each begins
-from `cu_seqlens` (kernels/packed_attention.py); for the others transformers reads it from `position_ids`, which restart at 0
-in each document, and builds a mask. A model or a kernel that ignores both trains with no error and a worse result (0.03-0.15
-of final loss in reports), so `verify` does not trust it: it changes the tokens of one document and requires the logits of
-every other one to stay as they were.
+Packed rows carry no attention mask. Kernels that take documents of any length read where each begins from `cu_seqlens`
+(packed.py); for the others transformers reads it from `position_ids`, which restart at 0 in each document, and builds a mask. A
+model or a kernel that ignores both trains without an error to a worse result (0.03-0.15 of final loss in reports). So `verify`
+changes the tokens of one document and requires the logits of every other document to stay the same.
 
-What it gives, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 key heads of 128, causal:
+Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 key heads of 128, causal:
 
               4 x 4k   1 x 64k
     flash4       522       609   FlashAttention-4, package flash-attn-4
-    cudnn        488       547   cuDNN's, in torch. Packed rows take one call a document, so `auto` leaves it for whole ones
-    sdpa         264       326   the FlashAttention-2 that is built into torch
+    cudnn        488       547   cuDNN's, in torch. It runs packed rows document by document, so `auto` skips it for those
+    sdpa         264       326   torch's built-in FlashAttention-2
 
-`flash3` and `flash2` are the packages' through transformers; `flex` compiles a kernel for a block mask; `eager` writes the
-scores out, which costs rows x heads x length^2 memory and serves everything. `hub:ORG/KERNEL@COMMIT` takes a compiled kernel
-from the Hugging Face hub. Each says in backends.py what it cannot do. transformers would fall back from most of that in silence,
-so none of it is left to transformers.
+`flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask; `eager` stores
+the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT` takes a compiled kernel
+from the Hugging Face hub. backends.py lists what each supports, because transformers silently replaces a kernel that is not.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 MOST_DOCUMENTS = 4
-"""How many documents of the probe are changed, one at a time."""
+"""Documents of the probe that are changed, one at a time."""
 RECURRENT = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 
@@ -54,11 +52,11 @@ class Attention(Technique):
     enabled: bool = True
     backend: str = "auto"
     """auto | flash4 | flash3 | flash2 | cudnn | sdpa | flex | eager | hub:ORG/KERNEL@COMMIT. `auto`: the fastest that is correct
-    here; what it chose and why is printed."""
+    here; its choice and the reasons are printed."""
     trust_remote_code: bool = False
-    """With hub:...: run compiled code of that kernel's author. Needs a full commit hash."""
+    """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
 
-    _by_documents = False  # sdpa: whether its kernel for documents serves here. No field: resolve() decides it
+    _by_documents = False  # sdpa: whether its kernel for packed documents runs. Not an option: resolve() sets it
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
@@ -66,12 +64,12 @@ class Attention(Technique):
         if facts.packing and (others or kind in RECURRENT):
             yield (
                 f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one packed "
-                "document into the next, with any backend. Set data.packing=false."
+                "document into the next with any backend. Set data.packing=false."
             )
         if self.backend == "auto":
             if all(list(backend.refuses(facts)) for backend in BACKENDS.values()):
                 yield (
-                    "backend: auto finds none that serves. "
+                    "backend: auto finds no backend that can run. "
                     + "; ".join(f"{name} {next(backend.refuses(facts))[0]}" for name, backend in BACKENDS.items())
                     + "."
                 )
@@ -79,14 +77,8 @@ class Attention(Technique):
             yield from self._check_hub(facts)
         elif self.backend not in BACKENDS:
             near = nearest(self.backend, BACKENDS)
-            yield (
-                f"backend: there is no {self.backend}"
-                + (
-                    f". Did you mean {near}?"
-                    if near
-                    else f". There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
-                )
-            )
+            known = f"There are auto, {', '.join(BACKENDS)} and hub:ORG/KERNEL@COMMIT."
+            yield f"backend: there is no {self.backend}. {f'Did you mean {near}?' if near else known}"
         else:
             for cause, change in BACKENDS[self.backend].refuses(facts):
                 yield f"backend: {self.backend} {cause}. {change}."
@@ -94,7 +86,7 @@ class Attention(Technique):
     def _check_hub(self, facts: Facts) -> Iterator[str]:
         if not PINNED.fullmatch(self.backend.removeprefix(HUB)):
             yield (
-                f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so name the commit that you "
+                f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so give the commit that you "
                 "trust: hub:ORG/KERNEL@ and its 40 digits."
             )
         if not self.trust_remote_code:
@@ -111,7 +103,7 @@ class Attention(Technique):
             passed = []
             for name, backend in BACKENDS.items():
                 if name == "cudnn" and facts.packing:
-                    reason = "takes packed rows one document at a time"
+                    reason = "runs packed rows document by document"
                 elif (refused := next(backend.refuses(facts), None)) is None:
                     self.backend = name
                     break
@@ -119,7 +111,7 @@ class Attention(Technique):
                     reason = refused[0]
                 passed.append(f"{name} {reason}")
             if self.backend != "auto":
-                note = f"auto took {self.backend}, the fastest that is correct here" + (
+                note = f"auto chose {self.backend}, the fastest that is correct here" + (
                     f" ({'; '.join(passed)})" if passed and facts.device == "cuda" else ""
                 )
         self._by_documents = (
@@ -135,7 +127,9 @@ class Attention(Technique):
             from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
             try:
-                lazy_import_flash_attention(implementation, allow_all_kernels=True)  # agreed to by trust_remote_code
+                lazy_import_flash_attention(
+                    implementation, allow_all_kernels=True
+                )  # check() requires trust_remote_code
             except (ImportError, OSError, ValueError) as error:
                 raise ConfigError(
                     f"techniques.attention.backend={self.backend} cannot be loaded: {error} Check its name, the "
@@ -148,16 +142,16 @@ class Attention(Technique):
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         wanted = self._implementation(model.config)
         layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-        # What compiled layers were traced from: compiling them for the probe's length as well would take minutes.
+        # Eager: to compile the layers for the probe's length as well would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            seen, told = _operators(model, probe, layers)
-            yield Evidence("attention", f"{self.backend}: {named(wanted).what}", told, wanted in seen)
+            seen, observation = _operators(model, probe, layers)
+            yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, wanted in seen)
             if (probe["position_ids"] == 0).sum() > 1:
                 yield self._isolation(model, probe)
 
     @staticmethod
     def _isolation(model: nn.Module, probe: dict[str, Any]) -> Evidence:
-        """Change one document at a time. Each forward has the same shape, so untouched logits come back bit for bit."""
+        """Change one document at a time. All forwards have the same shape, so unaffected logits stay equal bit for bit."""
         ids, positions = probe["input_ids"], probe["position_ids"]
         document = (positions == 0).long().cumsum(-1) - 1
         vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
@@ -179,7 +173,7 @@ class Attention(Technique):
         )
 
     def _implementation(self, hf_config: Any) -> str:
-        """transformers' name of what is asked for. A pipeline that nobody resolved takes what transformers would."""
+        """The backend's name in transformers. An unresolved `auto` takes transformers' default."""
         if self.backend.startswith(HUB):
             return self.backend.removeprefix(HUB)
         if self._by_documents:
@@ -195,7 +189,7 @@ class Attention(Technique):
 
 
 def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[set[str], str]:
-    """The implementations that ran in each of the layers in one forward pass, as the profiler saw it; and that in words."""
+    """The implementations that ran in all layers of one forward pass, by the profiler; and a description of it."""
     own = str(model.config._attn_implementation)  # type: ignore[union-attr]
     patterns = {
         backend.implementation: backend.ran
@@ -206,24 +200,24 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
         ran = operators(lambda: model(**probe), patterns)
         ran["flex_attention"] = Seen(flex[0] // 2)  # operators() calls twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}
-    if "sdpa" in ran:  # and the kernel that it chose
+    if "sdpa" in ran:  # without the kernel that it chose
         ran = {name: seen for name, seen in ran.items() if name not in (SDPA, CUDNN)}
-    if len(ran) > 1:  # a softmax beside a kernel is a router's
+    if len(ran) > 1:  # this softmax is a router's
         ran.pop("eager", None)
-    told = (
+    calls = (
         " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items())
         or "no attention operator"
     )
     kernels = sorted({short(kernel) for seen in ran.values() for kernel in seen.kernels})
     return (
         {name for name, seen in ran.items() if seen.calls >= layers},
-        f"{told} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),
+        f"{calls} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),
     )
 
 
 @contextmanager
 def _flex_calls() -> Iterator[list[int]]:
-    """Counts calls of transformers' flex attention, which is no operator of its own where nothing is compiled."""
+    """Counts calls of transformers' flex attention, which is not an operator in eager mode."""
     from transformers import AttentionInterface
 
     original = AttentionInterface._global_mapping["flex_attention"]

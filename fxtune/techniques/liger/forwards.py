@@ -1,21 +1,23 @@
-"""The forwards of transformers' modules by Liger's kernels, and the classes that carry them.
+"""Forward functions that run Liger's kernels, and the classes that carry them.
 
-A module of a model gets a class of its own: a subclass of what it was, with one of these as its forward. All layers share the
-class and the function, so they share a compiled graph too: each is made once for its arguments and the kernel's function.
+A module of a model gets its own class: a subclass of its former class with one of these functions as its forward. All layers
+share the class and the function, so they share a compiled graph.
 
-RoPE is our own: Liger's overwrites its inputs, which autograd does not see (they may be results that checkpointing has saved,
-and would be turned once more), so that it would have to get copies, and torch.compile cannot trace it. The gated products
-overwrite their inputs too, in the backward pass, when nobody needs them any more. In compiled code operators of our own run the
-same kernels (liger_operators.py).
+RoPE is fxtune's own kernel. Liger's overwrites its inputs without telling autograd; checkpointing may have saved them, and would
+rotate them twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products also overwrite their
+inputs, in the backward pass, when nothing reads them any more. Compiled code runs the same kernels through operators
+(kernels/liger_operators.py).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxtune.kernels import liger_operators as operators
 from fxtune.kernels.rotary import apply_rotary, seeing
@@ -23,47 +25,56 @@ from fxtune.kernels.rotary import apply_rotary, seeing
 Forward = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Family:
+    """The norms and MLPs of a family of models. Source: liger_kernel.transformers.monkey_patch, version 0.8.5."""
+
+    norms: int
+    """Norms of a layer, those of queries and keys included."""
+    offset: float = 0.0
+    """Added to a norm's weight."""
+    casting: str = "llama"
+    """`llama`: rounded before the weight multiplies; `gemma`: all in float32."""
+    in_place: bool = True
+    """Whether a norm's backward pass may overwrite the incoming gradient. It may not if a residual also reads it."""
+    layer_norm: bool = False
+    gated: bool = True
+    """Whether the MLP is down(act(gate(x)) * up(x))."""
+    heads_normed: bool = False
+    """Whether norms of queries and keys stand between their projections and RoPE."""
+
+
+def forward_of(name: str, module: nn.Module, family: Family) -> Forward | None:
+    """The forward that runs operation `name` of `module` by its kernel, or None if the module has no such operation."""
+    kind: Any = type(module)
+    if name == "rms_norm" and kind.__name__.endswith("RMSNorm"):
+        eps: Any = getattr(module, "variance_epsilon", None) or module.eps
+        return _rms_norm(_liger("RMSNorm"), float(eps), family.offset, family.casting, family.in_place)
+    if name == "layer_norm" and kind is nn.LayerNorm and module.weight is not None and module.bias is not None:
+        return _layer_norm(_liger("LayerNorm"), float(module.eps))  # type: ignore[arg-type]
+    if name in ("swiglu", "geglu"):
+        product = "SiLUMul" if name == "swiglu" else "GELUMul"
+        if hasattr(module, "gate_up_proj"):  # gate and up in one linear (Phi 3)
+            return _joint_swiglu(_liger("FusedGateUpSiLUMul")) if name == "swiglu" else _joint_geglu(_liger(product))
+        if hasattr(module, "gate_proj"):
+            return _gated(_liger(product), name)
+    if name == "rope" and kind.__name__.endswith("Attention"):
+        # The attention's own code, with fxtune's RoPE in place of its module's function.
+        forward: Forward = seeing(kind.forward, apply_rotary, kind.__name__)
+        return forward
+    return None
+
+
 @functools.cache
-def variant(kind: Any, name: str, forward: Forward) -> Any:
-    """The subclass of `kind` with this forward; `liger` says by which operation."""
+def subclass(kind: Any, name: str, forward: Forward) -> Any:
+    """The subclass of `kind` with this forward. Its attribute `liger` is the operation's name."""
     return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "liger": name, "__module__": kind.__module__})
 
 
-def rms_norm(eps: float, offset: float, casting: str, in_place: bool) -> Forward:
-    return _rms_norm(_function("LigerRMSNormFunction"), eps, offset, casting, in_place)
-
-
-def layer_norm(eps: float) -> Forward:
-    return _layer_norm(_function("LigerLayerNormFunction"), eps)
-
-
-def swiglu() -> Forward:
-    return _gated(_function("LigerSiLUMulFunction"), "swiglu")
-
-
-def geglu() -> Forward:
-    return _gated(_function("LigerGELUMulFunction"), "geglu")
-
-
-def swiglu_at_once() -> Forward:
-    """For an MLP with gate and up in one linear (Phi 3): the kernel reads both halves where they are."""
-    return _swiglu_at_once(_function("LigerFusedGateUpSiLUMulFunction"))
-
-
-def geglu_at_once() -> Forward:
-    return _geglu_at_once(_function("LigerGELUMulFunction"))
-
-
-def rotated(attention: Any) -> Forward:
-    """The forward of `attention`, the same code, which finds our own RoPE (rotary.py) where it looks for its module's."""
-    forward: Forward = seeing(attention.forward, apply_rotary, attention.__name__)
-    return forward
-
-
-def _function(name: str) -> Any:
+def _liger(name: str) -> Any:
     from liger_kernel import ops
 
-    return getattr(ops, name)
+    return getattr(ops, f"Liger{name}Function")
 
 
 @functools.cache
@@ -95,19 +106,19 @@ def _gated(function: Any, kind: str) -> Forward:
 
 
 @functools.cache
-def _swiglu_at_once(function: Any) -> Forward:
+def _joint_swiglu(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         both = self.gate_up_proj(hidden_states)
         if torch.compiler.is_compiling():
             return self.down_proj(operators.gated(*both.chunk(2, dim=-1), "swiglu"))
-        # As a matrix: whatever shape the function is given, the gradient that it returns is one (0.8.5).
+        # Liger 0.8.5 returns the gradient as a matrix, whatever the shape of its input.
         return self.down_proj(function.apply(both.flatten(0, -2)).unflatten(0, both.shape[:-1]))
 
     return forward
 
 
 @functools.cache
-def _geglu_at_once(function: Any) -> Forward:
+def _joint_geglu(function: Any) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         return self.down_proj(_product(function, "geglu", *self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
@@ -115,7 +126,7 @@ def _geglu_at_once(function: Any) -> Forward:
 
 
 def _product(function: Any, kind: str, gate: torch.Tensor, up: torch.Tensor) -> Any:
-    """act(gate) * up. Gate and up are nobody's when it returns: without a backward pass their memory is free."""
+    """act(gate) * up. The caller holds neither gate nor up, so without a backward pass their memory is free afterwards."""
     if torch.compiler.is_compiling():
         return operators.gated(gate, up, kind)
-    return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # its two factors
+    return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # its two scale factors

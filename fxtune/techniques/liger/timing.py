@@ -1,10 +1,9 @@
-"""Which is faster inside compiled code: what the compiler makes of an operation, or Liger's kernel for it?
+"""Measures an operation inside compiled code: torch.compile's version of it against Liger's kernel.
 
-A compiler fuses a norm with the residual before it, and the SwiGLU product into one kernel, as Liger does; a hand-written kernel
-inside compiled code is a wall that nothing is fused across. Which wins depends on the card, the sizes and both versions, so it
-is measured: each operation with the neighbours that it has in a layer (the residual before a norm; matmuls, thin ones so that
-they do not hide it, on either side), forward and backward, compiled both ways, at the run's number of tokens up to MOST_ROWS.
-Beyond that time grows with the tokens for both.
+The compiler fuses a norm with the residual before it, and the gated product into one kernel, as Liger does; but it fuses nothing
+across a hand-written kernel. Which is faster depends on the card, the sizes and both versions, so it is measured: each operation
+with its neighbours in a layer (the residual before a norm; matmuls on either side, thin so that they do not hide it), forward and
+backward, compiled both ways, with the run's number of tokens up to MOST_ROWS. Beyond that both times grow with the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ THIN = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one size. `width`: of the hidden states for a norm, of the MLP's inside for a gated product."""
+    """One operation at one size. `width`: the hidden size for a norm, the intermediate size for a gated product."""
 
     operation: str
     rows: int
@@ -40,19 +39,19 @@ class Case:
 def times(case: Case) -> tuple[float, float | None]:
     """Milliseconds of one forward and backward pass on the GPU, compiled: plain, and with Liger's kernel.
 
-    None where Liger's does not compile here. Any other error is raised: it says nothing of the kernel, and who keeps these times
-    must not take it for an answer.
+    None: Liger's does not compile here. Any other error is raised, because it says nothing about the kernel and must not be
+    cached as a result.
     """
     from triton.errors import TritonError
     from triton.testing import do_bench
 
     measured: list[float | None] = []
-    for operation in (plain(case), ligers(case)):
+    for operation in (_plain(case), _liger(case)):
         try:
             step, leaves = _step(case, operation)
             step()
             measured.append(float(do_bench(step, warmup=10, rep=50, grad_to_none=leaves, return_mode="median")))
-        except TritonError:  # behind an operator nobody makes a RuntimeError of it
+        except TritonError:  # inside an operator it is no RuntimeError
             if not measured:
                 raise
             measured.append(None)
@@ -61,7 +60,7 @@ def times(case: Case) -> tuple[float, float | None]:
     return measured[0], measured[1]
 
 
-def plain(case: Case) -> Callable[..., torch.Tensor]:
+def _plain(case: Case) -> Callable[..., torch.Tensor]:
     """The operation as transformers writes it."""
     written: dict[str, Callable[..., torch.Tensor]] = {
         "rms_norm": partial(_rms_norm, case.offset, case.casting),
@@ -72,8 +71,8 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
     return written[case.operation]
 
 
-def ligers(case: Case) -> Callable[..., torch.Tensor]:
-    """The same by Liger's kernel."""
+def _liger(case: Case) -> Callable[..., torch.Tensor]:
+    """The same with Liger's kernel."""
     return {
         "rms_norm": lambda x, w: operators.rms_norm(x, w, 1e-6, case.offset, case.casting)[0],
         "layer_norm": lambda x, w: operators.layer_norm(x, w, w, 1e-6)[0],
@@ -93,20 +92,20 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _step(case: Case, operation: Callable[..., torch.Tensor]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """One forward and backward pass of the operation between its neighbours, compiled, and the tensors with a gradient."""
+    """A compiled forward and backward pass of the operation with its neighbours, and its tensors with a gradient."""
     dtype = getattr(torch, case.dtype)
 
-    def drawn(*size: int, gradient: bool = True) -> torch.Tensor:
+    def random(*size: int, gradient: bool = True) -> torch.Tensor:
         return torch.randn(size, device="cuda", dtype=dtype).mul_(0.1).requires_grad_(gradient)
 
     block: Callable[..., Any]
     if case.operation.endswith("norm"):
         leaves = [
-            drawn(1, case.rows, case.width),
-            drawn(1, case.rows, case.width),
-            drawn(case.width, gradient=case.trained),
+            random(1, case.rows, case.width),
+            random(1, case.rows, case.width),
+            random(case.width, gradient=case.trained),
         ]
-        after = drawn(case.width, THIN, gradient=False)
+        after = random(case.width, THIN, gradient=False)
 
         def normed(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> Any:
             stream = x + y
@@ -114,9 +113,9 @@ def _step(case: Case, operation: Callable[..., torch.Tensor]) -> tuple[Callable[
 
         block = normed
     else:
-        leaves = [drawn(1, case.rows, THIN)]
+        leaves = [random(1, case.rows, THIN)]
         gate, up, down = (
-            drawn(*size, gradient=False) for size in ((THIN, case.width), (THIN, case.width), (case.width, THIN))
+            random(*size, gradient=False) for size in ((THIN, case.width), (THIN, case.width), (case.width, THIN))
         )
 
         def gated(x: torch.Tensor) -> Any:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtune.kernels.quantized import is_quantized
-from fxtune.techniques.checkpointing.policy import name_of
+from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.families import OTHER, family_of, mlp_activation, observe_attentions, runs_on_given
 from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
@@ -204,19 +203,7 @@ def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def count_operators(run: Callable[[], Any]) -> Counter[str]:
     """Call `run` operator by operator, and count those of fused adapters by name."""
-    with torch.compiler.set_stance("force_eager"), _Count() as mode:
+    counter = OperatorCounter(lambda name, _: name if name.startswith("fxtune.lora_") else None)
+    with torch.compiler.set_stance("force_eager"), counter:
         run()
-    return mode.found
-
-
-class _Count(TorchDispatchMode):
-    supports_higher_order_operators = True  # flex_attention is one
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := name_of(func)).startswith("fxtune.lora_"):
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+    return counter.counts

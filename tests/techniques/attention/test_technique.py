@@ -172,6 +172,8 @@ def test_flash4_compiles_whole_and_is_seen_then_too():
 
 def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
     """In training, and in the proof before it: the kernels have no float32."""
+    from transformers import AttentionInterface
+
     pipeline, model = using("flash4"), unchecked("flash4", "llama")
     pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
     seen = set()
@@ -181,7 +183,8 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
         seen.update((q.dtype, k.dtype, v.dtype))
         return original(q, k, v, *rest)
 
-    monkeypatch.setattr(packed_attention, "_by_flash4", spy)
+    registered = AttentionInterface._global_mapping
+    monkeypatch.setitem(registered, packed_attention.FLASH4, packed_attention._attention_function(spy))
     pipeline.prove(model, make_probe(model))
     with pipeline.precision.context(torch.device("cpu")):
         model(**make_probe(model)).logits.sum().backward()
@@ -235,13 +238,13 @@ def test_who_is_told_where_documents_begin(implementation, given):
 def test_a_layer_that_drops_the_documents_bounds_is_told():
     model = unchecked("flash4", "llama")
     probe = {name: value for name, value in make_probe(model).items() if not name.startswith(("cu_", "max_"))}
-    with pytest.raises(ConfigError, match="does not hand the documents' bounds"):
+    with pytest.raises(ConfigError, match="does not pass the documents' bounds"):
         model(**probe)
 
 
 @pytest.mark.parametrize(
     ("what", "match"),
-    [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "looks ahead")],
+    [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "is not causal")],
 )
 def test_what_the_kernel_would_leave_out_is_never_left_out_in_silence(what, match):
     from transformers import AttentionInterface
@@ -319,7 +322,7 @@ def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
     for family, expected in (("llama", "sdpa"), ("gemma2", "eager")):
         pipeline, notes = Pipeline().resolved(facts_of(random_model(family)))
         assert pipeline.attention.backend == expected
-        assert any(f"auto took {expected}" in note for note in notes)
+        assert any(f"auto chose {expected}" in note for note in notes)
         model = built(pipeline, random_model(family))
         kernel, isolation = pipeline.attention.verify(model, make_probe(model))
         assert kernel.acted
@@ -330,9 +333,9 @@ def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
     ("facts", "expected", "passed"),
     [
         (dict(), "flash4", ""),
-        (dict(packages={}), "sdpa", "flash3 needs the package flash-attn-3; cudnn takes packed rows one"),
+        (dict(packages={}), "sdpa", "flash3 needs the package flash-attn-3; cudnn runs packed rows document"),
         (dict(packages={}, packing=False), "cudnn", "flash4 needs the package"),
-        (dict(base=A100), "flash2", "flash4 does not serve NVIDIA A100 (compute capability 8.0"),
+        (dict(base=A100), "flash2", "flash4 does not support NVIDIA A100 (compute capability 8.0"),
         (dict(base=A100, packages={}), "sdpa", "flash2 needs the package flash-attn"),
         (dict(dtype="float32", packages={}), "flex", "sdpa would build a mask of 4.0 GiB"),
         (
@@ -341,17 +344,17 @@ def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
             "flash4 computes in float16 and bfloat16, not in float32",
         ),
         (dict(kind="gemma2"), "flash4", ""),
-        (dict(kind="gemma2", packages={}), "flex", "sdpa leaves out gemma2's soft cap"),
-        (dict(changes={"attention_dropout": 0.1}), "flash2", "flash4 leaves out llama's dropout"),
+        (dict(kind="gemma2", packages={}), "flex", "sdpa does not support gemma2's soft cap"),
+        (dict(changes={"attention_dropout": 0.1}), "flash2", "flash4 does not support llama's dropout"),
         (dict(changes={"head_dim": 512}, sequence_length=4096), "sdpa", "flash4 takes heads of 8 to 256"),
-        (dict(kind="gpt_oss", changes=SINKS), "flex", "flash4 leaves out gpt_oss's attention sinks"),
+        (dict(kind="gpt_oss", changes=SINKS), "flex", "flash4 does not support gpt_oss's attention sinks"),
     ],
     ids=lambda value: value if isinstance(value, str) else "on",
 )
 def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
     backend, note = chosen(machine(**facts))
     assert backend == expected
-    assert f"auto took {expected}" in note
+    assert f"auto chose {expected}" in note
     assert passed in note
 
 
@@ -367,10 +370,10 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
         (
             "flash3",
             dict(base=A100),
-            "flash3 does not serve NVIDIA A100 (compute capability 8.0; it serves 9.0 to below 10.0)",
+            "flash3 does not support NVIDIA A100 (compute capability 8.0; it supports 9.0 to below 10.0)",
         ),
-        ("flash3", dict(capability=(10, 0)), "flash3 does not serve"),
-        ("flash4", dict(base=A100), "flash4 does not serve NVIDIA A100"),
+        ("flash3", dict(capability=(10, 0)), "flash3 does not support"),
+        ("flash4", dict(base=A100), "flash4 does not support NVIDIA A100"),
         (
             "flash4",
             dict(packages={}),
@@ -379,7 +382,7 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
         (
             "flash4",
             dict(packages={"flash-attn-4": "4.0.0b99"}),
-            "is built on flash-attn-4 4.0.0b36, and 4.0.0b99 is here",
+            "needs flash-attn-4 4.0.0b36, and 4.0.0b99 is installed",
         ),
         ("flash2", dict(packages={}), "pip install flash-attn"),
         ("flash3", dict(packages={}), "needs the package flash-attn-3"),
@@ -387,23 +390,23 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
         ("flash4", dict(changes={"head_dim": 20}), "have 20"),
         ("flash4", dict(capability=(10, 0), changes={"head_dim": 192}), "have 192"),
         ("cudnn", dict(changes={"head_dim": 256}), "cudnn takes heads of up to 128"),
-        ("flash4", dict(changes={"attention_dropout": 0.1}), "leaves out llama's dropout in attention (0.1)"),
+        ("flash4", dict(changes={"attention_dropout": 0.1}), "does not support llama's dropout in attention (0.1)"),
         ("flash3", dict(changes={"attention_dropout": 0.1}), "dropout"),
         ("flex", dict(changes={"attention_dropout": 0.1}), "dropout"),
-        ("sdpa", dict(kind="gemma2"), "sdpa leaves out gemma2's soft cap on attention scores (50.0)"),
+        ("sdpa", dict(kind="gemma2"), "sdpa does not support gemma2's soft cap on attention scores (50.0)"),
         ("cudnn", dict(kind="gemma2"), "soft cap"),
         (
             "cudnn",
             dict(kind="mistral", changes={"sliding_window": 4096}),
-            "leaves out mistral's sliding window (4096)",
+            "does not support mistral's sliding window (4096)",
         ),
         ("cudnn", dict(techniques=enable(compile={"fullgraph": True})), "techniques.compile.fullgraph=false"),
         ("cudnn", dict(deterministic=True), "run.deterministic=false"),
         ("flash4", dict(capability=(12, 0), deterministic=True), "no deterministic backward"),
-        ("sdpa", dict(kind="gpt_oss", changes=SINKS), "leaves out gpt_oss's attention sinks"),
-        ("flash4", dict(kind="bloom", changes={"n_head": 8}), "flash4 is not there for bloom in transformers"),
+        ("sdpa", dict(kind="gpt_oss", changes=SINKS), "does not support gpt_oss's attention sinks"),
+        ("flash4", dict(kind="bloom", changes={"n_head": 8}), "flash4 is not available for bloom in transformers"),
         ("sdpa", dict(dtype="float32"), "sdpa would build a mask of 4.0 GiB for packed rows of 65536 tokens"),
-        ("eager", dict(), "eager writes out the scores of each layer"),
+        ("eager", dict(), "eager stores the scores of each layer"),
         ("flash4", dict(base=Facts()), "flash4 needs a GPU, and this run is on a CPU"),
         ("flash", dict(), "there is no flash. Did you mean flash"),
         ("nonsense", dict(), "There are auto, flash4, flash3"),

@@ -40,7 +40,7 @@ from fxtune.techniques.base import Switch
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.liger import technique, timing
-from fxtune.techniques.liger.technique import WHAT, Liger
+from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 OTHERS = {
@@ -159,12 +159,15 @@ def architecture(family: str) -> ModelConfig:
 
 def operations(model: ModelConfig) -> list[str]:
     """All of Liger's operations that this model has, in order."""
-    return [name for name in WHAT if name in technique._operations(load_config(model).get_text_config().to_dict())]
+    return [
+        name for name in OPERATIONS if name in technique._operations(load_config(model).get_text_config().to_dict())
+    ]
 
 
 def all_on(model: ModelConfig, **changes) -> Liger:
     return Liger(
-        enabled=True, **{**{name: Switch.on if name in operations(model) else Switch.off for name in WHAT}, **changes}
+        enabled=True,
+        **{**{name: Switch.on if name in operations(model) else Switch.off for name in OPERATIONS}, **changes},
     )
 
 
@@ -207,12 +210,12 @@ def test_a_model_with_all_of_them_is_the_model_without(family, stand_ins):
     for one in evidence:
         name = one.asked.split(":")[0]
         ran = turns - 1 if (family, name) == ("smollm3", "rope") else wanted[name]
-        assert one.observed == f"{wanted[name]} in place, {ran} run"
+        assert one.observed == f"{wanted[name]} replaced, {ran} runs"
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rope", "swiglu"])
 def test_each_is_switched_on_its_own(name, stand_ins):
-    only = {other: Switch.off for other in WHAT if other != name}
+    only = {other: Switch.off for other in OPERATIONS if other != name}
     model, pipeline = with_liger(random_model("llama"), **only)
     (evidence,) = pipeline.liger.verify(model, make_probe(model))
     assert evidence.acted
@@ -312,8 +315,8 @@ def test_what_did_not_run_is_noticed(stand_ins):
     with pytest.raises(ConfigError) as caught:
         pipeline.prove(model, make_probe(model))
     for part in (
-        "swiglu: 2 in place, 2 run in a forward pass; seen: 1 in place, 1 run",
-        "rope: 2 in place, 2 run of fxtune::rotary in a forward pass; seen: 2 in place, 1 run",
+        "swiglu: 2 replaced, 2 runs in a forward pass; seen: 1 replaced, 1 runs",
+        "rope: 2 replaced, 2 runs of fxtune::rotary in a forward pass; seen: 2 replaced, 1 runs",
     ):
         assert part in str(caught.value)
     assert "rms_norm" not in str(caught.value)
@@ -354,7 +357,12 @@ def test_arguments_are_those_of_liger_s_own_patches():
             GPU,
             "geglu: mistral with this config has no GeGLU",
         ),
-        ({**FAMILIES["llama"]}, {"rms_norm": Switch.on}, {}, "rms_norm: Liger's kernels are Triton's and need a GPU"),
+        (
+            {**FAMILIES["llama"]},
+            {"rms_norm": Switch.on},
+            {},
+            "rms_norm: Liger's kernels are written in Triton and need a GPU",
+        ),
         (
             {**FAMILIES["llama"]},
             {},
@@ -383,7 +391,7 @@ def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
 
 
 def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
-    asked = Liger(enabled=True, **{**dict.fromkeys(WHAT, Switch.off), "rope": Switch.on})
+    asked = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
     assert not list(asked.check(facts_of(random_model("llama"), packages={})))
     assert not list(
         asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": enable(compile={})}))
@@ -391,7 +399,7 @@ def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
 
 
 def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
-    asked = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(WHAT, Switch.off))
+    asked = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
     assert not list(asked.check(Facts(model={"model_type": "mamba"})))
     assert not list(Liger(enabled=True).check(facts_of(random_model("llama"), packages={})))
 
@@ -404,7 +412,7 @@ def resolved(known, family="llama", **options) -> tuple[Liger, str]:
 
 def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
     on = {
-        family: {name for name in WHAT if getattr(resolved(GPU, family)[0], name) is Switch.on}
+        family: {name for name in OPERATIONS if getattr(resolved(GPU, family)[0], name) is Switch.on}
         for family in ("llama", "gemma3", "phi", "phi3")
     }
     assert on == {
@@ -414,13 +422,13 @@ def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
         "phi3": {"rms_norm", "rope", "swiglu"},
     }
     chosen, note = resolved({})
-    assert {getattr(chosen, name) for name in WHAT} == {Switch.off}
+    assert {getattr(chosen, name) for name in OPERATIONS} == {Switch.off}
     assert "rms_norm off (Triton needs a GPU)" in note
-    assert note.startswith("nothing of it acts here: ")
-    assert not resolved({"sequence_length": 2**18})[1].startswith("nothing"), "the loss is fused without a GPU, too"
-    assert not resolved(GPU)[1].startswith("nothing")
-    every = dict.fromkeys((*WHAT, "fused_linear_cross_entropy"), Switch.off)
-    assert resolved(GPU, **every)[1] == "nothing of it acts here: each kernel is off"
+    assert note.startswith("no kernel runs here: ")
+    assert not resolved({"sequence_length": 2**18})[1].startswith("no kernel"), "the loss is fused without a GPU, too"
+    assert not resolved(GPU)[1].startswith("no kernel")
+    every = dict.fromkeys((*OPERATIONS, "fused_linear_cross_entropy"), Switch.off)
+    assert resolved(GPU, **every)[1] == "no kernel runs here: each kernel is off"
     assert "geglu" not in note, "what the model does not have is not worth a word"
 
 
@@ -452,10 +460,10 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
     }
     for _ in range(2):
         chosen, note = resolved(known)
-        assert [getattr(chosen, name).value for name in WHAT] == ["off", "off", "on", "on", "off"]
+        assert [getattr(chosen, name).value for name in OPERATIONS] == ["off", "off", "on", "on", "off"]
         assert "rms_norm off (measured: compiled 0.400 ms, Liger 0.500 ms)" in note
         assert "swiglu on (measured: compiled 0.300 ms, Liger 0.250 ms)" in note
-        assert "rope on (our own kernel moves fewer bytes" in note
+        assert "rope on (fxtune's own kernel moves fewer bytes" in note
     assert [(case.operation, case.rows, case.width, case.dtype, case.trained) for case in cases] == [
         ("rms_norm", 8192, 64, "bfloat16", False),
         ("swiglu", 8192, 96, "bfloat16", False),
@@ -558,8 +566,6 @@ def test_a_pipeline_says_what_it_chose():
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True)
     chosen, notes = pipeline.resolved(facts_of(random_model("llama")))
-    assert any(
-        note.startswith("liger: nothing of it acts here: rms_norm off (Triton needs a GPU), ") for note in notes
-    )
+    assert any(note.startswith("liger: no kernel runs here: rms_norm off (Triton needs a GPU), ") for note in notes)
     assert pipeline.liger.rms_norm is Switch.auto, "what the recipe asked for stays as it is"
     assert replace(chosen.liger, enabled=False).fused_linear_cross_entropy is Switch.off

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxtune.kernels import liger_operators as operators
 from fxtune.techniques.checkpointing.policy import Rule, name_of
-from fxtune.techniques.liger.timing import Case, ligers, plain
+from fxtune.techniques.liger.timing import Case, liger_operation, plain_operation
 
 ops = pytest.importorskip("liger_kernel.ops")
 CASES = {
@@ -152,7 +152,7 @@ def test_they_are_the_plain_operations_and_write_nothing(name, compiled, trained
     norm, results = case.operation.endswith("norm"), []
     torch.manual_seed(0)
     inputs = [torch.randn(2, 5, 15)[..., :12], torch.randn(12) if norm else torch.randn(2, 5, 15)[..., :12]]
-    for operation in (plain(case), ligers(case)):
+    for operation in (plain_operation(case), liger_operation(case)):
         leaves = [one.clone().requires_grad_(trained or index == 0) for index, one in enumerate(inputs)]
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         for _ in range(2):  # the second finds what the first has left

@@ -46,7 +46,7 @@ def times(case: Case) -> tuple[float, float | None]:
     from triton.testing import do_bench
 
     measured: list[float | None] = []
-    for operation in (_plain(case), _liger(case)):
+    for operation in (plain_operation(case), liger_operation(case)):
         try:
             step, leaves = _step(case, operation)
             step()
@@ -60,7 +60,7 @@ def times(case: Case) -> tuple[float, float | None]:
     return measured[0], measured[1]
 
 
-def _plain(case: Case) -> Callable[..., torch.Tensor]:
+def plain_operation(case: Case) -> Callable[..., torch.Tensor]:
     """The operation as transformers writes it."""
     written: dict[str, Callable[..., torch.Tensor]] = {
         "rms_norm": partial(_rms_norm, case.offset, case.casting),
@@ -71,7 +71,7 @@ def _plain(case: Case) -> Callable[..., torch.Tensor]:
     return written[case.operation]
 
 
-def _liger(case: Case) -> Callable[..., torch.Tensor]:
+def liger_operation(case: Case) -> Callable[..., torch.Tensor]:
     """The same with Liger's kernel."""
     return {
         "rms_norm": lambda x, w: operators.rms_norm(x, w, 1e-6, case.offset, case.casting)[0],

@@ -13,7 +13,7 @@ from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.techniques.base import Switch
-from fxtune.techniques.liger.technique import WHAT
+from fxtune.techniques.liger.technique import OPERATIONS
 from fxtune.techniques.lora import families
 from fxtune.techniques.lora.families import LLAMA, OTHER, family_of, mlp_activation
 from fxtune.techniques.lora.fused_modules import _attention_class, _mlp_class
@@ -176,7 +176,7 @@ def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, kind, LLAMA)
     pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.liger.enabled, pipeline.liger.rope = True, Switch.on
-    for name in WHAT:
+    for name in OPERATIONS:
         setattr(pipeline.liger, name, Switch.on if name == "rope" else Switch.off)
     own_build = models.build
 

@@ -2,13 +2,14 @@
 
     fxtune bench +recipe=quickstart                       # warm up, then measure the steps that training takes
     fxtune bench +recipe=quickstart --steps 20 --price 3  # more steps; the cost of a million tokens at 3 an hour
-    fxtune bench +recipe=quickstart --ablate              # also with each technique off in turn, each in its own process
+    fxtune bench +recipe=quickstart --ablate              # also with each technique off in turn
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. A technique is off by
-`techniques.NAME.enabled=false`, a switch inside one by `off`, and attention by torch's own kernel, because packed rows need one
-that isolates documents. A recipe that is refused or does not fit without a technique is a line with the reason.
+It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. A technique is
+off by `techniques.NAME.enabled=false`, a switch inside one by `off`, and attention by torch's own kernel, because
+packed rows need one that isolates documents. A recipe that is refused or does not fit without a technique is a line
+with the reason.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def run(
 ) -> None:
     """Measure and print. The options are strings, as typed on the command line.
 
-    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: of this machine per hour; `json`:
-    a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot be written, CheckError if
-    `ablate` cannot measure the recipe as it is; otherwise as training does.
+    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: of this machine per
+    hour; `json`: a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot be
+    written, CheckError if `ablate` cannot measure the recipe as it is; otherwise as training does.
     """
     count, before = parse_int("--steps", steps, STEPS), parse_int("--warm-up", warm_up, WARM_UP, LEAST_WARM_UP)
     hour = parse_positive("--price", price, "what this machine costs per hour")
@@ -147,9 +148,8 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
             say(f"without {name} ...")
             figures = with_price(measure_in_process([*overrides, *keys], steps, warm_up), hour)
             without[name] = {"keys": keys, **figures}
-            say(
-                f"  {figures.get('error') or '{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB'.format(**figures)}"
-            )
+            speed = "{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB"
+            say(f"  {figures.get('error') or speed.format(**figures)}")
         if file is not None:
             write_json(file, {**base, "without": without})  # after each, so that killing the command loses nothing
     say(ablation_table(base, without))

@@ -3,9 +3,9 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a process of its own (fxtune/diagnostics/package_checks.py), so that one that crashes or hangs is a
-line of the page and not its end. This process imports torch only to judge a recipe. Secrets are not printed, only whether there
-is one. Exit code 1: an installed package does not work, or the recipe cannot run here.
+Each package is checked in a process of its own (fxtune/diagnostics/package_checks.py), so that one that crashes or
+hangs is a line of the page and not its end. This process imports torch only to judge a recipe. Secrets are not
+printed, only whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run here.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def run(config: Config) -> dict[str, Any]:
     """Print the figures and some answers, and return the figures by metric name.
 
-    Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as a run does.
+    Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as
+    a run does.
     """
     data = config.data
     data.validate()
@@ -80,7 +81,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques without an untrained adapter, which adds nothing. It stays over a quantized base, which needs adapters."""
+    """The techniques without an untrained adapter, as it adds nothing. A quantized base needs one, so it stays."""
     techniques = config.techniques
     if config.model.adapter or techniques.quantize.enabled:
         return techniques

@@ -1,9 +1,9 @@
-"""`fxtune merge`: add a LoRA adapter to its base and write one safetensors model, which plain transformers loads without peft.
+"""`fxtune merge`: write a LoRA adapter and its base as one safetensors model, which plain transformers loads.
 
     fxtune merge runs/NAME/adapter FOLDER        fxtune merge +recipe=NAME
 
-A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the dtype in which the base is stored,
-one layer at a time, so a bfloat16 model needs no more memory than its own size.
+A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the dtype in which the base is
+stored, one layer at a time, so a bfloat16 model needs no more memory than its own size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 def run(config: Config) -> Path:
-    """Merge the adapter of the recipe's newest run into `merged` in the run folder. Raises ConfigError if there is none."""
+    """Merge the adapter of the recipe's newest run into its run folder. Raises ConfigError if there is none."""
     root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
     folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if _is_run(path.name, root.name)]
     adapters = [path / "adapter" for path in folders if (path / "adapter").is_dir()]
@@ -51,8 +51,8 @@ def run(config: Config) -> Path:
 def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = False) -> Path:
     """Write an adapter (a folder or a hub id) and the base that it names as one model into `out`, and return `out`.
 
-    Raises ConfigError if the adapter cannot be read or names no base, StorageError if `out` exists or cannot be written, or if
-    weights do not fit or are not finite.
+    Raises ConfigError if the adapter cannot be read or names no base, StorageError if `out` exists or cannot be
+    written, or if weights do not fit or are not finite.
     """
     name, out = str(adapter), Path(out)
     place = _require_writable(out)
@@ -68,7 +68,8 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
     except (UserError, OSError) as error:
         kind = type(error) if isinstance(error, UserError) else ConfigError
         raise kind(
-            f"adapter {name}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: {_short(error)} "
+            f"adapter {name}: its base, as base_model_name_or_path in {origin.folder / CONFIG} names it: "
+            f"{_short(error)} "
             "If the base has moved, write where it is into that file."
         ) from error
     model = ModelConfig(**source, dtype=_stored_dtype(hf_config, source["path"]))
@@ -91,7 +92,7 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
 
 
 def _require_writable(out: Path) -> Path:
-    """Refuse a folder that exists or cannot be written, before any work. Returns the nearest folder above it that exists.
+    """Refuse a folder that exists or cannot be written. Returns the nearest folder above it that exists.
 
     The staging paths of save_model() are examined and not opened, because opening a pipe would wait for ever.
     """
@@ -150,8 +151,8 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
         raise ConfigError(f"{origin.name} is a {options['peft_type']} adapter; fxtune merges LoRA, rsLoRA and DoRA.")
     if options.get("alora_invocation_tokens"):
         raise ConfigError(
-            f"{origin.name} is an aLoRA adapter ({CONFIG}: alora_invocation_tokens): it acts on a part of a text only, so "
-            "no merged model can do the same. Use it with peft."
+            f"{origin.name} is an aLoRA adapter ({CONFIG}: alora_invocation_tokens): it acts on a part of a text, "
+            "so no merged model can do the same. Use it with peft."
         )
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -216,7 +217,7 @@ def _merge_in_float32(layer: Any, name: str) -> None:
 
 
 def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
-    """Try the adapter's regular expressions on the module names, as peft will, within a time limit: some would never end."""
+    """Try the adapter's regular expressions on the module names within a time limit, because some would never end."""
     options = ("target_modules", "exclude_modules", "layers_pattern")
     patterns = {option: [value] for option in options if isinstance(value := getattr(lora, option, None), str)}
     for option in ("rank_pattern", "alpha_pattern"):

@@ -1,8 +1,8 @@
 """`fxtune preview`: the first samples as the model will see them, after template, split and packing.
 
-Tokenizer, tables and plan are those of the training run, and the page is read back from the plan's first batches. It shows why
-most runs learn nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is
-applied twice, rows that are mostly padding.
+Tokenizer, tables and plan are those of the training run, and the page is read back from the plan's first batches. It
+shows why most runs learn nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a
+template that is applied twice, rows that are mostly padding.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     fxtune tune +recipe=quickstart --dry-run                        # what would be tried, what would not, and why
     fxtune tune +recipe=quickstart --axes micro_batch,checkpointing --minutes 10 --steps 5 --output recipes/fast.yaml
 
-It starts with the recipe as it is and varies one axis at a time from the best setting so far (fxtune/tuning/search.py), until
-nothing improves or the minutes are over. A setting that the memory forecast or a technique's check rules out is a line of the
-table and costs no trial; a trial that fails is a line with the reason.
+It starts with the recipe as it is and varies one axis at a time from the best setting so far
+(fxtune/tuning/search.py), until nothing improves or the minutes are over. A setting that the memory forecast or a
+technique's check rules out is a line of the table and costs no trial; a trial that fails is a line with the reason.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def run(
 ) -> None:
     """Search, print the table, write the recipe. The options are strings, as typed on the command line.
 
-    `overrides`: the recipe and keys as typed; `again`: ignore the cache; `json`: a file for all results. Raises ConfigError
-    for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be written.
+    `overrides`: the recipe and keys as typed; `again`: ignore the cache; `json`: a file for all results. Raises
+    ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be written.
     """
     names = parse_axes(axes)
     seconds = (parse_positive("--minutes", minutes, "the minutes of the search") or MINUTES) * 60
@@ -82,8 +82,8 @@ def run(
     if dry_run:
         say(planned_table(search.planned()))
         say(
-            "Nothing was run. Each axis starts from the best setting of those before it, so these are the values of the first "
-            f"round. The recipe would be {path}."
+            "Nothing was run. Each axis starts from the best setting of those before it, so these are the values "
+            f"of the first round. The recipe would be {path}."
         )
         return
     try:
@@ -103,8 +103,8 @@ def run(
     say(why)
     if search.untried:
         say(
-            f"The {seconds / 60:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with more "
-            "--minutes continues from here."
+            f"The {seconds / 60:g} minutes are over. Not tried: {'; '.join(search.untried)}. The same command with "
+            "more --minutes continues from here."
         )
     recipe_writer.write(path, header(search, winner, path), typed, apply_deltas(config, winner.deltas))
     say(f"The recipe is {path}: {_command(path)}")
@@ -123,7 +123,7 @@ def parse_axes(text: Optional[str]) -> list[str]:
 
 
 def survey(overrides: list[str], config: Config, with_data: bool) -> SearchContext:
-    """The context of the search. On a GPU another process collects it, because CUDA in this one would hold GPU memory."""
+    """The context of the search. On a GPU another process collects it, since CUDA holds GPU memory."""
     if not torch.cuda.is_available() or config.run.device.value == "cpu":
         return _survey_here(config, with_data)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -190,7 +190,8 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
     times = f"one run of {search.steps} steps"
     if len(speeds) > 1:
         times = f"{min(speeds):,.0f} to {max(speeds):,.0f} in {len(speeds)} runs of {search.steps} steps"
-    gain = ""
+    command = shlex.join([*redact_arguments(search.overrides), *axes])
+    peak, gain = max(one.peak for one in winner.results), ""
     if winner is not base:
         gain = f"; {winner.speed / base.speed - 1:+.1%} against" if base.speed else "; no measurement of"
         gain += " the recipe as it was"
@@ -200,10 +201,10 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
         "",
         f"  {_command(path)}",
         "",
-        f"{recipe_writer.MARK.removeprefix('# ')}{shlex.join([*redact_arguments(search.overrides), *axes])} ({date.today()})",
+        f"{recipe_writer.MARK.removeprefix('# ')}{command} ({date.today()})",
         f"Hardware: {facts.device_name}, {facts.memory / GIB:.0f} GiB.",
         f"Packages: fxtune {__version__}, {', '.join(packages)}.",
-        f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {max(one.peak for one in winner.results):.2f} GiB{gain}.",
+        f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
         f"The losses of the same batches are those of the recipe within {TOLERANCE[search.context.precision]:g}.",
     ]
 

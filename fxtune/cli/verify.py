@@ -1,12 +1,12 @@
 """`fxtune verify`: does everything that the recipe asks for act, and is the loss right?
 
-    fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step of real data
-    fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers, document by document
-    fxtune verify +recipe=quickstart --each    # the same with each technique off in turn, to find the one that is wrong
+    fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
+    fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
+    fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
 
-The first rows are the evidence that training itself requires before its first step (Technique.verify). The others need data or
-a backward pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step costs. Nothing is
-written, and there is no run folder and no tracker. Exit code 1: something did not act.
+The first rows are the evidence that training itself requires before its first step (Technique.verify). The others need
+data or a backward pass: what is supervised, what is trained, whether documents of a real row are isolated, what a step
+costs. Nothing is written, and there is no run folder and no tracker. Exit code 1: something did not act.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
-"""Elements of each trained tensor that are compared before and after a step; all of an 8B model would not fit twice."""
+"""Elements of each trained tensor that are compared before and after a step. All of an 8B model do not fit twice."""
 FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -56,7 +56,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def run(config: Config, loss: bool = False, each: bool = False, json: Optional[str] = None) -> None:
     """Print what was observed. Raises CheckError if something did not act, otherwise as training does.
 
-    `loss`: also compare with plain transformers; `each`: also with each technique off in turn; `json`: a file for all of it.
+    `loss`: also compare with plain transformers; `each`: also with each technique off in turn; `json`: a file for all
+    of it.
     """
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):

@@ -1,9 +1,9 @@
 """How fast a recipe is as it is: the training step itself (TrainStep), timed.
 
-`measure` builds what a run builds (the same checks, data path and optimizer), takes warm-up steps, which compile, tune and fill
-caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device where training does
-(every `train.log_every` steps) and at both ends, nowhere else; the time of a step is that between two events on the device's own
-stream. Tokens are those of documents; padding is counted separately and is in no rate.
+`measure` builds what a run builds (the same checks, data path and optimizer), takes warm-up steps, which compile, tune
+and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
+where training does (every `train.log_every` steps) and at both ends, nowhere else; the time of a step is that between
+two events on the device's own stream. Tokens are those of documents; padding is counted separately and is in no rate.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Measured:
     packages: dict[str, str]
     """Versions of what is installed."""
     kernels: Optional[list[tuple[str, float, float]]] = None
-    """(name, seconds, calls) per step of each GPU kernel, on a CPU of each operator; longest first. None: not requested."""
+    """(name, seconds, calls) per step of each kernel, on a CPU of each operator; longest first. None: no profile."""
 
 
 def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile: bool = False) -> Measured:
@@ -116,7 +116,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
 
 
 def steps_only(config: Config, steps: int) -> Config:
-    """A copy that takes `steps` steps over the same data and does nothing else: no evaluation, checkpoints or trackers.
+    """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
 
     `data.eval_fraction` stays, because it decides which documents are trained on.
     """

@@ -2,11 +2,12 @@
 
 Of two sources, the first that the GPU has:
 
-- its energy counter (millijoules since the driver was loaded; Volta and newer): two readings, and nothing runs in between;
+- its energy counter (millijoules since the driver was loaded; Volta and newer): two readings, and nothing runs in
+  between;
 - its power (milliwatts), sampled ten times a second by a thread and integrated by trapezoids.
 
-Both are of the whole board: memory, fans, and other processes on the same GPU are included, CPU and power supply are not. If
-there is neither, there is no figure, and `how` gives the reason.
+Both are of the whole board: memory, fans, and other processes on the same GPU are included, CPU and power supply are
+not. If there is neither, there is no figure, and `how` gives the reason.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Energy:
         """None: not measured."""
         self.how = ""
         """The source of the figure, or why there is none."""
+        self._nvml: Any = None
         self._handle: Any = None
         self._counter: int | None = None
         self._samples: list[tuple[float, float]] = []
@@ -40,11 +42,15 @@ class Energy:
         self._sampler = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Energy:
-        import pynvml
-
         if self.device.type != "cuda":
             self.how = f"not measured: NVML is for NVIDIA GPUs, and the device is {self.device.type}"
             return self
+        try:
+            import pynvml
+        except ImportError:
+            self.how = "not measured: the package nvidia-ml-py is not installed"
+            return self
+        self._nvml = pynvml
         # By its UUID, because CUDA counts the visible devices and NVML all of them, in another order.
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         try:
@@ -66,12 +72,10 @@ class Energy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        import pynvml
-
         if self._handle is None:
             return
         if self._counter is not None:
-            end = self._read(pynvml.nvmlDeviceGetTotalEnergyConsumption) or 0
+            end = self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption) or 0
             self.joules = (end - self._counter) / 1e3 if end > self._counter else None
         elif self._sampler.is_alive():
             self._over.set()
@@ -79,24 +83,20 @@ class Energy:
             self.joules = integrate(self._samples)
         if self.joules is None and not self.how.startswith("not measured"):
             self.how = f"not measured: {self.how} did not change"
-        pynvml.nvmlShutdown()
+        self._nvml.nvmlShutdown()
 
     def _read(self, function: Callable[[Any], int]) -> int | None:
         """None if this GPU or driver does not have the value."""
-        import pynvml
-
         try:
             return function(self._handle)
-        except pynvml.NVMLError:
+        except self._nvml.NVMLError:
             return None
 
     def _sample(self) -> None:
-        import pynvml
-
         last, pause = False, 0.0
         while not last:
             last, pause = self._over.wait(pause), INTERVAL
-            if (milliwatts := self._read(pynvml.nvmlDeviceGetPowerUsage)) is not None:
+            if (milliwatts := self._read(self._nvml.nvmlDeviceGetPowerUsage)) is not None:
                 self._samples.append((time.perf_counter(), milliwatts / 1e3))
 
 

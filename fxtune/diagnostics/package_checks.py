@@ -1,10 +1,10 @@
-"""Does a package work on this machine? Each check runs a tiny forward and backward through it and compares with plain torch.
+"""Does a package work on this machine? Each check compares a tiny forward and backward through it with plain torch.
 
     python -P fxtune/diagnostics/package_checks.py NAME [gpu]
 
-A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for the first
-time can hang, and neither may end `fxtune doctor`. The last line of output is one JSON object: `state` (works; imports: its
-kernels need a GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
+A check runs in a process of its own: a broken wheel can end it with a segmentation fault, a kernel that compiles for
+the first time can hang, and neither may end `fxtune doctor`. The last line of output is one JSON object: `state`
+(works; imports: its kernels need a GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Check:
 
 
 class NotTriedError(Exception):
-    """The package is not for this machine, or not in this version; the message says why. The package is not at fault."""
+    """The package, or this version of it, is not for this machine; the message says why. It is not broken."""
 
 
 def _torch(device: torch.device) -> str:
@@ -224,7 +224,8 @@ CHECKS = {
 def main(name: str, gpu: bool) -> dict[str, Any]:
     """The result of one check. `gpu`: this machine may have one."""
     check, facts = CHECKS[name], dict[str, Any]()
-    # The broad except is intended: whatever a package raises, on import or when it runs, becomes one line for the user.
+    # The broad except is intended: whatever a package raises, on import or when it runs, becomes one line for the
+    # user.
     try:
         if not _installed(check.module):
             return {"state": "missing", "seen": ""}
@@ -287,7 +288,7 @@ def _require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.dev
 
 
 def _require_close(*pairs: tuple[Any, Any]) -> float:
-    """The largest relative distance among pairs of (result, expected). Raises ArithmeticError if it exceeds TOLERANCE."""
+    """The largest relative distance among pairs of (result, expected). Raises ArithmeticError beyond TOLERANCE."""
     worst = 0.0
     for result, expected in pairs:
         result, expected = result.detach().float(), expected.detach().float()

@@ -1,14 +1,15 @@
 """Is the loss right? The same global batch through the recipe's techniques and through plain transformers.
 
-The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or compiled, and
-cross-entropy of float32 logits. What changes the mathematics by design stays on in it: scaled RoPE, adapters, a quantized base.
-Dropout is off everywhere, because two passes would never agree.
+The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
+compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in it: scaled RoPE,
+adapters, a quantized base. Dropout is off everywhere, because two passes would never agree.
 
-In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree, so plain transformers in that
-precision measures how far rounding alone leads from float32: fxtune may be twice as far, plus a fraction of the dtype's epsilon.
+In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree, so plain transformers
+in that precision measures how far rounding alone leads from float32: fxtune may be twice as far, plus a fraction of
+the dtype's epsilon.
 
-The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in memory at a
-time, and the plain ones run before anything of fxtune's own does.
+The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in
+memory at a time, and the plain ones run before anything of fxtune's own does.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ EXACT = (1e-5, 1e-5, 1e-4)
 SLACK = (1 / 8, 1 / 2, 1.0)
 """In other precisions: epsilons of the dtype, added to twice the error of plain transformers."""
 MIN_NORM = 0.01
-"""The error of a parameter's gradient is relative to its norm, or to this fraction of the mean norm if that is more: the gradient
-of a key's bias, for example, is zero but for rounding."""
+"""The error of a parameter's gradient is relative to its norm, or to this fraction of the mean norm if that is more:
+the gradient of a key's bias, for example, is zero but for rounding."""
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 
 
@@ -94,14 +95,16 @@ class _Result:
 
 
 def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], None]) -> list[Compared]:
-    """Compare the first step of `plan` in each split into micro-batches, and with `each` with each technique off in turn.
+    """Compare the first step of `plan` in each split into micro-batches, and with `each` with each technique off in
+    turn.
 
-    `tell` gets a line when a variant begins. Raises ConfigError if there is no reference, HardwareError if it does not fit.
+    `tell` gets a line when a variant begins. Raises ConfigError if there is no reference, HardwareError if it does not
+    fit.
     """
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
-            "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so there is no "
-            "reference, document by document. Use yarn or linear."
+            "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so there "
+            "is no reference, document by document. Use yarn or linear."
         )
     return list(_Comparison(builder, plan, tell).run(each))
 
@@ -170,7 +173,7 @@ class _Comparison:
         chosen = self.techniques
         if kept := [name for name in BY_DESIGN if getattr(chosen, name).enabled]:
             self.tell(
-                f"Not switched off: {' and '.join(kept)}. They change the result by design, and the reference has them, too."
+                f"Not switched off: {' and '.join(kept)}. They change the result by design; the reference has them."
             )
         for name in OPTIONAL:
             if not getattr(chosen, name).enabled or getattr(chosen, name) == getattr(plain, name):
@@ -185,7 +188,7 @@ class _Comparison:
             yield name, pipeline
 
     def _plain(self) -> Pipeline:
-        """The techniques without those that must not change what is computed. transformers chooses the attention itself."""
+        """The techniques of BY_DESIGN only. transformers chooses the attention itself."""
         off = copy.deepcopy(self.techniques)
         off.lora.fused = Switch.off
         for name in OPTIONAL:
@@ -219,8 +222,8 @@ class _Comparison:
             except torch.OutOfMemoryError as error:
                 if checkpointed:
                     raise HardwareError(
-                        f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt runs each document "
-                        "alone, with all its logits in float32. For the comparison use a shorter data.sequence_length, or "
+                        f"The reference does not fit: {str(error).partition('. See documentation')[0]}\nIt runs each "
+                        "document alone, with all its logits in float32. Use a shorter data.sequence_length, or "
                         "model.architecture={num_hidden_layers: 4} with model.init=random."
                     ) from error
             finally:

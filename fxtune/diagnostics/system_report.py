@@ -1,7 +1,7 @@
 """What is known of this machine without torch: GPUs, memory, disks, and the servers that training uses.
 
-`fxtune doctor` prints it. Nothing here raises: what cannot be found out has no line. A secret is never shown, only whether there
-is one.
+`fxtune doctor` prints it. Nothing here raises: what cannot be found out has no line. A secret is never shown, only
+whether there is one.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _server(what: str, address: str, login: str, remedy: str) -> Finding:
 
 
 def _nvidia_smi(query: str, columns: int) -> list[list[str]]:
-    """The cells that nvidia-smi prints. Empty if it is missing or does not answer; NVML in this process could hang it."""
+    """The cells that nvidia-smi prints; none if it does not answer. NVML could hang this process; this cannot."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]

@@ -1,7 +1,9 @@
-"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds on.
+"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
+on.
 
-It builds on the user's recipe if that has a name that is found again (./recipes, or shipped). A recipe that was given as a file
-elsewhere is repeated in full. Before it is written, the new recipe is composed and must give exactly the config that was measured.
+It builds on the user's recipe if that has a name that is found again (./recipes, or shipped). A recipe that was given
+as a file elsewhere is repeated in full. Before it is written, the new recipe is composed and must give exactly the
+config that was measured.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ BACKUP = ".old"
 
 
 def output_path(overrides: list[str], name: str, output: str | None) -> Path:
-    """Where the recipe goes. Raises ConfigError for a bad name, StorageError for a file that fxtune tune did not write."""
+    """Where the recipe goes. Raises ConfigError for a bad name, StorageError for a file of the user."""
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_tuned.yaml")
     if path.suffix != ".yaml" or not all(letter.isalnum() or letter in "_-." for letter in path.stem):
         raise ConfigError(
@@ -105,7 +107,7 @@ def _difference(value: Any, base: Any) -> Any:
 
 
 def _composes_to(text: str, name: str, config: Config) -> bool:
-    """Whether a recipe of this text gives `config`, except for the run's name, secrets, and keys of the command line only."""
+    """Whether a recipe of this text gives `config`, but for the run's name, secrets and command-line keys."""
 
     def comparable(given: Config) -> Any:
         plain = redact(_shareable(dataclasses.asdict(given)))

@@ -1,12 +1,13 @@
 """The search of `fxtune tune`: from the recipe as it is, one axis at a time, each time from the best candidate so far.
 
-It repeats the axes until a round changes nothing or the time is up, and then measures the two fastest candidates again if they
-are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ from those of the first
-trial gets a verdict and cannot win. Speeds within the spread of repeated measurements (at least NOISE) are a tie, and of tied
-candidates the one that changes the fewest keys wins: the recipe is never replaced by one that was only luckier.
+It repeats the axes until a round changes nothing or the time is up, and then measures the two fastest candidates again
+if they are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ from
+those of the first trial gets a verdict and cannot win. Speeds within the spread of repeated measurements (at least
+NOISE) are a tie, and of tied candidates the one that changes the fewest keys wins: the recipe is never replaced by one
+that was only luckier.
 
-There are a few dozen candidates, each costs minutes and gets a line that explains it. So this is coordinate descent, and no
-sampler such as Optuna's, which needs many more trials before its model of the space is worth something.
+There are a few dozen candidates, each costs minutes and gets a line that explains it. So this is coordinate descent,
+and no sampler such as Optuna's, which needs many more trials before its model of the space is worth something.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _TimeIsUp(Exception):
 
 @dataclass
 class Search:
-    """A search in progress. `candidates[0]` is the recipe as it is, `best` the candidate from which the search goes on."""
+    """A search in progress. `candidates[0]` is the recipe as it is; the search continues from `best`."""
 
     config: Config
     overrides: list[str]
@@ -76,8 +77,8 @@ class Search:
             self._find_start()
         except _TimeIsUp:
             raise ConfigError(
-                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more minutes, or fewer "
-                "--steps."
+                f"--minutes {self.seconds / 60:g}: the time was up before the first trial ended. Give more "
+                "minutes, or fewer --steps."
             ) from None
         for _ in range(ROUNDS if self.best.speed else 0):
             before = self.best
@@ -118,7 +119,7 @@ class Search:
         return winner, f"{why}. Tied with it, within {margin:.1%} ({kind}): {others or 'none'}{rule}."
 
     def _find_start(self) -> None:
-        """Begin with the recipe as it is. If it does not run, with the first setting that does, in order of less memory."""
+        """Start with the recipe as it is, or else with the first setting that runs of those with less memory."""
         self.best = base = self._try({})
         if base.speed:
             return
@@ -137,8 +138,8 @@ class Search:
     def _search_axis(self, axis: str) -> None:
         """Try each value of one axis, and make the best of them `best`.
 
-        If a step in one direction is slower, no further step in that direction is tried. When the time is up, the rest goes on
-        without trials, so that `untried` holds what time cut off and not what had been given up before.
+        If a step in one direction is slower, no further step in that direction is tried. When the time is up, the rest
+        goes on without trials, so that `untried` holds what time cut off and not what had been given up before.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
             self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so none is tried")
@@ -153,7 +154,8 @@ class Search:
             except _TimeIsUp:
                 self.untried.append(Candidate(deltas, {}).title)
                 continue
-            # A candidate with fewer changes needs to be as fast as the best, one with more must be faster beyond noise.
+            # A candidate with fewer changes needs to be as fast as the best, one with more must be faster beyond
+            # noise.
             simpler = len(candidate.deltas) < len(self.best.deltas)
             if candidate.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE):
                 self.best = candidate

@@ -1,8 +1,10 @@
-"""The search space of `fxtune tune`: the values worth a trial on each axis, and what is known of a candidate before its trial.
+"""The search space of `fxtune tune`: the values worth a trial on each axis, and what is known of a candidate before
+its trial.
 
-A candidate is the user's config with some keys changed. Before it costs a trial, three questions are answered from plain facts:
-can it run here (the check of each technique), does it fit (fxtune/techniques/estimate/memory.py), and is it the same setting as
-an earlier candidate (an `auto` and the value it resolves to)? Answering them does not touch the GPU, which belongs to the trials.
+A candidate is the user's config with some keys changed. Before it costs a trial, three questions are answered from
+plain facts: can it run here (the check of each technique), does it fit (fxtune/techniques/estimate/memory.py), and is
+it the same setting as an earlier candidate (an `auto` and the value it resolves to)? Answering them does not touch the
+GPU, which belongs to the trials.
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
 """
@@ -65,7 +67,7 @@ class Candidate:
 
     deltas: Deltas
     identity: dict[str, Any]
-    """Everything its speed depends on, with every `auto` resolved. Candidates with the same identity are the same setting."""
+    """Everything its speed depends on, with every `auto` resolved. Equal identities are the same setting."""
     need: int = 0
     """Forecast of its memory on the device, in bytes."""
     fits: bool = True
@@ -168,7 +170,7 @@ def shrink_to_fit(config: Config, deltas: Deltas, context: SearchContext) -> Del
 
 
 def micro_batch(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """Divisors of the global batch: upwards from the present size in factors of two or more, then downwards likewise."""
+    """Divisors of the global batch, each at least twice the last: upwards from the present size, then downwards."""
     present, total = config.train.micro_batch_size, config.train.global_batch_size
     divisors = [size for size in range(1, total + 1) if total % size == 0]
     last = present
@@ -265,5 +267,5 @@ AXES: dict[str, Callable[[Config, SearchContext], Iterator[Deltas]]] = {
     "micro_batch": micro_batch,
     "workers": workers,
 }
-"""Each yields the values worth a trial from a config. Kernels come first, because they decide what fits; the loader comes last,
-because it limits the speed only when everything else is fast."""
+"""Each yields the values worth a trial from a config. Kernels come first, because they decide what fits; the loader
+comes last, because it limits the speed only when everything else is fast."""

@@ -1,12 +1,12 @@
 """A trial of a search: `fxtune bench` in a process of its own, its result, and the cache of results.
 
-A trial may run out of memory, crash, hang or be refused, and each of these is a result. Because it is a process of its own, it
-frees the GPU when it ends and cannot end the search. The trial and its children (loader workers, compilers) form one process
-group, which is killed when the trial ends, reaches its time limit, or the search is interrupted. If the search itself is killed,
-Linux kills the trial.
+A trial may run out of memory, crash, hang or be refused, and each of these is a result. Because it is a process of its
+own, it frees the GPU when it ends and cannot end the search. The trial and its children (loader workers, compilers)
+form one process group, which is killed when the trial ends, reaches its time limit, or the search is interrupted. If
+the search itself is killed, Linux kills the trial.
 
-The cache holds one file per result, named by a hash of everything that the result depends on. An interrupted search finds there
-all that it had measured.
+The cache holds one file per result, named by a hash of everything that the result depends on. An interrupted search
+finds there all that it had measured.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def measure(overrides: list[str], steps: int, limit: float) -> TrialResult:
 def bench(
     overrides: list[str], steps: int, warm_up: int, limit: float | None = None
 ) -> tuple[TrialResult, dict[str, Any]]:
-    """Run `fxtune bench` in a process of its own. Returns its result, and the measurements it wrote (empty if it failed)."""
+    """Run `fxtune bench` in a process of its own. Returns its result, and the measurements it wrote (empty if it
+    failed)."""
     with tempfile.TemporaryDirectory(prefix="fxtune-trial-") as scratch:
         file = Path(scratch) / "measured.json"
         code, output, seconds = run_process(bench_command(overrides, steps, warm_up, file), limit)
@@ -210,7 +211,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @contextmanager
 def unwind_on_signal() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that no trial is left behind."""
+    """Make SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that no trial stays behind."""
 
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)

@@ -47,7 +47,8 @@ def fxtune_tune(*words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_real_trials_give_a_recipe_that_trains(cwd, monkeypatch, capsys, tmp_path_factory, forks):
-    """Trials are forked from a process that has imported everything, which saves seconds; tests/tuning has real starts."""
+    """Trials are forked from a process that has imported everything, which saves seconds; tests/tuning has real
+    starts."""
 
     def run_forked(command: list[str], limit: float) -> tuple[int, str, float]:
         folder = tmp_path_factory.mktemp("trial")

@@ -1,4 +1,4 @@
-"""What a user sees of `fxtune verify`: all rows of a correct recipe, and exit code 1 with the reason for a wrong one."""
+"""What a user sees of `fxtune verify`: the evidence for a correct recipe, and the reason why a wrong one fails."""
 
 from __future__ import annotations
 

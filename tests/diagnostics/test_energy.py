@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from fxtune.diagnostics.energy import Energy, integrate
 
 
 class Driver:
-    """A driver whose counter reads `counts` one after the other, and whose GPU draws `watts`; None: it has no such value."""
+    """A driver whose counter reads `counts` one after the other, and whose GPU draws `watts`; None: it has no such
+    value."""
 
     def __init__(self, counts: list[int] | None = None, watts: float | None = None, missing: bool = False) -> None:
         self.counts, self.watts, self.missing, self.open = iter(counts or []), watts, missing, 0
@@ -96,10 +98,14 @@ def test_without_a_measurement_there_is_a_reason_and_no_zero(measure, driver, re
     assert reason in found.how
 
 
-def test_a_machine_without_a_driver_or_a_gpu_says_so(monkeypatch):
+def test_a_machine_without_a_gpu_or_the_package_says_so(monkeypatch):
     with Energy(torch.device("cpu")) as found:
         pass
     assert (found.joules, found.how) == (None, "not measured: NVML is for NVIDIA GPUs, and the device is cpu")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with Energy(torch.device("cuda", 0)) as found:
+        pass
+    assert (found.joules, found.how) == (None, "not measured: the package nvidia-ml-py is not installed")
 
 
 @given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.floats(1, 1000), st.data())

@@ -17,7 +17,8 @@ SHAPE = (
     "+recipe=quickstart",
     "model.init=random",
     "model.architecture={hidden_size: 2048, intermediate_size: 5632, "
-    "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, max_position_embeddings: 8192}",
+    "num_hidden_layers: 4, num_attention_heads: 16, num_key_value_heads: 4, head_dim: 128, "
+    "max_position_embeddings: 8192}",
     "model.dtype=bfloat16",
     "data.sequence_length=2048",
     "train.micro_batch_size=4",

@@ -1,4 +1,5 @@
-"""`fxtune tune` on a card: real trials, one of which runs out of real memory, and a recipe that runs as it was measured."""
+"""`fxtune tune` on a card: real trials, one of which runs out of real memory, and a recipe that runs as it was
+measured."""
 
 from __future__ import annotations
 

@@ -73,8 +73,9 @@ def h200(overrides: list[str], gib: float = 139.0) -> tuple[Config, SearchContex
 class FakeTrials:
     """Stands in for trial.measure(): no process is started.
 
-    `rules` maps an override to its effect on a trial: a factor of the speed, losses (then the speed doubles), an outcome of
-    failure, or an exception to raise. The rule "all" holds for every trial. `now` is the clock of the search.
+    `rules` maps an override to its effect on a trial: a factor of the speed, losses (then the speed doubles), an
+    outcome of failure, or an exception to raise. The rule "all" holds for every trial. `now` is the clock of the
+    search.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The search of `fxtune tune`, with a stand-in for the trials: what it tries, what wins, and what it does when time is short."""
+"""The search of `fxtune tune`, with a stand-in for the trials: what it tries, what wins, and what it does when time is
+short."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
     """
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
-            "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so there "
-            "is no reference, document by document. Use yarn or linear."
+            "techniques.rope.type=dynamic rotates a document's tokens by angles that depend on the whole row, so "
+            "there is no reference, document by document. Use yarn or linear."
         )
     return list(_Comparison(builder, plan, tell).run(each))
 

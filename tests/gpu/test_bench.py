@@ -43,7 +43,7 @@ def bench(folder: Path, *words: str) -> tuple[str, Any]:
 
 
 @pytest.mark.timed
-def test_the_figures_of_a_card_fit_each_other(tmp_path):
+def test_the_figures_agree_with_each_other(tmp_path):
     out, found = bench(tmp_path, "--steps", "12", "--price", "4")
     assert found["step_seconds_p5"] <= found["step_seconds"] <= found["step_seconds_p95"] < 2 * found["step_seconds"]
     tokens_a_step = found["tokens_per_second"] * found["step_seconds"]
@@ -55,7 +55,7 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
     assert found["device"] == torch.cuda.get_device_name()
     if peak_flops(found["device"], "bfloat16"):
         assert 0.02 < found["mfu"] < 1
-    if found["joules_per_token"] is not None:  # a driver may keep it to itself, and then `energy` says why
+    if found["joules_per_token"] is not None:  # if the driver does not report it, `energy` says why
         assert 30 < found["watts"] < 2000
         assert found["joules_per_token"] * found["tokens_per_second"] == pytest.approx(found["watts"], rel=0.01)
     else:
@@ -64,7 +64,7 @@ def test_the_figures_of_a_card_fit_each_other(tmp_path):
 
 
 def test_every_technique_is_switched_off_in_turn(tmp_path):
-    """Of a model of two layers, with few switches on: each is a process."""
+    """With two layers and few switches on, because each is a process."""
     few = [
         *(f"techniques.liger.{name}='off'" for name in ("rms_norm", "rope", "swiglu")),
         "techniques.liger.fused_linear_cross_entropy='on'",

@@ -27,7 +27,7 @@ SHAPE = (
     "train.micro_batch_size=2",
     "train.global_batch_size=8",
 )
-"""The quickstart's data through a Llama large enough that its steps are the card's work."""
+"""The quickstart's data with a Llama whose steps keep the GPU busy."""
 
 
 def fxtune(folder: Path, *words: str) -> str:
@@ -62,12 +62,14 @@ def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
     out = fxtune(tmp_path, *words, "4")
     found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
     measured = [row for row in found["rows"] if row["tokens_per_second"]]
-    assert len(measured) >= 3, out  # a busy host takes a minute for each
+    assert len(measured) >= 3, out  # on a busy host each takes a minute
     assert all(row["loss_off"] <= 1e-2 for row in measured)
     best = next(row for row in measured if row["deltas"] == found["winner"])
     assert best["tokens_per_second"] >= found["rows"][0]["tokens_per_second"]
     peak = max(answer["peak"] for answer in best["answers"])
-    assert peak < 1.25 * best["forecast_gib"] + 0.5, "the forecast prunes, so it must not be far below"
+    assert peak < 1.25 * best["forecast_gib"] + 0.5, (
+        "the forecast rules candidates out, so it must not be far below the measured peak"
+    )
 
     file = tmp_path / "recipes" / "quickstart_tuned.yaml"
     assert set(yaml.safe_load(file.read_text())) <= {"defaults", "model", "data", "train", "loader", "techniques"}
@@ -75,11 +77,11 @@ def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["tokens_per_second"] == pytest.approx(best["tokens_per_second"], rel=0.15)
 
-    assert "from the cache" in fxtune(tmp_path, *words, "0.5")  # in seconds; what is not in there has no time
+    assert "from the cache" in fxtune(tmp_path, *words, "0.5")  # in seconds; there is no time for what is not cached
 
 
-def test_a_trial_without_room_is_an_answer(tmp_path):
-    """In 3 GiB a micro-batch of 8 rows with all its logits does not fit, and here the forecast may not say so."""
+def test_a_trial_that_runs_out_of_memory_is_a_result(tmp_path):
+    """A micro-batch of 8 rows with all its logits does not fit in 3 GiB, and the forecast is not used here."""
     script = tmp_path / "without_forecast.py"
     script.write_text(
         "import sys\nfrom fxtune.tuning import search_space\nfrom fxtune.cli.main import main\n"

@@ -1,6 +1,6 @@
-"""`fxtune verify` and `fxtune doctor` as a user starts them: all that is asked for acts, all that is installed works.
+"""`fxtune verify` and `fxtune doctor` on a GPU: every technique acts, every installed package works.
 
-Each in a process of its own: a sweep of techniques leaves compiled code and process-wide switches behind.
+Each runs in a process of its own, because many techniques leave compiled code and process-wide settings behind.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SHAPE = (
     "data.sequence_length=1024",
     "train.max_steps=8",
 )
-"""The quickstart's data through a Llama whose heads every kernel takes."""
+"""The quickstart's data with a Llama whose head size every kernel supports."""
 
 
 def fxtune(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """The finished command, and what it wrote for machines."""
+    """The finished command, and the content of --json."""
     file = folder / "seen.json"
     done = subprocess.run(
         [sys.executable, "-m", "fxtune", *words, "--json", str(file)],
@@ -38,7 +38,7 @@ def fxtune(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str],
     return done, json.loads(file.read_text())
 
 
-def test_every_package_that_is_installed_works(tmp_path):
+def test_every_installed_package_works(tmp_path):
     done, seen = fxtune(tmp_path, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["what"]: one for one in seen}
@@ -66,11 +66,11 @@ def test_every_package_that_is_installed_works(tmp_path):
 def test_the_loss_is_that_of_plain_transformers(tmp_path, words):
     done, seen = fxtune(tmp_path, "verify", "+recipe=quickstart", *SHAPE, *words, "--loss")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert any(one["technique"] == "memory" and "GiB at its peak" in one["observed"] for one in seen["evidence"])
+    assert any(one["technique"] == "memory" and one["observed"].startswith("peak ") for one in seen["evidence"])
     assert len([one for one in seen["loss"] if one["name"].startswith("fxtune")]) == 3
 
 
-def test_all_techniques_at_once_and_each_taken_away(tmp_path):
+def test_all_techniques_together_and_each_off_in_turn(tmp_path):
     done, seen = fxtune(
         tmp_path,
         "verify",

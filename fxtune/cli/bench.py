@@ -23,7 +23,7 @@ from fxtune.cli.options import parse_int, parse_positive, require_writable, writ
 from fxtune.diagnostics.benchmark import LEAST_WARM_UP, STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
 from fxtune.system.console import say, table
-from fxtune.system.profiler import short
+from fxtune.system.profiler import short_name
 
 if TYPE_CHECKING:
     from fxtune.config.root import Config
@@ -126,7 +126,7 @@ def figures_table(figures: Figures) -> Any:
 def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
     """Where the time of a step goes. `kernels`: see Measured."""
     total = sum(seconds for _, seconds, _ in kernels)
-    top = [(short(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
+    top = [(short_name(name), seconds, f"{calls:g}") for name, seconds, calls in kernels[:TOP_KERNELS]]
     if rest := kernels[TOP_KERNELS:]:
         top.append((f"{len(rest)} others", sum(seconds for _, seconds, _ in rest), ""))
     rows = [(name, f"{seconds * 1e3:,.2f}", f"{seconds / total:.1%}", calls) for name, seconds, calls in top]

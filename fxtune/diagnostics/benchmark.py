@@ -24,7 +24,7 @@ from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.diagnostics.energy import Energy
 from fxtune.objectives.causal_lm import CausalLM
-from fxtune.system.profiler import times
+from fxtune.system.profiler import kernel_times
 from fxtune.system.units import GIB
 from fxtune.tracking.throughput import StartupTimer, memory_gib
 from fxtune.tracking.tracker import Display, TrackingConfig
@@ -177,7 +177,7 @@ def _measure(
     statistics.settle()
     kernels = None
     if profile:
-        spent = sorted(times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
+        spent = sorted(kernel_times(lambda: list(taken)).items(), key=lambda one: -one[1][0])
         kernels = [(name, seconds / PROFILED, calls / PROFILED) for name, (seconds, calls) in spent]
 
     seconds = figures["train/step_seconds"] * steps

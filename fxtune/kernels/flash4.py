@@ -1,20 +1,22 @@
-"""FlashAttention-4 as operators of our own, so that torch.compile sees no graph break and checkpointing policies can name them.
+"""FlashAttention-4 as operators of our own, so that torch.compile sees no graph break and checkpointing policies can
+name them.
 
-What: causal attention over documents that lie one after the other (or over rows of one document each), forward and backward,
-by the CuTe kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute). The package's own entry points
-are autograd Functions that compile kernels as they go, which torch.compile cannot trace; here they lie behind
-`fxtune::flash4` -> (out, lse) and `fxtune::flash4_backward` -> (dq, dk, dv), with shapes that are known beforehand. A policy
-that saves `torch.ops.fxtune.flash4.default` keeps `out` and `lse`, and then nothing is computed twice.
+What: causal attention over documents that follow one another (or over rows of one document each), forward and
+backward, by the CuTe kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute). The package's
+own entry points are autograd Functions that compile kernels when called, which torch.compile cannot trace. Here they
+are behind `fxtune::flash4` -> (out, lse) and `fxtune::flash4_backward` -> (dq, dk, dv), whose shapes are known in
+advance. A policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and then nothing is computed
+twice.
 
-What it gives: on an H200, forward and backward with 32 query and 8 key heads of 128: 516 TFLOP/s in rows of 4k, 610 at 64k,
-against 264 and 326 of the FlashAttention-2 that is built into torch.
+What it gains, on an H200, forward and backward with 32 query and 8 key heads of 128: 516 TFLOP/s in rows of 4k and 610
+at 64k, against 264 and 326 of the FlashAttention-2 in torch.
 
-What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the
-first time: what was compiled stays in fxtune's cache, see package(). Nothing that changes from batch to batch is part of that
-combination. The backward pass allocates dq and, where heads share keys, dk and dv in float32 beside the results.
+What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten
+seconds the first time and is then cached on disk; see package(). Nothing that changes from batch to batch is part of
+that combination. The backward pass also allocates dq, and dk and dv if heads share keys, in float32.
 
-`max_seqlen` is an upper bound, so that it stays the same from batch to batch. Documents of no tokens are skipped by the
-kernels' schedulers, which count tiles. On a CPU the operators run `reference`, which is also what tests compare them with.
+`max_seqlen` is an upper bound, so that it is the same for all batches. The kernels skip documents without tokens. On a
+CPU the operators run `reference`, with which tests compare them.
 """
 
 from __future__ import annotations
@@ -30,22 +32,23 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.errors import StorageError
 from fxtune.system.host import cache_home
 
 VERSION = "4.0.0b36"
 """The release of flash-attn-4 whose internal functions are called here."""
-LEAST_BOUND = 1024
-"""Smaller bounds on the length select other variants of the kernels, which would be compiled for the sake of a probe."""
+MIN_BOUND = 1024
+"""Smaller bounds on the length select other variants of the kernels, which would be compiled for a probe only."""
 
 
 @torch.library.custom_op(
     "fxtune::flash4",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, SymInt max_seqlen, float scale, SymInt window, float softcap)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, SymInt max_seqlen, float scale, SymInt window, "
+    "float softcap) -> (Tensor, Tensor)",
 )
 def flash4(
     q: Tensor,
@@ -60,18 +63,18 @@ def flash4(
     """Causal attention.
 
     Args:
-        q: [tokens, heads, d], or [rows, length, heads, d] where `cu_seqlens` is None and each row is one document; float16 or
+        q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
+        float16 or
             bfloat16, any strides with a last one of 1.
-        k, v: the same with kv_heads (a divisor of heads); v may have a dimension of its own.
-        cu_seqlens: int32 [documents + 1], where each document begins and at last the number of tokens. Documents may be empty.
-        max_seqlen: no document is longer. Not read without `cu_seqlens`.
-        scale: of the scores, usually d^-0.5.
-        window: how many tokens a token sees, itself included (transformers' `sliding_window`); 0: all before it.
-        softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
+        k, v: the same with kv_heads (a divisor of heads); v may have another d. cu_seqlens: int32 [documents + 1],
+        where each document begins, then the number of tokens. Documents may be empty. max_seqlen: no document is
+        longer. Not read without `cu_seqlens`. scale: of the scores, usually d^-0.5. window: how many tokens a token
+        attends to, itself included (transformers' `sliding_window`); 0: all before it. softcap: c in c * tanh(score /
+        c) (Gemma 2); 0: none.
 
     Returns:
-        out: like q with v's last dimension, contiguous. lse: natural logarithm of the sum of the exponentiated scores, float32
-        [heads, tokens] or [rows, heads, length]; it takes no gradient.
+        out: like q with v's last dimension, contiguous. lse: log-sum-exp of the scores (natural logarithm), float32
+        [heads, tokens] or [rows, heads, length]; it has no gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
     bound = _bound(max_seqlen, cu_seqlens)
@@ -97,8 +100,8 @@ def flash4(
     "fxtune::flash4_backward",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_seqlens, SymInt max_seqlen, "
-    "float scale, SymInt window, float softcap) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_seqlens, "
+    "SymInt max_seqlen, float scale, SymInt window, float softcap) -> (Tensor, Tensor, Tensor)",
 )
 def flash4_backward(
     dout: Tensor,
@@ -113,7 +116,7 @@ def flash4_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of flash4, contiguous. The same bits each time where torch.use_deterministic_algorithms is on."""
+    """(dq, dk, dv) of flash4, contiguous. The same bits each time with torch.use_deterministic_algorithms."""
     dq, dk, dv = _gradients(q, k, v)
     bound = _bound(max_seqlen, cu_seqlens)
     package()._flash_attn_bwd(
@@ -141,29 +144,31 @@ def flash4_backward(
 
 @functools.cache
 def package() -> Any:
-    """flash_attn.cute.interface, which keeps what it compiles and finds it in later processes.
+    """flash_attn.cute.interface, with a cache on disk for what it compiles.
 
-    It lies in fxtune's cache, unless the environment names another folder or says none (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR,
-    _ENABLED=0): the package's own default is below /tmp, where others may put what would be loaded as code. The package reads
-    both when it is first imported, so this comes before. It locks its files in the midst of a step, and would raise there where
-    a folder cannot be written or a file system has no locks, so that is tried here, once.
+    The cache is a folder of fxtune's, unless the environment names another one or none
+    (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, _ENABLED=0): the package's default is below /tmp, where others could place
+    files that would be loaded as code. The package reads both variables when it is first imported. It locks its files
+    during a step, and would fail there if the folder cannot be written or its file system has no locks, so this is
+    tried here.
     """
     directory, enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    if os.environ.get(enabled, "1") == "1" and (folder := _place(os.environ.get(directory))):
+    if os.environ.get(enabled, "1") == "1" and (folder := _cache_folder(os.environ.get(directory))):
         os.environ.update({directory: str(folder), enabled: "1"})
     from flash_attn.cute import interface
 
     return interface
 
 
-def _place(given: Optional[str]) -> Optional[Path]:
-    """A folder where files can be made and locked: `given`, or one in fxtune's cache; None where there is none.
+def _cache_folder(given: Optional[str]) -> Optional[Path]:
+    """A folder where files can be made and locked: `given`, or one in fxtune's cache; None if there is none.
 
-    One for each kind of card: of the package's keys not all have it (4.0.0b36: those of bwd_pre), and homes are shared.
+    Each kind of GPU has its own: not all of the package's keys contain it (4.0.0b36: those of bwd_pre), and machines
+    share homes.
     """
-    card = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
+    gpu = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
-        folder = Path(given) if given else cache_home() / "flash4" / f"{platform.machine()}-{card}"
+        folder = Path(given) if given else cache_home() / "flash4" / f"{platform.machine()}-{gpu}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +187,8 @@ def reference(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """flash4 as mathematics, document by document, in float32 (float64 for float64): arguments and results as there."""
+    """flash4 in plain torch, document by document, in float32 (float64 for float64); arguments and results are
+    flash4's."""
     out, lse = _results(q, k, v, cu_seqlens)
     for (qd, kd, vd), rows, columns in _documents((q, k, v), cu_seqlens):
         scores = _scores(qd, kd, scale, window, softcap)[0]
@@ -204,16 +210,17 @@ def reference_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """flash4_backward as mathematics: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix B)."""
+    """flash4_backward in plain torch: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix
+    B)."""
     dq, dk, dv = _gradients(q, k, v)
     for (qd, kd, vd, od, dod), rows, columns in _documents((q, k, v, out, dout), cu_seqlens):
         scores, slope = _scores(qd, kd, scale, window, softcap)
-        seen = (scores - lse[columns].unsqueeze(-1)).exp()
+        probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
         o, do = (_heads_first(x, scores.dtype) for x in (od, dod))
-        dscores = seen * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * scale
+        dscores = probabilities * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * scale
         dq[rows] = (dscores @ _per_head(kd, qd)).transpose(0, 1).to(q.dtype)
         dk[rows] = _per_group(dscores.mT @ _heads_first(qd, scores.dtype), kd).to(k.dtype)
-        dv[rows] = _per_group(seen.mT @ do, vd).to(v.dtype)
+        dv[rows] = _per_group(probabilities.mT @ do, vd).to(v.dtype)
     return dq, dk, dv
 
 
@@ -222,33 +229,12 @@ flash4_backward.register_kernel("cpu")(reference_backward)
 
 
 @flash4.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Optional[Tensor],
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return _results(q, k, v, cu_seqlens)
 
 
 @flash4_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Optional[Tensor],
-    max_seqlen: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(q, k, v)
 
 
@@ -269,7 +255,7 @@ flash4.register_autograd(_backward, setup_context=_setup)
 
 
 def _flops(q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
-    """Of the forward pass, half of the square: for torch's estimates of what is worth saving, which take shapes only."""
+    """Of the causal forward pass; torch's estimates of what is worth saving pass only shapes."""
     tokens, length = (q[0], max_seqlen) if len(q) == 3 else (q[0] * q[1], q[1])
     return tokens * length * q[-2] * (q[-1] + v[-1])
 
@@ -280,14 +266,8 @@ def _backward_flops(
     return 5 * _flops(q, k, v, *rest) // 2
 
 
-def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    register_flop_formula(torch.ops.fxtune.flash4)(_flops)
-    register_flop_formula(torch.ops.fxtune.flash4_backward)(_backward_flops)
-
-
-_register_flops()
+register_flop_formula(torch.ops.fxtune.flash4)(_flops)
+register_flop_formula(torch.ops.fxtune.flash4_backward)(_backward_flops)
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> tuple[Tensor, Tensor]:
@@ -305,7 +285,7 @@ def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _bound(max_seqlen: int, cu_seqlens: Optional[Tensor]) -> Optional[int]:
-    return None if cu_seqlens is None else max(max_seqlen, LEAST_BOUND)
+    return None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
 
 
 def _left(window: int) -> Optional[int]:
@@ -313,7 +293,7 @@ def _left(window: int) -> Optional[int]:
 
 
 def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Optional[Tensor]) -> Any:
-    """Each document that has tokens: its tensors [length, heads, d], and where it lies in `out` and in `lse`."""
+    """For each document that has tokens: its tensors [length, heads, d], and its indices in `out` and in `lse`."""
     if cu_seqlens is None:
         for row in range(len(tensors[0])):
             yield tuple(x[row] for x in tensors), row, row
@@ -324,13 +304,14 @@ def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Optional[Tensor]) -> Any
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
-    """[heads, length, length] of one document, -inf where a token does not look; and what the soft cap's slope there is."""
+    """Scores of one document, [heads, length, length], -inf where they are masked; and the slope of the soft cap
+    there."""
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
     slope = torch.ones_like(scores)
     if softcap:
-        bent = (scores / softcap).tanh()
-        scores, slope = softcap * bent, 1 - bent * bent
+        capped = (scores / softcap).tanh()
+        scores, slope = softcap * capped, 1 - capped * capped
     at = torch.arange(len(q), device=q.device)
     back = at[:, None] - at[None, :]
     return scores.masked_fill((back < 0) | (back >= (window or len(q))), float("-inf")), slope
@@ -341,7 +322,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values of one document as [heads, length, d]: each head's own copy of what its group shares."""
+    """Keys or values of one document as [heads, length, d]: a copy for each head of the group."""
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     return _heads_first(x, wide).repeat_interleave(q.shape[1] // x.shape[1], 0)
 

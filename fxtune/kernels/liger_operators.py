@@ -1,12 +1,13 @@
 """Liger's kernels as operators, for compiled code.
 
-torch.compile takes a Triton kernel into its graph and looks into it for what it writes. Where it cannot tell (torch 2.11 fails at
-Liger 0.8.5's RMSNorm, which casts a float) it believes that every input is written, weights included, and says no more than a
-warning: on an H200 such a Llama had the right loss and gradients, and in its next forward pass wrong logits. Behind an operator
-there is nothing to look into, and what goes in stays as it was. For gated products that costs a copy of gate and up in the
-backward pass, where Liger's kernel overwrites them.
+torch.compile takes a Triton kernel into its graph and analyses which inputs it writes. If it cannot tell (torch 2.11
+fails at Liger 0.8.5's RMSNorm, which casts a float), it assumes that the kernel writes every input, weights included,
+and only warns: on an H200 such a Llama had the right loss and gradients, and wrong logits in its next forward pass. An
+operator is opaque to that analysis, and its inputs stay as they were. For gated products this costs a copy of gate and
+up in the backward pass, because Liger's kernel overwrites them.
 
-Elsewhere Liger's own autograd functions run (liger_forwards.py), which overwrite what nobody needs any more.
+In eager mode Liger's own autograd functions run (techniques/liger/forwards.py), which overwrite tensors that are not
+needed any more.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch import Tensor
     schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)",
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * (offset + weight) over the last dimension, in x's dtype, and for the backward pass 1 / rms(x), float32 [rows].
+    """x / rms(x) * (offset + weight) over the last dimension, in x's dtype; and 1 / rms(x) for the backward pass,
+    float32 [rows].
 
-    `casting`: "llama" (rounded before the weight is multiplied) or "gemma" (all of it in float32).
+    `casting`: "llama" (rounded before the product with the weight) or "gemma" (everything in float32).
     """
     from liger_kernel.ops import rms_norm_forward
 
@@ -41,12 +43,13 @@ def _(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tup
 @torch.library.custom_op(
     "fxtune::liger_rms_norm_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool trained) -> (Tensor, Tensor)",
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor scale, float offset, str casting, bool need_dweight)"
+    " -> (Tensor, Tensor)",
 )
 def _rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, trained: bool
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight); the second is empty unless `trained`."""
+    """(dx, dweight); the second is empty unless `need_dweight`."""
     from liger_kernel.ops import rms_norm_backward
     from liger_kernel.ops.rms_norm import _str_to_casting_mode
     from liger_kernel.ops.utils import calculate_settings
@@ -62,16 +65,16 @@ def _rms_norm_backward(
         *calculate_settings(x.shape[-1]),
         False,
         None,
-        needs_dw=trained,
+        needs_dw=need_dweight,
     )
-    return dx, _given(dweight, weight)
+    return dx, _or_empty(dweight, weight)
 
 
 @_rms_norm_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, trained: bool
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float, casting: str, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape if trained else 0)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if need_dweight else 0)
 
 
 @torch.library.custom_op(
@@ -80,7 +83,8 @@ def _(
     schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension, in x's dtype, and for the backward pass mean and 1 / deviation, float32 [rows]."""
+    """LayerNorm over the last dimension, in x's dtype; mean and 1 / deviation for the backward pass, float32
+    [rows]."""
     from liger_kernel.ops import layer_norm_forward
 
     y, _, mean, scale, *_ = layer_norm_forward(x.contiguous(), weight, bias, eps)
@@ -96,36 +100,50 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tens
 @torch.library.custom_op(
     "fxtune::liger_layer_norm_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale, bool trained, bool shifted)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale, bool need_dweight, "
+    "bool need_dbias) -> (Tensor, Tensor, Tensor)",
 )
 def _layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool, shifted: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    need_dweight: bool,
+    need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); the second is empty unless `trained`, the third unless `shifted`."""
+    """(dx, dweight, dbias); the second is empty unless `need_dweight`, the third unless `need_dbias`."""
     from liger_kernel.ops import layer_norm_backward
 
     x = x.contiguous()
     dx, dweight, dbias = layer_norm_backward(
-        dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale, needs_dw=trained, needs_db=shifted
+        dy.contiguous(), x.view(-1, x.shape[-1]), weight, bias, mean, scale, needs_dw=need_dweight, needs_db=need_dbias
     )
-    return dx, _given(dweight, weight), _given(dbias, bias)
+    return dx, _or_empty(dweight, weight), _or_empty(dbias, bias)
 
 
 @_layer_norm_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, trained: bool, shifted: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    need_dweight: bool,
+    need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
-        weight.new_empty(weight.shape if trained else 0),
-        bias.new_empty(bias.shape if shifted else 0),
+        weight.new_empty(weight.shape if need_dweight else 0),
+        bias.new_empty(bias.shape if need_dbias else 0),
     )
 
 
 @torch.library.custom_op("fxtune::liger_gated", mutates_args=(), schema="(Tensor gate, Tensor up, str kind) -> Tensor")
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, of one shape; `kind`: "swiglu" (SiLU) or "geglu" (GELU's tanh form)."""
+    """act(gate) * up of two tensors of one shape; `kind`: "swiglu" (SiLU) or "geglu" (GELU's tanh form)."""
     from liger_kernel import ops
 
     forward = ops.swiglu_forward if kind == "swiglu" else ops.geglu_forward
@@ -147,7 +165,9 @@ def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Te
     from liger_kernel import ops
 
     backward = ops.swiglu_backward if kind == "swiglu" else ops.geglu_backward
-    gate, up = (one.clone(memory_format=torch.contiguous_format) for one in (gate, up))  # they become their gradients
+    gate, up = (
+        one.clone(memory_format=torch.contiguous_format) for one in (gate, up)
+    )  # overwritten by their gradients
     backward(gate, up, dp.contiguous())
     return gate, up
 
@@ -161,8 +181,8 @@ def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _given(gradient: Optional[Tensor], of: Tensor) -> Tensor:
-    return of.new_empty(0) if gradient is None else gradient
+def _or_empty(gradient: Optional[Tensor], like: Tensor) -> Tensor:
+    return like.new_empty(0) if gradient is None else gradient
 
 
 def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -172,9 +192,11 @@ def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _rms_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-    trained = ctx.needs_input_grad[1]
-    dx, dweight = torch.ops.fxtune.liger_rms_norm_backward(dy, *ctx.saved_tensors, ctx.offset, ctx.casting, trained)
-    return dx, dweight if trained else None, None, None, None
+    need_dweight = ctx.needs_input_grad[1]
+    dx, dweight = torch.ops.fxtune.liger_rms_norm_backward(
+        dy, *ctx.saved_tensors, ctx.offset, ctx.casting, need_dweight
+    )
+    return dx, dweight if need_dweight else None, None, None, None
 
 
 def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -183,9 +205,9 @@ def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _layer_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    trained, shifted = ctx.needs_input_grad[1:3]
-    dx, dweight, dbias = torch.ops.fxtune.liger_layer_norm_backward(dy, *ctx.saved_tensors, trained, shifted)
-    return dx, dweight if trained else None, dbias if shifted else None, None
+    need_dweight, need_dbias = ctx.needs_input_grad[1:3]
+    dx, dweight, dbias = torch.ops.fxtune.liger_layer_norm_backward(dy, *ctx.saved_tensors, need_dweight, need_dbias)
+    return dx, dweight if need_dweight else None, dbias if need_dbias else None, None
 
 
 def _gated_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

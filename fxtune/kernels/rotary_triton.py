@@ -1,7 +1,7 @@
-"""The Triton kernel of rotary.py. A program treats a token: all heads of q and k, and v's, which it copies.
+"""The Triton kernel of rotary.py. A program handles one token: it rotates all heads of q and k, and copies v's.
 
-So a token's cos and sin are read once, and everything else is read once and written once: 24 KB a token of an 8B Llama. Offsets
-are int64. Imported only where there is a GPU: triton is no part of torch's CPU builds.
+So a token's cos and sin are read once, and everything else is read once and written once: 24 KB a token of an 8B
+Llama. Offsets are int64. Imported only on a GPU: torch's CPU builds do not include triton.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 2048
-"""Pairs of dimensions that a program turns at once: with four warps 16 for each thread, 64 bytes to read."""
+"""Pairs of dimensions that a program rotates at a time: with four warps 16 for each thread, 64 bytes to read."""
 WARPS = 4
 
 
-def turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Write q and k, turned, and v, if there is one. `sources`, `targets`: [rows, length, heads, dim] of any strides; cos and
-    sin [rows or 1, length, width]. `back`: the transposed operation.
-    """
+def rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
+    """Write q and k, rotated, and v, if there is one. `sources`, `targets`: [rows, length, heads, dim] with any
+    strides; cos and sin [rows or 1, length, width]. `back`: the transposed operation."""
     rows, length, heads, dim = sources[0].shape
     if not rows * length:
         return
-    given = [x if x.stride(3) == 1 else x.contiguous() for x in sources]
+    inputs = [x if x.stride(3) == 1 else x.contiguous() for x in sources]
     assert all(x.stride(3) == 1 for x in targets), [x.stride() for x in targets]
     angles = [x if x.stride(2) == 1 else x.contiguous() for x in (cos, sin)]
-    third = len(given) == 3
+    has_v = len(inputs) == 3
     arguments = [
         argument
-        for x in ([*given, *targets] if third else [*given, given[1], *targets, targets[1]])
+        for x in ([*inputs, *targets] if has_v else [*inputs, inputs[1], *targets, targets[1]])
         for argument in (x, *x.stride()[:3])
     ]
     arguments += [argument for x in angles for argument in (x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
-    width, kv_heads = cos.shape[2], given[1].shape[2]
+    width, kv_heads = cos.shape[2], inputs[1].shape[2]
     half = triton.next_power_of_2(max(width // 2, 1))
     block, kv_block = (min(triton.next_power_of_2(number), max(PAIRS // half, 1)) for number in (heads, kv_heads))
     _rotary[(rows * length,)](
@@ -50,7 +49,7 @@ def turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin:
         BLOCK=block,
         KV_BLOCK=kv_block,
         BACK=back,
-        THIRD=third,
+        HAS_V=has_v,
         num_warps=WARPS,
     )
 
@@ -98,7 +97,7 @@ def _rotary(
     BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BACK: tl.constexpr,
-    THIRD: tl.constexpr,
+    HAS_V: tl.constexpr,
 ):
     program = tl.program_id(0)
     row, token = (program // length).to(tl.int64), (program % length).to(tl.int64)
@@ -144,7 +143,7 @@ def _rotary(
         REST,
         KV_BLOCK,
     )
-    if THIRD:
+    if HAS_V:
         _copy(
             v + row * v_row + token * v_token,
             v_head,
@@ -175,7 +174,7 @@ def _heads(
     REST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turn all heads of a token, BLOCK at once."""
+    """Rotate all heads of a token, BLOCK at a time."""
     for first in tl.static_range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)[:, None]
         inside = (head < HEADS) & (pair < WIDTH // 2)

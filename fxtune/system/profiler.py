@@ -1,6 +1,6 @@
-"""Which operators really ran, seen by torch's profiler: by their names, and on a GPU by the kernels that they launched.
+"""Which operators ran, and how long kernels took.
 
-An option that asks for a kernel is proven by looking at what the device did, not at what a config says. And where its time went.
+Evidence that an option acted comes from what the device did, not from what a config says.
 """
 
 from __future__ import annotations
@@ -13,45 +13,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LONGEST_NAME = 60
+MAX_LENGTH = 60
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     calls: int
     kernels: frozenset[str] = field(default_factory=frozenset)
-    """Names of what ran on the device. Empty on a CPU, and where the profiler is not allowed to look (CUPTI)."""
+    """Names of the kernels that ran on the device. Empty on a CPU, and if the profiler has no access to the device
+    (CUPTI)."""
 
 
-def operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Seen]:
-    """Call `run` twice and count, the second time, what matches each regular expression, by the same keys.
+def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Observed]:
+    """Call `run` twice, and count in the second call what matches each regular expression, by the same keys.
 
-    A pattern matches operators (`aten::softmax`) or kernels of the device. Where kernels can be seen at all, an operator that
-    launched none does not count. The first call is for what is compiled or loaded at first use.
+    A pattern matches operators (`aten::softmax`) or kernels of the device. If kernels are visible at all, an operator
+    that launched none does not count. The first call is for what is compiled or loaded on first use.
     """
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its library notes each start and stop on stderr
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     run()
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
-    ) as trace:
-        run()
-        if cuda:
-            torch.cuda.synchronize()
-    events = list(trace.events() or [])
-    sees_device = any(event.device_type == DeviceType.CUDA for event in events)
+    events = _profile(run)
+    sees_device = any(_on_device(event) for event in events)
     found = {}
     for name, pattern in patterns.items():
         hits = [event for event in events if re.search(pattern, event.name)]
-        on_device = [event.name for event in hits if event.device_type == DeviceType.CUDA]
+        on_device = [event.name for event in hits if _on_device(event)]
         launched = [_kernels(event) for event in hits if event.device_type == DeviceType.CPU]
         calls = sum(1 for kernels in launched if kernels or not sees_device)
-        found[name] = Seen(max(calls, len(on_device)), frozenset(on_device).union(*launched))
+        found[name] = Observed(max(calls, len(on_device)), frozenset(on_device).union(*launched))
     return found
 
 
@@ -70,37 +62,48 @@ class OperatorCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
-    """Call `run` once: seconds and calls of each kernel on the GPU, by name; without a GPU, of each operator on its own."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+def kernel_times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """Call `run` once: seconds and calls of each kernel on the GPU, by name; without a GPU, of each operator
+    itself."""
+    cuda = _uses_cuda()
     if cuda:
         torch.cuda.synchronize()
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
-    ) as trace:
-        run()
-        if cuda:
-            torch.cuda.synchronize()
     found: dict[str, tuple[float, int]] = {}
-    for event in trace.events() or []:
-        # What a range on the host spans on the device (`Optimizer.step`) is told there again, as an annotation.
-        if (event.device_type == DeviceType.CUDA) == cuda and not getattr(event, "is_user_annotation", False):
+    for event in _profile(run):
+        # A range of the host (`Optimizer.step`) appears on the device again, as an annotation.
+        if _on_device(event) == cuda and not getattr(event, "is_user_annotation", False):
             seconds, calls = found.get(event.name, (0.0, 0))
             spent = event.device_time_total if cuda else event.self_cpu_time_total
             found[event.name] = seconds + spent / 1e6, calls + 1
     return found
 
 
-def short(kernel: str) -> str:
-    """A kernel's name without its template arguments and what compilers put before it."""
+def short_name(kernel: str) -> str:
+    """A kernel's name without its template arguments and the prefixes of compilers."""
     name = re.sub(r"^(void |kernel_cutlass_)", "", kernel).partition("<")[0]
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
+    return name if len(name) <= MAX_LENGTH else name[: MAX_LENGTH - 3] + "..."
+
+
+def _profile(run: Callable[[], Any]) -> list[Any]:
+    """All events of `run`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library logs each start and stop to stderr
+    cuda = _uses_cuda()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, acc_events=True) as trace:
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+    return list(trace.events() or [])
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _on_device(event: Any) -> bool:
+    return bool(event.device_type == DeviceType.CUDA)
 
 
 def _kernels(event: Any) -> frozenset[str]:
-    """Names of the kernels that an operator and those that it called ran on the device."""
+    """Names of the kernels that an operator, and the operators that it called, launched."""
     return frozenset(kernel.name for kernel in event.kernels).union(*(_kernels(child) for child in event.cpu_children))

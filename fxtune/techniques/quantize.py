@@ -40,7 +40,7 @@ from fxtune.kernels.quantized import (
     stored_bytes,
 )
 from fxtune.models.structure import observed, skeleton
-from fxtune.system.profiler import operators, short
+from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 
@@ -390,8 +390,8 @@ class Quantize(Technique):
             )
         if self.type is Type.fp8:
             with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                seen = operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
-            kernels = ", ".join(sorted({short(name) for name in seen.kernels}))
+                seen = observe_operators(lambda: model(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+            kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
             yield Evidence(
                 "quantize",
                 "products in fp8",

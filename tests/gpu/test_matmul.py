@@ -14,10 +14,10 @@ from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
-from fxtune.kernels.matmul import CUTE, mm, served
+from fxtune.kernels.matmul import CUTE, is_served, mm
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.host import cache_home
-from fxtune.system.profiler import operators
+from fxtune.system.profiler import observe_operators
 from fxtune.techniques.base import Switch
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.lora import gemm_backend
@@ -51,7 +51,7 @@ def drawn(rows: int, columns: int, stride: int | None = None, dtype: torch.dtype
 @pytest.fixture
 def all_sizes(monkeypatch):
     """Sizes that leave processors without work are the kernel's, too."""
-    monkeypatch.setattr(matmul, "FULL", 0.0)
+    monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -65,7 +65,7 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
         (drawn(rows, out + rank, dtype=dtype), made[:, :inner]),
     ):
         into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=dtype)
-        assert served(left, right, into)
+        assert is_served(left, right, into)
         found = mm(left, right, into, CUTE)
         assert found is into
         assert torch.equal(found, mm(left, right, by=CUTE))
@@ -83,14 +83,14 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
             assert reference.relative(total[at], wanted) < reference.LIMITS["bfloat16"]
             assert torch.isfinite(total).all()
             # Rounded once, where cuBLAS rounds twice: three quarters are equal then. Sums in another order make up the rest.
-            taken = by == CUTE and served(left, right, into, plus)
+            taken = by == CUTE and is_served(left, right, into, plus)
             assert taken == (by == CUTE and right.stride(0) == 1)
             assert not taken or (total[at] == wanted.to(dtype)).float().mean() > 0.9
 
 
 def test_more_numbers_than_int32_can_count(monkeypatch):
     """A row of 400k tokens: q, k and v, and their gradients, have 2.5e9 numbers."""
-    monkeypatch.setattr(matmul, "FARTHEST", 2**40)
+    monkeypatch.setattr(matmul, "MAX_SPAN", 2**40)
     (out, inner, rank), rows = SHAPES["qkv"], 409_600
     assert rows * out > 2**31
     made = drawn(out + rank, inner + rank)
@@ -99,7 +99,7 @@ def test_more_numbers_than_int32_can_count(monkeypatch):
     ).to(GPU)
     for left, right in ((drawn(rows, inner + rank), made[:out].t()), (drawn(rows, out + rank), made[:, :inner])):
         into = torch.full((rows, right.shape[1]), float("nan"), device=GPU, dtype=torch.bfloat16)
-        assert served(left, right, into)
+        assert is_served(left, right, into)
         mm(left, right, into, CUTE)
         assert reference.relative(into[at], left[at].float() @ right.float()) < reference.LIMITS["bfloat16"]
         assert torch.isfinite(into.sum(1)).all()
@@ -117,7 +117,7 @@ def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_si
     right = drawn(columns, inner, up(inner)).t() if across else drawn(inner, columns, up(columns) + 8)
     whole = torch.full((rows, stride), 7.0, device=GPU, dtype=torch.bfloat16)
     out = whole[:, :columns]
-    assert served(left, right, out)
+    assert is_served(left, right, out)
     mm(left, right, out, CUTE)
     assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
     assert (whole[:, columns:] == 7.0).all(), "between the rows nothing is written"
@@ -126,7 +126,7 @@ def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_si
 def test_a_row_that_ends_between_16_bytes_is_not_written_by_it(all_sizes):
     whole = torch.full((2049, 1048), 7.0, device=GPU, dtype=torch.bfloat16)
     left, right, out = drawn(2049, 1032), drawn(1032, 1031, 1040), whole[:, :1031]
-    assert not served(left, right, out)
+    assert not is_served(left, right, out)
     mm(left, right, out, CUTE)
     assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
     assert (whole[:, 1031:] == 7.0).all()
@@ -145,7 +145,7 @@ def test_it_is_recorded_and_played(all_sizes):
 
 def test_the_profiler_sees_quack():
     left, right, out = drawn(16384, 4096), drawn(4096, 4096), drawn(16384, 4096)
-    seen = operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_backend.OPERATOR})["cute"]
+    seen = observe_operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_backend.OPERATOR})["cute"]
     print(sorted(seen.kernels))
     assert seen.calls == 1
     assert not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels), seen.kernels

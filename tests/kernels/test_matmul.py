@@ -18,7 +18,7 @@ from fxtune.kernels import linear_cross_entropy as heads
 from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.matmul import CUBLAS, CUTE, filled, mm, served
+from fxtune.kernels.matmul import CUBLAS, CUTE, is_served, mm, utilization
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.facts import PACKAGES
 from fxtune.techniques.base import Switch
@@ -56,22 +56,22 @@ class Calls(TorchDispatchMode):
 def small(monkeypatch):
     """A CPU taken for a card that the kernel is for, and products large from 8 rows on: the operator is then its reference."""
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
-    monkeypatch.setattr(matmul, "FULL", 0.0)
-    monkeypatch.setattr(matmul, "LEAST_ROWS", 8)
-    monkeypatch.setattr(matmul, "LEAST_SIZE", 16)
+    monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
+    monkeypatch.setattr(matmul, "MIN_ROWS", 8)
+    monkeypatch.setattr(matmul, "MIN_SIZE", 16)
 
 
 @pytest.fixture
 def by_op(monkeypatch):
     """[rows, inner, columns] of each product that the CuTe kernel is given, inside of operators too."""
-    seen, real = [], matmul.served
+    seen, real = [], matmul.is_served
 
     def watched(left, right, out, plus=None):
         if taken := real(left, right, out, plus):
             seen.append((*left.shape, right.shape[1]))
         return taken
 
-    monkeypatch.setattr(matmul, "served", watched)
+    monkeypatch.setattr(matmul, "is_served", watched)
     return seen
 
 
@@ -118,7 +118,7 @@ def quack(monkeypatch):
     inner.gemm, cache.CACHE_DIR, top.cache, top.gemm = gemm, None, cache, inner
     for name, module in (("quack", top), ("quack.gemm", inner), ("quack.cache", cache)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(matmul, "_READY", set())
+    monkeypatch.setattr(matmul, "_PREPARED", set())
     top.calls = calls
     return top
 
@@ -128,7 +128,7 @@ def drawn(rows, columns, stride=None, dtype=torch.bfloat16, at=0):
 
 
 def test_a_cpu_has_no_such_kernel():
-    assert not served(drawn(4096, 1024), drawn(1024, 1024), drawn(4096, 1024))
+    assert not is_served(drawn(4096, 1024), drawn(1024, 1024), drawn(4096, 1024))
     x, w = drawn(20, 32), drawn(32, 24)
     torch.testing.assert_close(mm(x, w, by=CUTE), x @ w, rtol=0, atol=0)
 
@@ -145,7 +145,7 @@ def test_a_cpu_has_no_such_kernel():
     ],
 )
 def test_how_much_of_the_processors_time_makes_numbers(rows, columns, expected):
-    assert filled(rows, columns, 132) == pytest.approx(expected)
+    assert utilization(rows, columns, 132) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_what_the_kernel_serves(monkeypatch, change, taken):
     stride = known["stride"] and known["stride"] - 1024 + inner
     left, out = drawn(rows, inner, stride, dtype, known["at"]), torch.empty(rows, columns, dtype=dtype)
     right = drawn(columns, inner, dtype=dtype).t() if known["across"] else drawn(inner, columns, dtype=dtype)
-    assert served(left, right, out) == taken
-    assert not served(left, right, torch.empty(rows, columns, dtype=torch.float64))
-    assert served(left, right, out, torch.empty_like(out)) == (
+    assert is_served(left, right, out) == taken
+    assert not is_served(left, right, torch.empty(rows, columns, dtype=torch.float64))
+    assert is_served(left, right, out, torch.empty_like(out)) == (
         taken and known["across"]
     )  # the order that is compiled for it
     for plus in (
@@ -181,7 +181,7 @@ def test_what_the_kernel_serves(monkeypatch, change, taken):
         torch.empty(rows, columns + 4, dtype=dtype)[:, 4:],
         torch.empty(columns, rows, dtype=dtype).t(),
     ):
-        assert not served(left, right, out, plus)
+        assert not is_served(left, right, out, plus)
 
 
 def test_a_product_is_one_to_whoever_looks(small):
@@ -389,7 +389,7 @@ def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monke
         told, was = gemm_backend.observe(model)
         assert was, told
         assert "2 products" in told
-        monkeypatch.setattr(matmul, "LEAST_SIZE", 4096)
+        monkeypatch.setattr(matmul, "MIN_SIZE", 4096)
         told, was = gemm_backend.observe(model)
         assert was is None
         assert "large enough" in told
@@ -428,9 +428,9 @@ def test_facts_know_the_package():
 )
 def test_what_32_bits_cannot_reach_is_cublass(monkeypatch, rows, inner, columns, taken):
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
-    monkeypatch.setattr(matmul, "FULL", 0.0)
+    monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
     left, right, back, out = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta")
         for shape in ((rows, inner), (inner, columns), (columns, inner), (rows, columns))
     )
-    assert served(left, right, out) == served(left, back.t(), out) == taken
+    assert is_served(left, right, out) == is_served(left, back.t(), out) == taken

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import Dense, augment
-from fxtune.kernels.rotary import apply_rotary, qkv, seeing
+from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Switch
@@ -22,6 +22,7 @@ from fxtune.techniques.checkpointing.technique import Policy
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
+from fxtune.techniques.rope_function import with_rope_function
 
 ROWS, LENGTH, HEADS, KV, DIM = 2, 11, 4, 2, 16
 
@@ -277,7 +278,8 @@ def seen_by(monkeypatch, name):
 
 @pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("qwen2", False), ("qwen2", True)])
 def test_dy_b_is_put_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
-    """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no matmul.)"""
+    """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no
+    matmul.)"""
     plain = trained(adapted(lora(r=16), family, rope=False))[0]
     beside, copied = seen_by(monkeypatch, "beside"), seen_by(monkeypatch, "operand")
     model = adapted(lora(r=16), family)
@@ -294,7 +296,8 @@ def test_dy_b_is_put_behind_the_rows_of_dy_without_a_copy(family, compiled, monk
 
 
 def test_a_gradient_without_room_is_copied():
-    """A promise that somebody breaks: a hook that makes the gradient anew. Also where only the last row's room is missing."""
+    """A promise that somebody breaks: a hook that makes the gradient anew. Also where only the last row's room is
+    missing."""
     weights, a, b = [torch.randn(24, 16)], [torch.randn(4, 16)], [torch.randn(24, 4, requires_grad=True)]
     made, x, above = [augment(weights, [4])], torch.randn(5, 16, requires_grad=True), torch.randn(5, 24)
     found = []
@@ -336,7 +339,7 @@ def test_an_attention_of_another_form_is_refused_in_words():
     with pytest.raises(
         ConfigError, match=r"techniques.liger.rope: Odd of this transformers does not call apply_rotary_pos_emb"
     ):
-        seeing(forward, apply_rotary, "Odd")
+        with_rope_function(forward, apply_rotary, "Odd")
 
 
 def test_the_triton_kernel_is_the_plain_one():

@@ -30,7 +30,7 @@ def compare(dtype: torch.dtype, name: str, back: bool, third: bool, pairs: int) 
     sources = [q, *(torch.randn(rows, length, kv_heads, dim + 2).to(dtype)[..., :dim] for _ in range(1 + third))]
     made = [apart(*x.shape, dtype=dtype, gap=3) for x in sources]
     cos, sin = (torch.randn(1 if name == "llama" else rows, length, width).to(dtype) for _ in range(2))
-    rotary_triton.turn(sources, [target for target, _ in made], cos, sin, back)
+    rotary_triton.rotate(sources, [target for target, _ in made], cos, sin, back)
     for index, (source, (target, gap)) in enumerate(zip(sources, made, strict=True)):
         wanted = reference(source, cos, sin, back).to(dtype) if index < 2 else source
         torch.testing.assert_close(target, wanted, rtol=DTYPES[dtype], atol=1e-6)
@@ -42,7 +42,7 @@ compared = 0
 for case in itertools.product(DTYPES, SHAPES, (False, True), (False, True), (8, 2048)):
     compare(*case)
     compared += 1
-rotary_triton.turn(
+rotary_triton.rotate(
     *[[torch.empty(0, 4, 2, 8)] * 2] * 2, *[torch.empty(1, 4, 8)] * 2, False
 )  # no rows: nothing to launch
 print(compared, "compared")

@@ -31,7 +31,7 @@ from torch import nn
 from fxtune.errors import ConfigError, nearest
 from fxtune.models.structure import observed
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.profiler import Seen, operators, short
+from fxtune.system.profiler import Observed, observe_operators, short_name
 from fxtune.techniques.attention import packed
 from fxtune.techniques.attention.backends import BACKENDS, BY_DOCUMENTS, HUB, hub, named, offers
 from fxtune.techniques.attention.packed import CUDNN, SDPA
@@ -197,8 +197,8 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
         if backend.ran
     }
     with _flex_calls() if own == "flex_attention" else nullcontext([0]) as flex:
-        ran = operators(lambda: model(**probe), patterns)
-        ran["flex_attention"] = Seen(flex[0] // 2)  # operators() calls twice
+        ran = observe_operators(lambda: model(**probe), patterns)
+        ran["flex_attention"] = Observed(flex[0] // 2)  # observe_operators() calls the model twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}
     if "sdpa" in ran:  # without the kernel that it chose
         ran = {name: seen for name, seen in ran.items() if name not in (SDPA, CUDNN)}
@@ -208,7 +208,7 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
         " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items())
         or "no attention operator"
     )
-    kernels = sorted({short(kernel) for seen in ran.values() for kernel in seen.kernels})
+    kernels = sorted({short_name(kernel) for seen in ran.values() for kernel in seen.kernels})
     return (
         {name for name, seen in ran.items() if seen.calls >= layers},
         f"{calls} in {layers} layers" + (f", on the device: {', '.join(kernels)}" if kernels else ""),

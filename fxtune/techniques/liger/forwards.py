@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from fxtune.kernels import liger_operators as operators
-from fxtune.kernels.rotary import apply_rotary, seeing
+from fxtune.kernels.rotary import apply_rotary
+from fxtune.techniques.rope_function import with_rope_function
 
 Forward = Callable[..., Any]
 
@@ -60,7 +61,7 @@ def forward_of(name: str, module: nn.Module, family: Family) -> Forward | None:
             return _gated(_liger(product), name)
     if name == "rope" and kind.__name__.endswith("Attention"):
         # The attention's own code, with fxtune's RoPE in place of its module's function.
-        forward: Forward = seeing(kind.forward, apply_rotary, kind.__name__)
+        forward: Forward = with_rope_function(kind.forward, apply_rotary, kind.__name__)
         return forward
     return None
 

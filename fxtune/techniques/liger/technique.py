@@ -30,7 +30,7 @@ from fxtune.system.atomic_files import replace_text
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.host import cache_home
 from fxtune.system.oom import out_of_memory_reason
-from fxtune.system.profiler import operators
+from fxtune.system.profiler import observe_operators
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Switch, Technique
 from fxtune.techniques.liger import forwards, timing
@@ -198,7 +198,7 @@ def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
     with observed(model), torch.enable_grad():  # as in training, so that compiled code is that of training
-        seen = operators(lambda: model(**probe), {**patterns, "anything": "."})
+        seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None
     return {name: seen[name].calls for name in OPERATIONS}

@@ -1,15 +1,15 @@
 """Module classes whose forward runs adapters fused: a single linear, an attention, an MLP.
 
-A module keeps its parameters, names and peft's own functions; its class becomes a subclass with another forward. All layers
-share that class, so they share a compiled graph too. Which modules get one is decided in fuse.py.
+A module keeps its parameters, names and peft's own functions; its class becomes a subclass with another forward. All
+layers share that class, so they share a compiled graph too. Which modules get one is decided in fuse.py.
 
-An attention's own code runs over a `StandIn` for the module, whose projections return what the operator has computed. (State
-that one projection leaves for the next would do as well, but torch.compile does not trace it inside a checkpoint.) Where
-techniques.liger.rope has given the attention our RoPE, and nothing stands between projections and RoPE, q and k are handed out
-rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
+An attention's own code runs over a `StandIn` for the module, whose projections return what the operator has computed.
+(State that one projection leaves for the next would do as well, but torch.compile does not trace it inside a
+checkpoint.) Where techniques.liger.rope has given the attention our RoPE, and nothing stands between projections and
+RoPE, q and k are handed out rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
 
-A fused operator calls none of the linears that it stands for. So if one of them has a hook (peft's `adapter_names` argument sets
-some), or if its adapter is off or merged, the module's own forward runs and calls them one by one.
+A fused operator calls none of the linears that it stands for. So if one of them has a hook (peft's `adapter_names`
+argument sets some), or if its adapter is off or merged, the module's own forward runs and calls them one by one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import nn
 
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
-from fxtune.kernels.rotary import as_they_are, qkv, seeing
+from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
+from fxtune.techniques.rope_function import keep_unrotated, with_rope_function
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
@@ -135,7 +136,7 @@ class StandIn:
 
 def without_rope(kind: Any) -> Any:
     """The forward of an attention's class without its rotation of q and k."""
-    return seeing(kind.forward, as_they_are, kind.__name__)
+    return with_rope_function(kind.forward, keep_unrotated, kind.__name__)
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], room: int = 0) -> Any:
@@ -148,7 +149,8 @@ def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Seq
 def fuse_attention(attention: Any, names: Sequence[str], value: str, rotate: bool = False) -> None:
     """Run the projections `names` of an attention, which its forward calls with its hidden states, as one operator.
 
-    `value`: the name of the projection of values. `rotate`: `names` are q, k and v, and q and k are handed out rotated.
+    `value`: the name of the projection of values. `rotate`: `names` are q, k and v, and q and k are handed out
+    rotated.
     """
     linears = [getattr(attention, name) for name in names]
     attention.fused_names, attention.fused_value = tuple(names), value
@@ -191,8 +193,8 @@ def _attention_class(kind: Any, rotate: bool) -> Any:
 def fuse_mlp(mlp: Any, names: Sequence[str], act: str) -> None:
     """Run down(act(gate(x)) * up(x)) as one operator. `names`: of gate, up and down.
 
-    Attributes that checkpointing sets before the module is compiled: `keep` (gate and up, for the backward pass), `recomputed`
-    (a checkpoint around the module runs it again) and `tiles`.
+    Attributes that checkpointing sets before the module is compiled: `keep` (gate and up, for the backward pass),
+    `recomputed` (a checkpoint around the module runs it again) and `tiles`.
     """
     linears = [getattr(mlp, name) for name in names]
     mlp.fused_names, mlp.fused_act = tuple(names), act
@@ -211,8 +213,8 @@ def _mlp_class(kind: Any) -> Any:
         a, b, scaling = _adapters(linears)
         up, down = self.frozen_up, self.frozen_down
         rest: list[Any] = [up.tensors(), down.tensors(), scaling, up.kind, down.kind, self.fused_act]
-        # A checkpoint that runs operator by operator runs this operator again as a whole, and keeps gate and up then. The
-        # compiler's checkpoint leaves it out, and the backward pass computes them.
+        # A checkpoint that runs operator by operator runs this operator again as a whole, and keeps gate and up then.
+        # The compiler's checkpoint leaves it out, and the backward pass computes them.
         eager = self.recomputed and not torch.compiler.is_compiling() and torch.is_grad_enabled()
         if eager and self.tiles > 1:
             return _tiled(x, a, b, [*rest, False, self.tiles])
@@ -222,7 +224,8 @@ def _mlp_class(kind: Any) -> Any:
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
-    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operators' arguments after b."""
+    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operators' arguments after
+    b."""
     device, operators = x.device.type, torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:

@@ -12,9 +12,9 @@ import torch
 
 from fxtune.errors import HardwareError
 from fxtune.kernels.frozen_base import DENSE_CUTE
-from fxtune.kernels.matmul import CAPABILITY, CUTE, LEAST_ROWS, LEAST_SIZE, VERSION, mm, prepare, served
+from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.system.host import cache_home
-from fxtune.system.profiler import operators
+from fxtune.system.profiler import observe_operators
 from fxtune.techniques.lora.fused_modules import groups, use_cute
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
-ROWS = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS, 8 * LEAST_ROWS)
+ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
 """Numbers of rows that observe() tries until the kernel takes a product."""
 
 
@@ -48,13 +48,13 @@ def obstacle(facts: Facts) -> str | None:
         )
     if facts.techniques.quantize.enabled:
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
-    if tokens and tokens < LEAST_ROWS:
+    if tokens and tokens < MIN_ROWS:
         return (
-            f"it is for micro-batches of {LEAST_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
+            f"it is for micro-batches of {MIN_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
             "train.micro_batch_size or data.sequence_length"
         )
-    if sizes and min(sizes) < LEAST_SIZE:
-        return f"it is for linears whose sizes are {LEAST_SIZE:,} or more, and this model has some of {min(sizes):,}"
+    if sizes and min(sizes) < MIN_SIZE:
+        return f"it is for linears whose sizes are {MIN_SIZE:,} or more, and this model has some of {min(sizes):,}"
     return None
 
 
@@ -98,9 +98,9 @@ def observe(model: Any) -> tuple[str, bool | None]:
         matrix = matrix.to(dtype or matrix.dtype)
         for rows in ROWS:
             x, y = (matrix.new_zeros(rows, size) for size in reversed(matrix.shape))
-            if served(x, matrix.t(), y) and served(y, matrix, x):
+            if is_served(x, matrix.t(), y) and is_served(y, matrix, x):
                 products = lambda: (mm(x, matrix.t(), y, CUTE), mm(y, matrix, x, CUTE))  # noqa: B023, E731
-                seen = operators(products, {"cute": OPERATOR})["cute"]
+                seen = observe_operators(products, {"cute": OPERATOR})["cute"]
                 kernels = (
                     ", ".join(sorted(name[:60] for name in seen.kernels)) or "kernels that the profiler may not see"
                 )

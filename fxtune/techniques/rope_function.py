@@ -1,0 +1,46 @@
+"""Attention of transformers with another function in place of `apply_rotary_pos_emb`.
+
+transformers' attentions call that function by its name in their own module. Replacing it there would change every
+model of the process; so a copy of the attention's forward gets globals of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fxtune.errors import ConfigError
+
+ROPE_FUNCTION = "apply_rotary_pos_emb"
+
+
+def keep_unrotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Takes the place of apply_rotary_pos_emb where q and k have been rotated already."""
+    return q, k
+
+
+@functools.cache
+def with_rope_function(forward: Any, function: Callable[..., Any], owner: str) -> Any:
+    """A copy of `forward`, an attention's method, that calls `function` in place of apply_rotary_pos_emb.
+
+    Raises ConfigError if it does not call that; `owner` is the attention's name in the message.
+    """
+    if ROPE_FUNCTION not in forward.__code__.co_names:
+        raise ConfigError(
+            f"techniques.liger.rope: {owner} of this transformers does not call {ROPE_FUNCTION}. Set it to off."
+        )
+    # The globals are those of a registered module, because torch.compile looks up a function's globals by their
+    # module's name.
+    module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
+    module.__dict__.update({**forward.__globals__, ROPE_FUNCTION: function, "__name__": module.__name__})
+    module = sys.modules.setdefault(module.__name__, module)
+    copy = types.FunctionType(
+        forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy

@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# torch goes first: on a machine without an NVIDIA driver the CPU build, where pip's index has one. PyPI's brings gigabytes of CUDA
-# libraries; PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
+PYTEST := -n auto --dist loadfile --no-loadscope-reorder
+# torch is installed first. Without an NVIDIA driver this is the CPU build if pip's index has one; PyPI's build brings gigabytes of
+# CUDA libraries. PyTorch's own index has a small one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: help setup quickstart test check lint audit format clean
+.PHONY: help setup quickstart test test-all check lint audit format clean
 
-help:  ## Say what each target does
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+help:  ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.ready  ## Make .venv with fxtune and the tools for developing it
 
@@ -23,20 +24,25 @@ $(VENV)/.ready: pyproject.toml
 quickstart: setup  ## Fine-tune the built-in tiny Llama on a chat dataset, half a minute on two CPU cores
 	$(BIN)/python -m fxtune +recipe=quickstart
 
-test: setup  ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+test: setup  ## Run the tests that need no GPU and at most a few seconds each
+	$(BIN)/python -m pytest $(PYTEST) -m 'not slow'
+
+test-all: test  ## Run all tests that need no GPU: those of `make test`, then the slow ones
+	$(BIN)/python -m pytest $(PYTEST) -m slow
 
 check: lint audit  ## Lint, type-check and audit
 
 lint: setup  ## Lint and type-check
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: setup  ## Look for known holes in what is installed; says so where their database cannot be reached
+audit: setup  ## Look for known vulnerabilities in the installed packages; says so if the database cannot be reached
 	$(BIN)/python scripts/audit.py
 
-format: setup  ## Sort imports and mend what the linter can
+format: setup  ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

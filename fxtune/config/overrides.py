@@ -205,15 +205,11 @@ class RecipeStore:
 
     def _hydra_setting(self, text: str, key: str, place: str, from_file: bool) -> Choice:
         """The user may choose and set sweepers and launchers. Settings that move files or run other code are refused."""
-        if key.startswith(("hydra.run", "hydra.sweep.", "hydra.output_subdir", "hydra.job.chdir")):
-            raise ConfigError(
-                f"{place}: `{key}`: Hydra writes nothing here; run.dir=FOLDER is where a run goes "
-                "(in a multirun, each job has a folder below it)"
-            )
         plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
         if from_file or not plugin:
             raise ConfigError(
-                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and not by a recipe"
+                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and only on the command line. "
+                "run.dir=FOLDER says where a run goes; in a multirun, each job has a folder below it"
             )
         if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
             raise ConfigError(

@@ -12,6 +12,7 @@ from fxtune.checkpoint.manager import CheckpointConfig
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import DataConfig
 from fxtune.distributed.world import Device
+from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
 from fxtune.optim.config import OptimizerConfig
 from fxtune.optim.schedule import ScheduleConfig
@@ -111,10 +112,10 @@ class Config:
             )
         if len(self.optimizer.betas) != 2:
             yield f"`optimizer.betas={self.optimizer.betas}` must be two numbers, as in [0.9, 0.999]"
-        if sorted(set(data.buckets)) != data.buckets:
-            yield f"`data.buckets={data.buckets}` must ascend"
-        if data.eval_fraction and data.eval_sources:
-            yield "`data.eval_fraction` and `data.eval_sources` are two ways to hold data out: set one of them"
+        try:
+            data.validate()
+        except ConfigError as error:
+            yield str(error)
         if train.eval_every and not data.eval_fraction and not data.eval_sources:
             yield (
                 f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "

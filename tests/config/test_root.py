@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fxtune.config.root import Config
-from fxtune.data.config import SourceConfig
 
 
 def test_defaults_do_not_conflict():
@@ -21,6 +20,6 @@ def test_run_name_must_be_a_folder_name(name):
 
 def test_every_conflict_is_reported():
     config = Config()
-    config.train.micro_batch_size, config.optimizer.betas, config.data.buckets = 3, [0.9], [4, 2]
-    config.data.eval_fraction, config.data.eval_sources = 0.1, [SourceConfig("x")]
+    config.train.micro_batch_size, config.optimizer.betas, config.train.eval_every = 3, [0.9], 10
+    config.data.buckets = [4, 2]
     assert len(list(config.conflicts())) == 4

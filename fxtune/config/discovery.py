@@ -1,6 +1,6 @@
 """Finds recipes and config groups: in ./recipes of the working directory first, then among those that ship.
 
-The shipped ones lie beside the package in a checkout, and inside it in a wheel. This file imports neither torch nor Hydra, so
+The shipped ones are next to the package in a checkout, and inside it in a wheel. This file imports neither torch nor Hydra, so
 that `fxtune recipes` answers at once.
 """
 
@@ -81,7 +81,7 @@ def groups() -> dict[str, dict[str, Path]]:
 
 
 def place(path: Path) -> str:
-    """`path` as a user would type it: relative where it lies below the working directory."""
+    """`path` as a user would type it: relative if it is below the working directory."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -1,6 +1,6 @@
 """Reads the overrides of a command line and the recipes and groups that they choose. Everything is checked before Hydra sees it.
 
-Hydra tells `key=`, `+key=` and `++key=` apart, and takes the order of config groups from a file. Here each spelling is
+Hydra distinguishes `key=`, `+key=` and `++key=`, and takes the order of config groups from a file. Here each spelling is
 accepted, and `RecipeStore.override` returns the one that Hydra needs. `RecipeStore.recipe` merges a recipe over the recipes
 and groups in its `defaults:`.
 """

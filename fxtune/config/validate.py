@@ -61,7 +61,7 @@ _IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
 
 @dataclass
 class Validator:
-    """Collects every problem, so that a user can mend all of them at once."""
+    """Collects every problem, so that a user can correct them in one go."""
 
     schema: type
     """The root dataclass."""

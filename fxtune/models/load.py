@@ -54,7 +54,7 @@ class ModelConfig:
     """With init=random: a Hugging Face config in the recipe. With `model_type` it stands alone (other keys have that type's
     defaults), without it overrides keys of the config of `path`."""
     adapter: Optional[str] = None
-    """Start from the weights of this PEFT adapter (a folder or a hub id), with the RoPE scaling in the config.json beside it.
+    """Start from the weights of this PEFT adapter (a folder or a hub id), with the RoPE scaling in its config.json.
     This does not resume a run: see run.resume."""
     tokenizer: Optional[str] = None
     """Where the tokenizer comes from, if not from `path`."""
@@ -91,7 +91,7 @@ def load_config(model: ModelConfig) -> Any:
 def with_adapter_rope(config: Any, adapter: Origin) -> Any:
     """A base's config with the RoPE parameters that `adapter` was trained with; `config` itself if it was trained with these.
 
-    save_model() writes them to a config.json beside the adapter. At other frequencies the adapter's weights are wrong, without any
+    save_model() writes them to a config.json next to the adapter. At other frequencies the adapter gives wrong results, without an
     error. Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")

@@ -62,7 +62,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _loading_code(base: str, adapter: bool, config: bool) -> str:
-    """The Python lines that load the model or adapter. `config`: whether a config.json lies beside the adapter."""
+    """The Python lines that load the model or adapter. `config`: whether the folder of an adapter has a config.json."""
     classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
     if not adapter:
         lines = [

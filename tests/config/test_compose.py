@@ -33,7 +33,7 @@ def test_nearer_to_the_user_wins(cwd):
     assert optimizer.name.value == "lion", "a group of the command line wins over the recipe's"
     assert optimizer.lr == 6e-5, "and over what the recipe sets"
     assert optimizer.momentum == 0.95, "a group that a recipe names comes after the recipe that it builds on"
-    assert optimizer.weight_decay == 2, "the recipe wins over what it builds on, wherever _self_ stands"
+    assert optimizer.weight_decay == 2, "the recipe wins over what it builds on, wherever its defaults list has _self_"
     assert optimizer.eps == 3, "a key of the command line wins over all"
 
 

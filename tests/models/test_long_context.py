@@ -1,4 +1,4 @@
-"""A model whose RoPE was scaled, saved and loaded elsewhere: the same function at the long length, or an error; never silence."""
+"""A saved model with scaled RoPE gives the same logits wherever it is loaded, or an error."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def tuned(base: Path, folder: Path, kind: str, rope: Rope | None = None):
 
 
 def loading_lines(folder: Path) -> str:
-    """The Python that the card gives."""
+    """The Python code in the model card."""
     return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
 
 
 def test_loading_code_gives_same_long_logits_without_fxtune(base, tmp_path):
-    """An adapter, the model that it is merged into and a fully tuned model, each loaded as its card says, without fxtune."""
+    """For an adapter, a merged model and a fully tuned model, each loaded by the code in its card, without fxtune."""
     wanted = {kind: tuned(base, tmp_path / kind, kind) for kind in KINDS}
     script = "import os, sys, torch\n"
     for kind, (_, folder) in wanted.items():
@@ -85,9 +85,9 @@ def test_other_ways_to_load_adapter_are_right_or_fail_or_are_in_the_card(base, t
     mine, folder = tuned(base, tmp_path, "adapter")
     wanted = at_length(mine)
     own = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(folder))
-    own.load_adapter(str(folder))  # transformers' own way to adapters
+    own.load_adapter(str(folder))  # how transformers itself loads adapters
     torch.testing.assert_close(at_length(own), wanted, rtol=0, atol=1e-5)
-    with pytest.raises(OSError, match=r"model\.safetensors"):  # it takes config.json for the sign of a whole model
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # transformers takes a config.json to mean a full model
         AutoModelForCausalLM.from_pretrained(folder)
     card = (folder / "README.md").read_text()
     if not torch.allclose(at_length(AutoPeftModelForCausalLM.from_pretrained(folder)), wanted, rtol=0, atol=1e-5):
@@ -130,7 +130,7 @@ def test_vllm_command_has_scaling_length_and_rank(base, tmp_path):
 
 
 def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
-    """Nothing said of RoPE: the adapter's scaling. The same said again: the same. Another: refused."""
+    """Without a RoPE setting the adapter's scaling is used. The same setting changes nothing, another is refused."""
     mine, folder = tuned(base, tmp_path, "adapter")
     model = ModelConfig(path=str(base), adapter=str(folder))
     silent, again, other = lora(), lora(), lora()
@@ -179,7 +179,7 @@ def test_adapter_of_other_model_or_with_broken_config_is_refused(base, tmp_path)
 
 
 def test_evaluation_uses_rope_scaling_of_adapter(small, cwd, capsys):
-    """Rows longer than the base's context, as the run had them: without the recipe's word the figure is the run's own."""
+    """Rows are longer than the base's context. Without a RoPE setting the loss is that of the run."""
     small.data.eval_fraction, small.data.packing, small.data.sequence_length = 0.1, True, 640
     small.techniques.rope = Rope(enabled=True, factor=2.0)
     small.run.dir, small.train.max_steps, small.train.micro_batch_size, small.train.global_batch_size = (

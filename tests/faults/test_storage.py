@@ -163,7 +163,7 @@ def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path
         whole = paths(disk / "checkpoints")
         assert whole
         assert all(damage_of(path) is None for path in whole)
-        code = process.wait(90)
+        code = process.wait()
         text = said()
         assert "step=180/180" in text  # to the end
         assert code == 6
@@ -204,7 +204,7 @@ def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path,
         process = forks.start(words, tmp_path)
         wait_for(lambda: "metrics.jsonl could not be written at step" in said() or process.ended())
         filled.unlink()
-        assert process.wait(90) == 0, said()
+        assert process.wait() == 0, said()
         assert steps(disk) == list(range(1, 181))
         assert "its lines wait in memory until there is room" in " ".join(said().split())
         assert not list(disk.glob("metrics.jsonl?*"))
@@ -215,7 +215,7 @@ def test_lost_metrics_are_reported_at_the_end_and_by_the_resumed_run(tmp_path, f
         words = begun(disk, tmp_path, forks)
         filled = ballast(disk, leave=os.path.getsize(disk / "metrics.jsonl") // 4096 * 4096)
         assert (
-            forks.start(words, tmp_path).wait(90) == 6
+            forks.start(words, tmp_path).wait() == 6
         )  # all steps are done and saved elsewhere; the export has no room
         found = steps(disk)
         assert found == list(range(1, len(found) + 1))
@@ -223,7 +223,7 @@ def test_lost_metrics_are_reported_at_the_end_and_by_the_resumed_run(tmp_path, f
         assert f"metrics.jsonl lacks its last lines, from step {len(found) + 1} on: " in " ".join(said().split())
         filled.unlink()
         (tmp_path / "log.txt").unlink()
-        assert forks.start(words, tmp_path).wait(90) == 0, said()
+        assert forks.start(words, tmp_path).wait() == 0, said()
         assert f"metrics.jsonl has no lines of steps {len(found) + 1} to 180, which were logged" in " ".join(
             said().split()
         )

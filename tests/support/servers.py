@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(f"{self.command} {self.path}")
         mode = self.server.mode
         if mode == "silent":
-            self.server.over.wait(120)
+            self.server.over.wait()
             self.close_connection = True
         elif mode == "drips":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n")
@@ -162,7 +162,7 @@ class _HubHandler(Handler):
             self.wfile.write(content[begun : begun + (len(content) - begun) // 2])
             self.wfile.flush()
             if name in self.server.stuck:
-                self.server.over.wait(120)
+                self.server.over.wait()
             else:
                 self.server.broken.remove(name)
             self.close_connection = True

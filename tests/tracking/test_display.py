@@ -181,7 +181,7 @@ def test_figures_contain_no_spaces():
 
 PROGRAM = """
 import sys, time
-from fxtune.display import display
+from fxtune.tracking.display import display
 with display("auto") as shown:
     shown.start(40, "quickstart [bold]", done_steps=10)
     for step in range(11, 41):
@@ -199,8 +199,8 @@ with display("auto") as shown:
 
 
 def in_terminal(*arguments, columns=100, then=None, **environment):
-    """Run PROGRAM in a pseudo-terminal (after 0.7 s of output resized to `then` columns): what it wrote, its exit code,
-    and whether the terminal's settings are what they were."""
+    """Run PROGRAM in a pseudo-terminal, resized to `then` columns after its first note. Returns its output, its exit code, and
+    whether the terminal's settings are unchanged."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     before = termios.tcgetattr(slave)
@@ -216,17 +216,16 @@ def in_terminal(*arguments, columns=100, then=None, **environment):
             **environment,
         },
     )
-    seen, began = b"", None
+    seen = b""
     while process.poll() is None or os.get_blocking(master):
         os.set_blocking(master, False)
         try:
             seen += os.read(master, 65536)
-            began = began or time.monotonic()
         except BlockingIOError:
             if process.poll() is not None:
                 break
             time.sleep(0.01)
-        if then and began and time.monotonic() - began > 0.7:
+        if then and b"saved [checkpoint]" in seen:
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, then, 0, 0))
             then = None
     after = termios.tcgetattr(slave)

@@ -1,4 +1,4 @@
-"""Secrets are planted in the environment, on command lines and in git, and looked for in all that is written and printed.
+"""Secrets in the environment, on command lines and in git must not occur in any file or output.
 
 A real train with a real, offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and commands that
 fail. What is searched: each file below the home and the working directory, byte by byte, and all that came out of the processes.
@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "MY_SERVICE_PASSWORD": 'canary "3" p@ss/word é',
     "AWS_SECRET_ACCESS_KEY": "Canary4/EXAMPLE+KEY/abcdefghijklmnopqrst",
 }
-"""Each with a secret's name."""
+"""Variables with a secret's name."""
 TYPED = {
     "token": "hf_" + "CanaryFive" * 4,
     "key": "sk-proj-" + "CanarySix" * 4,
@@ -39,7 +39,7 @@ TYPED = {
     "hex": "c0ffee" * 6 + "c0ff",
     "server": "CanaryTenPassword",
 }
-"""Secrets that stand on command lines, in git and in W&B's address: these have a shape or a place."""
+"""Secrets on command lines, in git and in W&B's address, which have a secret's shape or place."""
 SECRETS = {**ENVIRONMENT, **TYPED}
 RUN = [
     "+recipe=quickstart",
@@ -61,7 +61,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> Iterator[Path]:
-    """A home and a working directory of their own, with secrets all around."""
+    """A home and a working directory with secrets in them and in the environment."""
     home = tmp_path_factory.mktemp("home")
     work = home / "work"
     work.mkdir()
@@ -96,7 +96,7 @@ def in_process(capfd, *argv: str) -> tuple[int, str]:
 
 
 def require_silent(text: str, where: str) -> None:
-    """No secret stands in `text`, in none of the ways that programs write one."""
+    """Assert that `text` contains no secret in any of the forms that programs write."""
     import base64
     from urllib.parse import quote
 
@@ -121,7 +121,7 @@ def require_none_written(home: Path) -> int:
 
 
 def test_planted_secret_is_found_by_the_search(planted):
-    """So that the tests below can fail."""
+    """Shows that the tests below can fail."""
     for secret in SECRETS.values():
         found = planted / "found"
         found.write_text(f"x{secret}y")
@@ -174,7 +174,7 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
 
 
 def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
-    """tune with two trials, one of which failed with secrets in its last words, and its cache; doctor; sync, which fails."""
+    """tune with two trials, one of which failed with secrets in its output, and its cache; doctor; sync, which fails."""
     argv = [
         *RUN,
         f"tracking.wandb.group={TYPED['token']}",
@@ -255,7 +255,7 @@ def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
 
 
 def test_library_output_and_tracebacks_contain_no_secret(planted):
-    """A bug: an error with a token in its text, after a print and a warning with one, and with a proxy's password."""
+    """A bug raises an error with a token in its text, after a print and a warning with a token and a proxy's password."""
     script = (
         "import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
         "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"

@@ -1,4 +1,4 @@
-"""Disks that are full, checkpoints that are damaged, saves that are killed: what was saved stays, and the user is told."""
+"""Full disks, damaged checkpoints and killed saves: saved checkpoints stay, and the user gets a message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def save(checkpoints: Checkpoints, step: int, mib: float = 0.01, **state: object) -> Path:
-    """A checkpoint of three tensors whose numbers are its step, on the disk or StorageError."""
+    """Save three tensors filled with the step's number. Raises StorageError."""
     size = int(mib * MIB / 12)
     checkpoints.save(
         TrainState(step=step, **state),
@@ -42,7 +42,7 @@ def save(checkpoints: Checkpoints, step: int, mib: float = 0.01, **state: object
 
 
 def ballast(disk: Path, leave: int) -> Path:
-    """A file that leaves `leave` bytes of the disk free."""
+    """Fill the disk up to `leave` free bytes, with the file that is returned."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     file = disk / "ballast"
     with file.open("wb") as out:
@@ -75,7 +75,7 @@ def test_full_disk_keeps_earlier_checkpoints_and_the_next_save_is_tried(tmp_path
 
 
 def test_disk_that_fills_during_a_save_keeps_no_partial_checkpoint(tmp_path, monkeypatch):
-    """The free space was there when it was looked at, and gone when it was needed."""
+    """The check for free space passed, and then the space was used up."""
     monkeypatch.setattr("fxtune.checkpoint.manager.SPARE", -(2**40))
     with small_disk(tmp_path / "disk", "16m") as disk:
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(), note=lambda text: None)
@@ -125,7 +125,7 @@ def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp
 
 @pytest.fixture
 def said(tmp_path):
-    """All that runs in this folder have printed so far."""
+    """The output of all runs in this folder so far."""
     return lambda: tail(tmp_path, 10**7)
 
 
@@ -140,7 +140,7 @@ def test_run_without_space_for_one_checkpoint_is_refused(tmp_path, forks, said):
 
 
 def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_path, forks, said):
-    """Muon's hidden matrices have one moment, embedding, head and norms AdamW's two."""
+    """Hidden matrices have Muon's one moment; embedding, head and norms have AdamW's two."""
     words = command(
         tmp_path, "techniques.lora.enabled=false", "optimizer.name=muon", "train.max_steps=1", "checkpoint.every=1"
     )
@@ -177,13 +177,13 @@ def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path
 
 
 def steps(run: Path) -> list[int]:
-    """Those whose loss stands in metrics.jsonl, as it stands there."""
+    """The steps whose loss is in metrics.jsonl, in its order."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["train/step"] for line in lines if "train/loss" in line]
 
 
 def begun(disk: Path, folder: Path, forks) -> list[str]:
-    """The words of a run in `disk`, killed after sixty steps or so. Its checkpoints lie elsewhere, where there is room."""
+    """The command line of a run in `disk` that was killed after about sixty steps. Its checkpoints are on another disk."""
     (folder / "elsewhere").mkdir()
     (disk / "checkpoints").symlink_to(folder / "elsewhere")
     words = command(folder, "train.epochs=15", "checkpoint.every=10")
@@ -264,7 +264,7 @@ class Bomb:
 
 
 def forge(path: Path, name: str, make) -> None:
-    """Replace a file of a checkpoint, and its line in the manifest as somebody would who wants it to be taken."""
+    """Replace a file of a checkpoint and its digest in the manifest, as an attacker would."""
     (path / name).unlink()
     digest = make(path / name)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -381,7 +381,7 @@ HARM = {
     "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON", False),
     "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON", False),
 }
-"""What is done to a checkpoint, what is said of it, and whether it is kept when the run comes past it."""
+"""What is done to a checkpoint, the message about it, and whether it is kept when the run reaches its step again."""
 
 
 @pytest.mark.parametrize("name", HARM)
@@ -405,7 +405,7 @@ def test_changed_checkpoint_is_skipped_with_the_reason(tmp_path, name):
 
 @pytest.mark.parametrize("then", [(410, 500, 510, 600), (500, 510, 600)], ids=["before its step", "at its step"])
 def test_checkpoint_of_another_format_is_set_aside_unchanged(tmp_path, then):
-    """fxtune was rolled back: the run goes on from an older checkpoint, past the newer one, and is broken off at each save."""
+    """fxtune was rolled back: the run resumes from an older checkpoint, passes the newer one, and stops at each save."""
     newer = save(Checkpoints(tmp_path, CheckpointConfig()), 500)
     newer_format(newer)
     files = {file.name: file.read_bytes() for file in newer.iterdir()}
@@ -443,7 +443,7 @@ def test_checkpoints_set_aside_never_overwrite_each_other(tmp_path):
 
 
 def test_checkpoint_with_an_io_error_is_kept(tmp_path, monkeypatch):
-    """An I/O error when the run went on, and when it came past: what is there may be whole."""
+    """I/O errors at resume and when the run reaches its step: the checkpoint may be complete."""
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), note=notes.append)
     save(checkpoints, 1)
@@ -476,7 +476,7 @@ def test_checkpoint_whose_replacement_was_killed_is_restored_also_in_another_for
 
 
 def killed_with_three(folder, forks, epochs):
-    """A run of `folder` that was killed when it had three checkpoints: its words, and where they are."""
+    """The command line and the checkpoints' folder of a run that was killed when it had three checkpoints."""
     words = command(folder, f"train.epochs={epochs}", "checkpoint.every=1", "checkpoint.keep=3")
     checkpoints = folder / "run" / "checkpoints"
     process = forks.start(words, folder)
@@ -511,7 +511,7 @@ def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
 
 
 def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, forks, said):
-    """Every other checkpoint of a real run is damaged by hand after the kill."""
+    """The newest complete checkpoint of a killed run is damaged by hand."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)
     *_, whole, newest = (path for path in paths(folder) if damage_of(path) is None)
     data = bytearray((newest / "weights.safetensors").read_bytes())
@@ -524,7 +524,7 @@ def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, fo
 
 
 def test_unwritable_quarantine_is_an_error_with_its_path(tmp_path, forks, said):
-    """The disk takes the lock and the config, and no row."""
+    """The disk has room for the lock and the config, and for no row."""
     rows = [json.dumps({"messages": []}) for _ in range(3000)]
     command(tmp_path)  # makes the chats
     with (tmp_path / "chats.jsonl").open("a") as out:

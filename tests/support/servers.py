@@ -1,4 +1,4 @@
-"""Servers on loopback that behave as badly as real ones: a hub of models, and W&B. What they were asked is kept."""
+"""Servers on loopback that fail like real ones: a model hub and W&B. They record the requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class Server(ThreadingHTTPServer):
-    """`mode`: what it does with a request.
+    """`mode`: how it treats a request.
 
     works     answers
-    silent    takes the request and never answers: a black hole
-    drips     answers a byte in half a second, for ever
-    breaks    promises an answer and closes the connection in the middle of it
-    500, 401  any other number likewise: answers with that status
+    silent    accepts the request and never answers
+    drips     answers a byte each half second, without end
+    breaks    closes the connection in the middle of an answer
+    500, 401  and any other number: answers with that status
     """
 
     daemon_threads = True
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Hub(Server):
-    """One model under every name, with `files`; a download of a file in `broken` ends in its middle, once a mention."""
+    """One model of `files` under every name. A download of a file in `broken` breaks off halfway, once for each entry."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(_HubHandler)
@@ -108,7 +108,7 @@ class Hub(Server):
         self.commit = COMMIT
         self.broken: list[str] = []
         self.stuck: list[str] = []
-        """Files whose download stops in the middle without an end."""
+        """Files whose download hangs halfway."""
 
 
 class _HubHandler(Handler):
@@ -174,7 +174,7 @@ class _HubHandler(Handler):
 
 
 class Wandb(Server):
-    """As much of W&B's server as runs need: the rows of each run's history by their place, runs that go on, `wandb sync`."""
+    """The part of W&B's server that runs need: the history rows of each run by offset, resumed runs, `wandb sync`."""
 
     def __init__(self) -> None:
         super().__init__(_WandbHandler)
@@ -182,7 +182,7 @@ class Wandb(Server):
         self.summary: dict[str, dict[str, Any]] = {}
         self.upserts: list[dict[str, Any]] = []
         self.ends: list[int] = []
-        """Exit codes of runs that were marked as finished."""
+        """Exit codes of finished runs."""
 
     def history(self, run: str) -> list[dict[str, Any]]:
         return [json.loads(text) for _, text in sorted(self.rows[run].items())]
@@ -257,14 +257,14 @@ class _WandbHandler(Handler):
 
 
 def refused() -> str:
-    """An address where nobody listens."""
+    """An address that refuses connections."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[tuple[str, list[float]]]:
-    """(address, the times at which somebody connected): connections are taken, nothing is ever said."""
+    """(address, the times of connections) of a server that accepts connections and never answers."""
     seen: list[float] = []
     kept: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:

@@ -24,7 +24,7 @@ from fxtune.techniques.quantize import Library
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """An empty cache of fxtune's; afterwards the environment is as it was."""
+    """An empty cache of fxtune; the environment is restored afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(compiler_cache.VARIABLE, "any")  # so that what is set in a test is taken back
     monkeypatch.delenv(compiler_cache.VARIABLE)
@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """fxtune's source, to be changed."""
+    """A copy of fxtune's source that a test may change."""
     copy = tmp_path / "fxtune"
     shutil.copytree(code_digest.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(code_digest, "PACKAGE", copy)
@@ -42,7 +42,7 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def changed(file: Path) -> None:
-    """As if in another process, which reads the source anew."""
+    """Change a file, and read the source again as another process would."""
     file.write_text(file.read_text() + "\nWIDTH = 64\n")
     code_digest.digest.cache_clear()
 
@@ -75,7 +75,7 @@ def test_changed_operator_gets_another_folder(home, package):
     ],
 )
 def test_compiled_optimizer_uses_the_folder(home, options):
-    """torch's own default is below /tmp, where other users of a machine may put what would be loaded as code."""
+    """torch's default is below /tmp, where other users of the machine could put code that is loaded."""
     Optimizer(nn.Linear(64, 64, bias=False).bfloat16(), OptimizerConfig(**options))
     assert os.environ[compiler_cache.VARIABLE].startswith(str(home))
 

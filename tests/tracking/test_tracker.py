@@ -23,7 +23,7 @@ CANARY = "canary-7f3e-never-upload-me"
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch, tmp_path):
-    """No key, server or setting of this machine reaches a test, and no test writes into the home folder."""
+    """Hide the keys, servers and settings of this machine, and keep tests out of the home folder."""
     for name in list(os.environ):
         if name.startswith("WANDB_") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def lines(folder):
 
 
 def records(folder):
-    """The records of the one .wandb file under `folder`: LevelDB's log format after a header of seven bytes."""
+    """The records of the only .wandb file under `folder`: LevelDB's log format after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     [file] = folder.glob("**/*.wandb")
@@ -108,7 +108,7 @@ def test_resume_drops_lines_of_repeated_steps_and_an_incomplete_line(tmp_path):
 
 
 def test_figures_computed_again_after_a_kill_are_written_once(tmp_path):
-    """A run was killed between its last questions and its end: it goes on after its last step, and asks them again."""
+    """A run was killed between its last questions and its end. The resumed run asks them again."""
     with start(tmp_path) as tracker:
         tracker.log(4, {"train/loss": 4.0})
         tracker.log(4, {"questions/exact_match": 0.5})

@@ -1,14 +1,10 @@
 import errno
-import hashlib
 import shutil
 import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fxtune.checkpoint import folder as stored
@@ -17,7 +13,6 @@ from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 from fxtune.errors import StorageError
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, moment_bytes
-from fxtune.system.atomic_files import DTYPES, write_tensors
 from fxtune.techniques.checkpointing.plan import RecomputePlan
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.facts import Facts
@@ -208,31 +203,6 @@ def test_foreign_folders_are_never_removed(tmp_path):
     for step in (1, 2, 3):
         save(checkpoints, step)
     assert names(tmp_path) == ["notes", "step-00000001-copy", "step-00000003", "step-best"]
-
-
-TENSORS = st.dictionaries(
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8),
-    st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
-    max_size=5,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(TENSORS)
-def test_written_tensors_are_read_back_by_safetensors(tmp_path_factory, shapes):
-    file = tmp_path_factory.mktemp("tensors") / "x.safetensors"
-    tensors = {
-        name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"
-    }
-    digest = write_tensors(file, tensors)
-    assert digest.bytes == file.stat().st_size
-    assert digest.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    found = load_file(file)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name].float(), tensor.float())
 
 
 def test_disk_space_is_checked_before_a_run_begins(tmp_path):

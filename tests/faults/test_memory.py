@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fxtune.cli.main import main
-from fxtune.errors import ConfigError, HardwareError, MemoryShortError
-from fxtune.system import host
-from fxtune.system.oom import BatchSizes, MemoryExhausted, catch_out_of_memory, halved, out_of_memory_reason
+from fxtune.errors import HardwareError, MemoryShortError
 from fxtune.techniques.checkpointing.offload import Offload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,130 +154,6 @@ def test_fxtune_eval_halves_too(short):
     assert "eval/loss" in result["text"]
 
 
-# --- what memory errors are
-
-
-def refused() -> torch.Tensor:
-    return torch.empty(HUGE, dtype=torch.uint8)
-
-
-def compiled() -> None:
-    """As a compiler reports what happened to it."""
-    try:
-        refused()
-    except RuntimeError as error:
-        raise RuntimeError("backend='inductor' raised:") from error
-
-
-def handled() -> None:
-    """A failure in a block that deals with another one, such as the end of a recording that broke off."""
-    try:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
-        )
-    except torch.OutOfMemoryError:
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
-
-
-def raising(error: BaseException):
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize(
-    ("fail", "why"),
-    [
-        (refused, "DefaultCPUAllocator: can't allocate memory"),
-        (lambda: np.empty(HUGE, np.uint8), "Unable to allocate"),
-        (lambda: bytearray(HUGE), "MemoryError"),
-        (compiled, "DefaultCPUAllocator"),
-        (handled, "Tried to allocate 2.00 GiB"),
-        (raising(MemoryShortError("the host has no more memory to pin")), "the host has no more memory to pin"),
-        (
-            raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
-            "CUBLAS_STATUS",
-        ),
-        (raising(RuntimeError("Triton Error [CUDA]: out of memory")), "Triton Error"),
-    ],
-)
-def test_memory_that_runs_out_has_many_names(fail, why):
-    found = catch_out_of_memory(fail)
-    assert isinstance(found, MemoryExhausted)
-    assert why in found.reason
-    assert "\n" not in found.reason
-    assert "enforce fail" not in found.reason
-    assert "See documentation" not in found.reason
-
-
-def explained() -> None:
-    try:
-        refused()
-    except RuntimeError as error:
-        raise ConfigError("a message that says what to change") from error
-
-
-@pytest.mark.parametrize(
-    "fail", [explained, raising(RuntimeError("shape '[2]' is invalid")), raising(KeyboardInterrupt())]
-)
-def test_other_errors_are_not_taken_for_it(fail):
-    with pytest.raises((ConfigError, RuntimeError, KeyboardInterrupt)) as seen:
-        catch_out_of_memory(fail)
-    assert out_of_memory_reason(seen.value) is None
-
-
-def test_nothing_is_held_once_an_attempt_has_failed():
-    class Activations:
-        pass
-
-    held = []
-
-    def work() -> None:
-        activations = Activations()
-        held.append(weakref.ref(activations))
-        refused()
-
-    gc.disable()
-    try:
-        assert isinstance(catch_out_of_memory(work), MemoryExhausted)
-        assert held[0]() is None
-    finally:
-        gc.enable()
-
-
-@given(st.integers(2, 64), st.integers(1, 64))
-def test_fewer_rows_come_in_equal_parts(rows, times):
-    whole = rows * times
-    sizes = [rows]
-    while (less := halved(sizes[-1], whole)) is not None:
-        assert 1 <= less <= (sizes[-1] + 1) // 2
-        assert less < sizes[-1]
-        assert whole % less == 0
-        assert not any(whole % between == 0 for between in range(less + 1, (sizes[-1] + 1) // 2 + 1))
-        sizes.append(less)
-    assert sizes[-1] == 1
-
-
-def test_work_is_given_fewer_rows_until_it_fits():
-    rows, notes, tried = {"questions": 50}, [], []
-
-    def work(rows):
-        tried.append(rows)
-        return refused() if rows > 3 else rows
-
-    halving = BatchSizes(torch.device("cpu"), rows, notes.append)
-    assert halving.run("questions", 20, work) == 3
-    assert halving.run("questions", 20, work) == 3
-    assert tried == [20, 10, 5, 3, 3]
-    assert len(notes) == 3
-    assert rows == {"questions": 3}
-    with pytest.raises(HardwareError, match="Evaluation ran out of memory with 1 row at once: Default"):
-        halving.run("evaluation", 2, lambda _: refused())
-    with pytest.raises(HardwareError, match="with 8 rows at once"):  # nobody to tell
-        BatchSizes(torch.device("cpu")).run("evaluation", 8, lambda _: refused())
-
-
 def test_memory_to_pin_that_is_refused_goes_back_to_the_pool(monkeypatch):
     """Three pieces are wanted, two can be had: they are there for who tries again with less."""
     offload = Offload([torch.nn.Linear(1, 1)], torch.device("cpu"))
@@ -299,54 +169,3 @@ def test_memory_to_pin_that_is_refused_goes_back_to_the_pool(monkeypatch):
     assert len(offload.pool) == 2
     assert len(offload.buffers(2 << 26)) == 2
     assert len(made) == 3
-
-
-# --- the host's memory
-
-
-def test_a_control_group_s_limit_is_seen_by_a_process_that_is_in_it(tmp_path):
-    """A real group of 1 GiB, inside of one that has less."""
-    root = host.CGROUPS / "memory" if (host.CGROUPS / "memory").is_dir() else host.CGROUPS
-    outer = root / f"fxtune-test-{os.getpid()}"
-    inner = outer / "job"
-    limit = "memory.limit_in_bytes" if root.name == "memory" else "memory.max"
-    try:
-        inner.mkdir(parents=True)
-        if root == host.CGROUPS:
-            (outer / "cgroup.subtree_control").write_text("+memory")
-        (inner / limit).write_text(str(1 << 30))
-        (outer / limit).write_text(str(1 << 29))
-        code = f"open('{inner}/cgroup.procs', 'w').write('0'); from fxtune.system import host; print(*host.memory())"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    finally:
-        for group in (inner, outer):
-            if group.exists():
-                group.rmdir()
-    total, available = map(int, done.stdout.split())
-    assert total == 1 << 29
-    assert 0 < available < total
-
-
-def test_a_limit_of_the_address_space_counts():
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY)); "
-        "from fxtune.system import host; print(*host.memory())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    total, available = map(int, done.stdout.split())
-    assert total == 1 << 30
-    assert 0 < available < total

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxtune.errors import ConfigError
-from fxtune.system.console import answers_table, console, table
+from fxtune.system.console import console
 from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import (
     DownsampledSeries,
@@ -147,21 +147,6 @@ def test_downsampled_series_covers_all_values_in_bounded_memory(count):
 
 
 # --- tables
-
-
-def test_tables_show_foreign_text_without_markup():
-    evil = "[red]x[/red] [/] \x1b[2J\x07 [link=http://e.org]"
-    out = ANSI.sub("", rendered(table(evil, [evil, "n"], [[evil, 3]])))
-    assert out.count("[red]x[/red] [/] ␛[2J␇ [link=http://e.org]") == 3
-    assert "\x1b[2J" not in rendered(table(evil, ["a", "b"], [[evil, 3]]))
-
-
-def test_right_answers_have_a_tick():
-    rows = [("q1", "four", "five", "four"), ("q2", "six", "six ", "[b]seven")]
-    lines = [line for line in rendered(answers_table(rows)).splitlines() if "q1" in line or "q2" in line]
-    assert re.search(r"q1 .*four .*✗ five .*✓ four", lines[0])
-    assert re.search(r"q2 .*six .*✓ six .*✗ \[b\]seven", lines[1])
-    assert "before" not in rendered(answers_table([("q", "a", None, "a")]))
 
 
 def test_evidence_table():

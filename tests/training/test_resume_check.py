@@ -16,7 +16,7 @@ from fxtune.training.resume_check import ResumeCheck
 
 
 @pytest.fixture
-def broken_off(small, cwd, monkeypatch) -> Config:
+def unfinished_run(small, cwd, monkeypatch) -> Config:
     """An unfinished run in `run`, with both its steps saved."""
     small.run.dir, small.train.max_steps = "run", 2
     with monkeypatch.context() as patch:
@@ -33,16 +33,16 @@ def changed(section: str, key: str, value: object) -> None:
     file.write_text(json.dumps(setting))
 
 
-def test_unchanged_run_resumes_without_notes(broken_off, said):
+def test_unchanged_run_resumes_without_notes(unfinished_run, said):
     assert set(json.loads(Path("run/setting.json").read_text())) == {"techniques", "model", "machine", "data", "built"}
-    trainer.run(broken_off)
+    trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
     assert [text for text in said if "Resuming run after step 2" in text]
 
 
-def test_another_torch_version_is_noted(broken_off, said):
+def test_another_torch_version_is_noted(unfinished_run, said):
     changed("machine", "torch", "1.0")
-    trainer.run(broken_off)
+    trainer.run(unfinished_run)
     assert [text for text in said if "machine.torch: 1.0 -> " in text and "may differ in their last digits" in text]
 
 
@@ -59,10 +59,10 @@ def test_another_torch_version_is_refused_in_a_deterministic_run(small, cwd, mon
 
 
 @pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])
-def test_another_model_is_refused_with_each_difference(broken_off, section, key, value):
+def test_another_model_is_refused_with_each_difference(unfinished_run, section, key, value):
     changed(section, key, value)
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: {value} -> "):
-        trainer.run(broken_off)
+        trainer.run(unfinished_run)
 
 
 def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
@@ -82,12 +82,12 @@ def test_changed_base_weights_are_refused(small, cwd, monkeypatch):
         trainer.run(small)
 
 
-def test_unreadable_setting_file_says_what_to_do(broken_off):
+def test_unreadable_setting_file_says_what_to_do(unfinished_run):
     Path("run/setting.json").write_text("{")
     with pytest.raises(StorageError, match=r"setting\.json is no JSON.*Restore it; or remove it"):
-        trainer.run(broken_off)
+        trainer.run(unfinished_run)
     Path("run/setting.json").unlink()
-    assert trainer.run(broken_off)["train/step"] == 2
+    assert trainer.run(unfinished_run)["train/step"] == 2
 
 
 def test_resumed_run_keeps_earlier_auto_decisions(tmp_path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.bad_steps import disturb, interrupt_at
 from support.runs import history, losses
 
 from fxtune.config.root import Spikes
@@ -17,21 +17,6 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerName
 from fxtune.tracking.tracker import Display
 from fxtune.training import trainer as train
-
-
-def broken_off(config, index, monkeypatch):
-    """Run `config` and press Ctrl-C at step `index`, once."""
-    taken, broken = train.Trainer.step, []
-
-    def dying(self, step, lr):
-        if step.index == index and not broken:
-            broken.append(True)
-            raise KeyboardInterrupt
-        return taken(self, step, lr)
-
-    monkeypatch.setattr(train.Trainer, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(config)
 
 
 def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monkeypatch, capsys):
@@ -56,60 +41,6 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monk
     narrow.run.dir, narrow.train.max_skipped_steps, narrow.train.max_steps = "stops", 3, 10
     with pytest.raises(NumbersError, match=r"3 steps in a row, up to step 3\. .*saved: stops/checkpoints"):
         train.run(narrow)
-
-
-def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
-    """Multiply the loss of these steps (counted from 0). Returns a list to which the number of each step is appended."""
-    real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
-
-    def step(self, step, lr):
-        seen.append(step.index)
-        outcome = whole_step(self, step, lr)
-        seen.append(-1)
-        return outcome
-
-    monkeypatch.setattr(train.Trainer, "step", step)
-    monkeypatch.setattr(
-        LanguageModel, "summed_loss", lambda *given: real(*given) * factors.get(seen[-1] if seen else -1, 1.0)
-    )
-    return seen
-
-
-def test_samples_and_batches_of_a_non_finite_step_are_written(narrow, build, monkeypatch):
-    disturb(monkeypatch, {2: math.nan})
-    notes = []
-    trainer = build(narrow, notes.append)
-    trainer.run()
-    folder = trainer.folder.path / "skipped"
-    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-    told = json.loads((folder / "step-00000003" / "samples.json").read_text())
-    assert [told["step"], told["loss"]] == [3, None]
-    for micro in range(2):
-        batch, kept = trainer.plan.batch(2, micro), load_file(folder / "step-00000003" / f"batch-{micro}.safetensors")
-        assert all(torch.equal(tensor, getattr(batch, name)) for name, tensor in kept.items())
-        assert {"input_ids", "targets", "position_ids"} <= kept.keys()
-        rows = told["micro_batches"][micro]
-        assert [(0, piece["document"]) for row in rows for piece in row] == trainer.plan.documents(2, micro)
-        assert "assistant" in rows[0][0]["text"]
-    said = next(note for note in notes if note.startswith("step 3: its loss or gradient was not finite"))
-    assert f"documents {rows_of(trainer, 2)[0]}, " in said
-    assert str(folder / "step-00000003") in said
-
-
-def rows_of(trainer, step) -> list[int]:
-    return [
-        document
-        for micro in range(trainer.plan.micro_batches(step))
-        for _, document in trainer.plan.documents(step, micro)
-    ]
-
-
-def test_number_of_kept_bad_batches_is_limited(narrow, build, monkeypatch):
-    disturb(monkeypatch, dict.fromkeys(range(1, 40, 3), math.nan))
-    narrow.train.max_steps = 40
-    trainer = build(narrow)
-    assert trainer.run()["train/skipped_steps"] == 13
-    assert len(list((trainer.folder.path / "skipped").glob("step-*"))) == 8
 
 
 @pytest.mark.parametrize("spikes", ["report", "skip", "off"])
@@ -152,7 +83,7 @@ def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
     narrow.run.dir = "whole"
     assert train.run(narrow)["train/skipped_steps"] == 1
     narrow.run.dir = "broken"
-    broken_off(narrow, 9, monkeypatch)
+    interrupt_at(narrow, 9, monkeypatch)
     seen.clear()
     assert train.run(narrow)["train/skipped_steps"] == 1
     assert [step for step in seen if step >= 0] == [9, 10, 11]
@@ -185,7 +116,7 @@ def test_weights_without_finite_loss_are_not_exported(narrow, cwd):
 def test_consecutive_bad_steps_are_counted_across_a_resume(narrow, cwd, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(2, 6), math.nan))
     narrow.run.dir, narrow.checkpoint.every, narrow.train.max_skipped_steps = "run", 4, 3
-    broken_off(narrow, 4, monkeypatch)
+    interrupt_at(narrow, 4, monkeypatch)
     with pytest.raises(NumbersError, match="3 steps in a row, up to step 5"):
         train.run(narrow)
 
@@ -242,7 +173,7 @@ def test_log_line_across_a_resume_covers_all_its_steps(narrow, cwd, monkeypatch)
     narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
     train.run(narrow)
     narrow.run.dir = "broken"
-    broken_off(narrow, 3, monkeypatch)
+    interrupt_at(narrow, 3, monkeypatch)
     train.run(narrow)
     assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [6]
     assert losses(Path("broken")) == losses(Path("whole"))

@@ -6,21 +6,17 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
-import signal
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.runs import history, losses
 
 from fxtune.config.root import Resume
 from fxtune.data.config import SourceConfig
-from fxtune.errors import ConfigError, DataError, HardwareError
+from fxtune.errors import ConfigError, DataError
 from fxtune.models.load import DType
-from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
 from fxtune.training import trainer as train
 
@@ -158,48 +154,6 @@ def test_packing_does_not_change_document_losses(small, build):
         assert packed[key] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("packing", [True, False])
-def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
-    narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
-    narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
-    narrow.checkpoint.every, narrow.run.dir = 2, "whole"
-    narrow.train.max_steps = 7
-    train.run(narrow)
-    narrow.run.dir = "broken"
-    whole_step, seen = train.Trainer.step, []
-
-    def dying(self, step, lr):
-        seen.append(step.index)
-        if len(seen) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
-            raise KeyboardInterrupt
-        return whole_step(self, step, lr)
-
-    monkeypatch.setattr(train.Trainer, "step", dying)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            train.run(narrow)
-    train.run(narrow)
-    assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
-    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
-    whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
-    assert whole.keys() == broken.keys()
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    assert losses(Path("broken")) == losses(Path("whole"))
-    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):
-    own = cwd / "own.jsonl"
-    own.write_text(chats.read_text())
-    small.data.sources, small.checkpoint.every, small.run.dir = [SourceConfig(path=str(own))], 1, "run"
-    monkeypatch.setattr(train.Trainer, "_finish", lambda self: {})
-    train.run(small)
-    own.write_text("\n".join(chats.read_text().splitlines()[1:]))
-    with pytest.raises(ConfigError, match="data changed"):
-        train.run(small)
-
-
 def test_gradients_do_not_underflow_in_float16(small, build, monkeypatch):
     """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
     small.train.max_steps, gradients = 1, {}
@@ -219,21 +173,6 @@ def test_gradients_do_not_underflow_in_float16(small, build, monkeypatch):
     assert (seen - exact).norm() < 0.01 * exact.norm()
 
 
-def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
-    small.run.dir = "run"
-    usual = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in a shell's background starts with it ignored
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "save_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            train.run(small)
-    signal.signal(signal.SIGINT, usual)
-    result = train.run(small)
-    assert result == json.loads(Path("run/result.json").read_text())
-    assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]
-
-
 def test_model_card_describes_the_run(small, build):
     trainer = build(small)
     result = trainer.run()
@@ -241,36 +180,6 @@ def test_model_card_describes_the_run(small, build):
     torch_line = f"| torch | {metadata.version('torch')}"
     for part in (trainer.plan.fingerprint, f"{result['train/loss']:.6g}", torch_line, "| seed | 0 |"):
         assert part in card
-
-
-def test_evaluation_equals_plain_transformers_and_best_checkpoint_is_kept(small, cwd, chats):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    small.data.eval_sources = [SourceConfig(path=str(chats), limit=10)]
-    small.train.eval_every, small.checkpoint.keep, small.run.dir = 2, 1, "run"
-    small.techniques.lora.enabled, small.optimizer.lr = (
-        False,
-        1e-9,
-    )  # the weights stay, so each evaluation can be checked
-    train.run(small)
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
-    plain = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
-    total, count = 0.0, 0
-    for line in chats.read_text().splitlines()[:10]:
-        row = tokenizer.apply_chat_template(
-            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
-        loss = plain(input_ids=ids[None], labels=ids.where(mask, torch.tensor(-100))[None]).loss
-        total, count = total + loss.item() * int(mask.sum()), count + int(mask.sum())
-    lines = [line for line in history(Path("run")) if "eval/loss" in line]
-    assert [line["train/step"] for line in lines] == [2, 4, 6]
-    for line in lines:
-        assert line["eval/loss"] == pytest.approx(total / count, rel=1e-4)
-        assert line["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-3)
-    best = min(lines, key=lambda line: line["eval/loss"])["train/step"]
-    kept = sorted(path.name for path in Path("run/checkpoints").glob("step-*"))
-    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
 
 
 def test_finished_run_leaves_no_processes(small, build, chats):
@@ -282,19 +191,6 @@ def test_finished_run_leaves_no_processes(small, build, chats):
     trainer = build(small)
     trainer.run()
     assert [child for child in multiprocessing.active_children() if child not in others] == []
-
-
-def test_out_of_memory_error_gives_advice(small, cwd, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. See documentation for Memory Management"
-        )
-
-    monkeypatch.setattr(LanguageModel, "summed_loss", full)
-    with pytest.raises(
-        HardwareError, match=r"1 row at once: .*allocate 2\.00 GiB\nWhat would help most.*\n.* GiB less"
-    ):
-        train.run(small)
 
 
 def test_training_bfloat16_weights_warns(small, build):

@@ -323,7 +323,7 @@ def _rope_types(facts: Facts) -> list[str]:
 
 
 def _dropout_in_recomputed_head(facts: Facts) -> bool:
-    """Whether the fused loss recomputes a head that has an adapter with dropout (objectives/causal_lm.py)."""
+    """Whether the fused loss recomputes a head that has an adapter with dropout (objectives/language_model.py)."""
     lora, liger = facts.techniques.lora, facts.techniques.liger
     if not (lora.enabled and lora.dropout and liger.enabled and liger.fused_linear_cross_entropy is Switch.on):
         return False

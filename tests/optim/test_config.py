@@ -1,0 +1,125 @@
+"""Which optimizer is refused on which machine, and why."""
+
+from __future__ import annotations
+
+import pytest
+from support.architectures import enable
+
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError
+from fxtune.optim import config as update_rule
+from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.techniques.facts import Facts
+from fxtune.techniques.quantize import Library
+from fxtune.training.builder import RunBuilder
+
+GPU = Facts(device="cuda", dtype="bfloat16", packages={"bitsandbytes": "1", "torchao": "1"})
+
+
+def reasons(facts=GPU, **options):
+    return list(update_rule.check(OptimizerConfig(**options), facts))
+
+
+def facts(**changes):
+    return Facts(**{**vars(GPU), **changes})
+
+
+EIGHT, APEX = OptimizerName.adamw_8bit, OptimizerName.apex_adamw
+
+
+REFUSED = [
+    (
+        facts(packages={}),
+        dict(name=EIGHT),
+        ["adamw_8bit needs bitsandbytes or torchao, and neither is installed", "pip install 'fxtune[quant]'"],
+    ),
+    (
+        facts(packages={"torchao": "1"}),
+        dict(name=EIGHT, library=Library.bitsandbytes),
+        ["bitsandbytes is not installed"],
+    ),
+    (
+        GPU,
+        dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True),
+        ["bitsandbytes has no stochastic rounding"],
+    ),
+    (GPU, dict(library=Library.torchao), ["torchao has adamw_8bit, not adamw"]),
+    (GPU, dict(name=APEX), ["FusedAdam of Apex. NVIDIA's Apex is not installed"]),
+    (facts(packages={"apex": "0.9"}), dict(name=APEX), ["no CUDA extensions (amp_C): it is PyPI's"]),
+    (Facts(), dict(name=APEX), ["runs on a GPU, and the device is cpu"]),
+    (GPU, dict(name=OptimizerName.muon, stochastic_rounding=True), ["muon does not have it"]),
+    (facts(dtype="float32"), dict(stochastic_rounding=True), ["for bfloat16 weights, and these are float32"]),
+    (facts(techniques=enable(lora={})), dict(stochastic_rounding=True), ["adapters are trained in float32"]),
+    (
+        GPU,
+        dict(momentum=0.5),
+        ["optimizer.momentum: 0.5 is not read by adamw. Leave it out or set it to 0.9, its default (sgd"],
+    ),
+    (
+        GPU,
+        dict(name=OptimizerName.sgd, betas=[0.9, 0.95]),
+        ["betas: [0.9, 0.95] is not read by sgd", "set it to [0.9, 0.999]"],
+    ),
+    (GPU, dict(name=OptimizerName.lion, eps=1e-6), ["optimizer.eps: 1e-06 is not read by lion"]),
+    (
+        GPU,
+        dict(name=OptimizerName.adafactor, fused=False),
+        ["optimizer.fused: false is not read by adafactor", "set it to true"],
+    ),
+    (GPU, dict(name=EIGHT, fused=False), ["optimizer.fused: false is not read by adamw_8bit"]),
+    (
+        GPU,
+        dict(stochastic_rounding=True, fused=False),
+        ["optimizer.fused: false is not read by adamw with stochastic_rounding."],
+    ),
+]
+
+
+@pytest.mark.parametrize(("known", "options", "parts"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals_say_what_to_change(known, options, parts, monkeypatch):
+    monkeypatch.setattr(update_rule, "c_compiler", lambda: "/usr/bin/gcc")
+    (reason,) = reasons(known, **options)
+    assert reason.startswith("optimizer.")
+    assert all(part in reason for part in parts), reason
+
+
+def test_supported_optimizers_are_not_refused(monkeypatch):
+    monkeypatch.setenv("CC", "true")
+    for name in OptimizerName:
+        packages = {**GPU.packages, "nvidia-apex": "0.1"}
+        assert not reasons(facts(packages=packages), name=name)
+    assert not reasons(stochastic_rounding=True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler" in reasons(stochastic_rounding=True)[0]
+    assert not reasons(name=EIGHT), "bitsandbytes compiles nothing"
+
+
+def test_options_an_optimizer_reads_may_be_changed():
+    for name, options in (
+        ("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)),
+        ("sgd", dict(momentum=0.0, fused=False)),
+        ("lion", dict(betas=[0.9, 0.99])),
+        ("adamw_8bit", dict(betas=[0.9, 0.95], eps=1e-6)),
+        ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6, fused=False)),
+    ):
+        assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
+
+
+def test_auto_library_of_adamw_8bit():
+    assert update_rule.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
+    assert update_rule.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
+    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
+    assert update_rule.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
+
+
+def test_run_is_refused_with_optimizer_and_technique_reasons_together():
+    config = Config()
+    config.optimizer.name, config.optimizer.stochastic_rounding = OptimizerName.lion, True
+    config.techniques.compile.enabled, config.techniques.compile.max_graph_breaks = True, 2
+    with pytest.raises(ConfigError) as refused:
+        RunBuilder(config)
+    text = str(refused.value)
+    assert "techniques.compile.max_graph_breaks: with fullgraph" in text
+    assert "optimizer.stochastic_rounding: lion does not have it" in text
+    assert "optimizer.stochastic_rounding: it is for bfloat16 weights, and these are float32" in text

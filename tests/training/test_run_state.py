@@ -1,0 +1,74 @@
+"""Runs that are interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.runs import history, losses
+
+from fxtune.data.config import SourceConfig
+from fxtune.errors import ConfigError
+from fxtune.training import trainer as train
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("packing", [True, False])
+def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
+    narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
+    narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
+    narrow.checkpoint.every, narrow.run.dir = 2, "whole"
+    narrow.train.max_steps = 7
+    train.run(narrow)
+    narrow.run.dir = "broken"
+    whole_step, seen = train.Trainer.step, []
+
+    def dying(self, step, lr):
+        seen.append(step.index)
+        if len(seen) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
+            raise KeyboardInterrupt
+        return whole_step(self, step, lr)
+
+    monkeypatch.setattr(train.Trainer, "step", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train.run(narrow)
+    train.run(narrow)
+    assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
+    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert losses(Path("broken")) == losses(Path("whole"))
+    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):
+    own = cwd / "own.jsonl"
+    own.write_text(chats.read_text())
+    small.data.sources, small.checkpoint.every, small.run.dir = [SourceConfig(path=str(own))], 1, "run"
+    monkeypatch.setattr(train.Trainer, "_finish", lambda self: {})
+    train.run(small)
+    own.write_text("\n".join(chats.read_text().splitlines()[1:]))
+    with pytest.raises(ConfigError, match="data changed"):
+        train.run(small)
+
+
+def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
+    small.run.dir = "run"
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in a shell's background starts with it ignored
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(small)
+    signal.signal(signal.SIGINT, usual)
+    result = train.run(small)
+    assert result == json.loads(Path("run/result.json").read_text())
+    assert [result["train/step"], result["train/loss"]] == [6, losses(Path("run"))[-1]]

@@ -1,4 +1,4 @@
-"""How full and how fast: best-fit packing of log-normal length mixes.
+"""Measures best-fit packing of log-normal length mixes: efficiency and time.
 
     python scripts/bench/bench_packing.py [DOCUMENTS]
 

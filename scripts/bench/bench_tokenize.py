@@ -1,10 +1,10 @@
-"""How fast a chat JSONL becomes token ids, and in how much memory.
+"""Measures the speed and the memory of tokenizing a chat JSONL.
 
     python scripts/bench/bench_tokenize.py [--size-mb 1000] [--workers 2] [--keep FOLDER]
 
-Writes chats of one to four turns with log-normal lengths (made-up words of a Zipf distribution, fixed seed), tokenises them
-into an empty cache and reads them back from it. Memory is the proportional set size (Pss) of each process of the tree, looked
-at four times a second: a page that processes share is divided among them, so the sum is what the machine must have.
+Writes chats of one to four turns with log-normal lengths (made-up words of a Zipf distribution, fixed seed), tokenizes them
+into an empty cache and reads them back from it. Memory is the proportional set size (Pss) of all processes of the tree, read four
+times a second: shared pages are divided among their processes, so the sum is what the machine needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_chats(path: Path, size: int, seed: int = 0) -> int:
 
 
 def tokenizer_for(path: Path) -> Any:
-    """The built-in model's tokenizer, or one trained on the first megabyte where the assets are not there."""
+    """The built-in model's tokenizer, or one trained on the first megabyte if the assets are missing."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if (TINY / "tokenizer.json").exists():

@@ -1,22 +1,21 @@
-"""Made-up and broken inputs by the hundred thousand through row, tokens and mask: what is not a row is said, and no token
-outside an assistant's turn is supervised.
+"""Fuzzes the way from rows to tokens and masks: bad rows are reported, and only tokens of assistant turns are supervised.
 
     python scripts/faults/fuzz.py [--inputs 100000] [--seed 0] [--keep FOLDER]
 
-An input is a line of a JSONL file (or, one in fifty, a whole file of another kind): a conversation, an Alpaca row, a text and so
-on, made of pieces that are trouble (special tokens, lone surrogates, half emojis, what templates look for), then as often as not
-broken: a value replaced by one of another type, a key gone, a turn doubled, bytes flipped, cut out or put in. Files of a hundred
-such lines go through `fxtune.data.tokenized.tokenize.tokenize`, as those of a run do, with the tokenizers and chat templates of eight model
-families, with generation marks and without. Of each file:
+An input is a line of a JSONL file (one in fifty: a complete file of another kind). It is a conversation, an Alpaca row, a text and
+so on, made of difficult pieces (special tokens, lone surrogates, half emojis, strings that templates look for). Half of the inputs
+are then damaged: a value of another type, a missing key, a repeated turn, bytes flipped, removed or inserted. Files of a hundred
+lines go through `tokenize`, as in a run, with the tokenizers and chat templates of eight model families, with generation marks and
+without. For each file it checks:
 
-- nothing is raised but our own errors, and each file is done in SECONDS;
-- every line is a document or a row of the quarantine, whose reason is short;
-- in a chat, turns open and close by the template's special tokens only: as many assistants speak as the row has, and every
-  supervised token stands between such an opening and its end. This is read from the ids alone;
-- where the input was not broken, no supervised token is of a user, a system, a tool, a prompt or a switched-off answer: their
-  texts, and no others, have a diamond in them. Text, prompts and pre-tokenised rows have the mask that they say.
+- only fxtune's own errors are raised, and no file takes longer than SECONDS;
+- every line is a document or a quarantined row with a short reason;
+- in a chat, only the template's special tokens open and close turns: there are as many assistant turns as the row has, and every
+  supervised token is inside one. This is read from the ids alone;
+- in an input that was not damaged, no supervised token is of a user, a system message, a tool, a prompt or an answer that the row
+  switches off: these texts, and no others, contain a diamond. Text, prompts and pre-tokenized rows have exactly their own mask.
 
-Exit code 1, and the inputs in FOLDER, where that is not so.
+If a check fails, the exit code is 1 and the inputs are kept in FOLDER.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import UserError
 
 FILE = 100
-"""Inputs of a file."""
-SECONDS = 60.0
-"""A file that takes longer hangs. Most take a tenth of one."""
+"""Inputs in a file."""
+SECONDS = 300.0
+"""A file that takes longer counts as a hang. Most take a tenth of a second."""
 LONGEST_REASON = 1000
 DIAMOND = "♦"
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool", **SHAREGPT_ROLES}
@@ -64,17 +63,17 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "tool": "
 
 @dataclass(frozen=True)
 class Grammar:
-    """How a family's assistant turns look in token ids."""
+    """The assistant turns of a family in token ids."""
 
     opens: str
     """A special token that opens a turn."""
     header: str
-    """The text behind it, up to the next special token, that says whose turn it is begins with this."""
+    """The text after it, up to the next special token, begins with this in an assistant turn."""
     closes: tuple[str, ...]
     speaker: str = "assistant"
-    """By whose turns the openings are counted."""
+    """The role whose turns must equal the openings in number."""
     more: int = 0
-    """Openings that a template writes beyond one a turn."""
+    """How many openings a template writes beyond one a turn."""
 
 
 GRAMMARS = {
@@ -85,7 +84,7 @@ GRAMMARS = {
     "mistral": Grammar("[/INST]", "", ("</s>",), "user"),
     "phi3": Grammar("<|assistant|>", "", ("<|end|>",)),
     "gptoss": Grammar("<|start|>", "assistant", ("<|end|>", "<|return|>"), more=1),
-}  # Zephyr's turns open by letters, which anybody can write: of it only diamonds are looked at.
+}  # Zephyr opens turns with plain letters, which any message can contain: only its diamonds are checked.
 
 PIECES = [
     "<|im_start|>",
@@ -157,7 +156,7 @@ PIECES = [
     "<0x0A>",
 ]
 RARE = "\U0010fad05\U0010fad1"
-"""What literal.py writes for a special token."""
+"""An alias as special_tokens.py writes it."""
 JUNK: list[Any] = [
     None,
     True,
@@ -255,7 +254,7 @@ class Maker:
         return "".join(parts).replace(DIAMOND, "")
 
     def other(self) -> str:
-        """A text that nobody may learn."""
+        """A text that must not be learned."""
         text = self.text()
         at = self.draw.randrange(len(text) + 1)
         return text[:at] + DIAMOND + text[at:]
@@ -312,7 +311,7 @@ class Maker:
         return row
 
     def broken(self, row: Any) -> Any:
-        """One value of it replaced, one key renamed or gone, one entry doubled."""
+        """Replace a value, rename or remove a key, or repeat an entry."""
         places = list(_places(row))
         inside, key = self.draw.choice(places)
         how = self.draw.randrange(5)
@@ -331,7 +330,7 @@ class Maker:
         return row
 
     def damaged(self, line: bytes) -> bytes:
-        """Bytes flipped, cut out, doubled or put in."""
+        """Flip, remove, repeat or insert bytes."""
         for _ in range(self.draw.randint(1, 4)):
             at = self.draw.randrange(len(line) + 1)
             until = min(len(line), at + self.draw.choice((1, 1, 2, 5, 40)))
@@ -353,13 +352,13 @@ class Report:
     files: int = 0
     untouched: int = 0
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Reasons of those that are not broken."""
+    """Reasons of inputs that were not damaged."""
     documents: int = 0
     quarantined: int = 0
     refused_files: int = 0
     tokens: int = 0
     supervised: int = 0
-    literal: int = 0
+    escaped: int = 0
     slowest: float = 0.0
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     violations: list[str] = field(default_factory=list)
@@ -427,7 +426,7 @@ class Fuzzer:
             self._look(file, table, family, marks, untouched)
 
     def _other_file(self) -> None:
-        """One whole file, damaged: nothing but our own errors may come of it."""
+        """Tokenize one damaged file: only fxtune's own errors may be raised."""
         rows = [self.maker.row(RowFormat.alpaca) for _ in range(20)]
         kind, make = self.draw.choice(list(FILES.items()))
         content = make(rows)
@@ -455,7 +454,7 @@ class Fuzzer:
             self.report.refused_files += 1
             if len(str(error)) > 3 * LONGEST_REASON:
                 self._wrong(f"{what}: an error of {len(str(error)):,} characters", Path(config.path))
-        except (Hang, Exception) as error:  # noqa: BLE001 - what must not be: that is what is looked for
+        except (Hang, Exception) as error:  # noqa: BLE001 - any other error is a violation
             self._wrong(f"{what}: {type(error).__name__}: {str(error)[:300]}", Path(config.path))
         self.report.slowest = max(self.report.slowest, time.perf_counter() - began)
         return table
@@ -475,7 +474,7 @@ class Fuzzer:
         kept = [line for number, line in lines if number not in out]
         self.report.documents += len(table)
         self.report.quarantined += table.bad_rows
-        self.report.literal += table.escaped
+        self.report.escaped += table.escaped
         self.report.tokens += len(table.ids)
         self.report.supervised += table.supervised_tokens
         if not len(table) == len(kept) == len(lines) - table.bad_rows:
@@ -516,7 +515,7 @@ def fault(
     supervised: np.ndarray,
     untouched: bool,
 ) -> str | None:
-    """What is wrong with a document, or None."""
+    """A violation in a document, or None."""
     if form is RowFormat.tokens:
         expected = [label != -100 for label in row["labels"]] if row.get("labels") is not None else None
         return "the mask is not the labels'" if untouched and supervised.tolist() != expected else None
@@ -526,7 +525,7 @@ def fault(
         isinstance(row[side], list) for side in ("prompt", "completion")
     )
     if untouched and DIAMOND in tokenizer.decode(ids[supervised]):
-        return "what nobody may learn is supervised"
+        return "text that must not be learned is supervised"
     if not chat or family not in GRAMMARS:
         return None
     return structure_fault(tokenizer, GRAMMARS[family], turns_of(row, form), ids, supervised)
@@ -535,7 +534,7 @@ def fault(
 def structure_fault(
     tokenizer: Any, grammar: Grammar, turns: list[tuple[str, bool]], ids: np.ndarray, supervised: np.ndarray
 ) -> str | None:
-    """What is wrong with a chat of (role, whether it has reasoning), or None."""
+    """A violation in a chat, given the (role, whether it has reasoning) of its turns, or None."""
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     at = [index for index, token in enumerate(ids.tolist()) if token in special]
     inside, openings = np.zeros(len(ids), bool), 0
@@ -606,7 +605,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for the files in which something is wrong")
+    parser.add_argument("--keep", type=Path, help="folder for the files with violations")
     asked = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -614,12 +613,12 @@ def main() -> int:
     console, table = Console(), Table("", "count")
     for name, value in [
         ("inputs", report.inputs),
-        ("not broken", report.untouched),
+        ("not damaged", report.untouched),
         ("files", report.files),
-        ("files refused as a whole", report.refused_files),
+        ("files refused", report.refused_files),
         ("documents", report.documents),
         ("quarantined rows", report.quarantined),
-        ("documents with special tokens as letters", report.literal),
+        ("documents with quoted special tokens", report.escaped),
         ("tokens", report.tokens),
         ("supervised tokens", report.supervised),
         ("violations", len(report.violations)),
@@ -628,7 +627,7 @@ def main() -> int:
     table.add_row("seconds", f"{time.perf_counter() - began:,.0f}")
     table.add_row("the slowest file's seconds", f"{report.slowest:.2f}")
     console.print(table)
-    for title, reasons in (("all inputs", report.reasons), ("inputs that were not broken", +report.refused)):
+    for title, reasons in (("all inputs", report.reasons), ("inputs that were not damaged", +report.refused)):
         console.print(
             f"Reasons of the quarantine, {title} ({reasons.total():,}): "
             + "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(10)),

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905  # word lists are read, and edited, as words
-"""The corpus that the tiny base model is pre-trained on, from a generator: no downloaded text, a seed fixes every byte.
+"""Generates the corpus that the tiny base model is pre-trained on. Nothing is downloaded; a seed fixes every byte.
 
 Twelve kinds of documents teach what an adapter later builds on: sentences that follow from each other, reading a word in one
 place and writing it in another (also between quotes, where its tokens differ), counting, the look of JSON, and the turns
@@ -30,7 +30,7 @@ SYSTEMS = (
 
 
 def invent(rng: Random) -> str:
-    """A word that no list holds, so that copying it cannot be done from memory."""
+    """A word that is in no list, so that the model cannot copy it from memory."""
     word = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3)))
     return word + rng.choice(CODAS) if rng.random() < 0.6 else word
 
@@ -44,7 +44,7 @@ def place(rng: Random) -> str:
 
 
 def thing(rng: Random, count: int) -> str:
-    """A noun in the number that `count` asks for."""
+    """A noun, singular or plural for `count`."""
     if rng.random() < 0.8:
         singular = rng.choice(list(PLURALS))
         return singular if count == 1 else PLURALS[singular]
@@ -56,7 +56,7 @@ def counted(rng: Random, count: int, noun: str) -> str:
 
 
 def turns(rng: Random, *pairs: tuple[str, str], system: float = 0.6) -> str:
-    """A chat in the markup of the tokenizer's template; `system` is the chance that it opens with a system turn."""
+    """A chat in the markup of the tokenizer's template. `system`: the probability of a system turn."""
     text = f"<|im_start|>system\n{rng.choice(SYSTEMS)}<|im_end|>\n" if rng.random() < system else ""
     for user, assistant in pairs:
         text += f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{assistant}<|im_end|>\n"
@@ -102,12 +102,12 @@ def story(rng: Random) -> str:
 
 
 def chapter(rng: Random) -> str:
-    """Several stories in a row, so that the far positions of a row are trained too."""
+    """Several stories in sequence, so that late positions of a row are trained too."""
     return "\n\n".join(story(rng) for _ in range(rng.randint(3, 5)))
 
 
 def label(rng: Random) -> str:
-    """Prose, then what is written on the parcels: the same words, without the space before them."""
+    """Prose, then the same words quoted, without the space before them."""
     lines, labels = [], []
     for _ in range(rng.randint(1, 4)):
         who, where, count = person(rng), place(rng), rng.randint(1, 12)
@@ -126,7 +126,7 @@ def label(rng: Random) -> str:
 
 
 def echo(rng: Random) -> str:
-    """A list, and the list again, perhaps quoted."""
+    """A list, then the same list, perhaps quoted."""
     draw = (invent, person, place, lambda r: thing(r, 1), lambda r: r.choice(COLORS), lambda r: r.choice(DAYS))
     words = [rng.choice(draw)(rng) for _ in range(rng.randint(2, 7))]
     again = [f'"{word}"' for word in words] if rng.random() < 0.6 else words
@@ -160,7 +160,7 @@ def colors(rng: Random) -> str:
 
 
 def records(rng: Random) -> str:
-    """JSON lists, and sometimes what they say: reading JSON, never writing it from prose."""
+    """JSON lists, sometimes with their content in prose: this teaches reading JSON, never writing it from prose."""
     lines, prose = [], []
     for _ in range(rng.randint(1, 4)):
         who, where, count, color = person(rng), place(rng), rng.randint(1, 99), rng.choice(COLORS)
@@ -192,7 +192,7 @@ def sheet(rng: Random) -> str:
 
 
 def order_chat(rng: Random) -> str:
-    """An order, answered as a clerk would."""
+    """An order with the answer of a clerk."""
     order = draw_order(rng, [person(rng)], [place(rng)])
     noun = order.item if order.quantity == 1 else PLURALS[order.item]
     goods = f"{order.quantity} {order.color} {noun}"
@@ -295,7 +295,7 @@ KINDS: dict[Callable[[Random], str], int] = {
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Documents without end; the same for the same seed."""
+    """An endless sequence of documents, the same for the same seed."""
     rng = Random(seed)
     kinds, weights = list(KINDS), list(KINDS.values())
     while True:

@@ -1,15 +1,15 @@
-"""Gather text that lies on this machine: sources and documentation of the standard library and the installed packages.
+"""Gathers text from this machine: sources and documentation of the standard library and the installed packages.
 
     python scripts/make/gather.py text.jsonl --max-mb 200                        # a document a file
     python scripts/make/gather.py long.jsonl --join package --length 300000      # long documents: a package's files one after another
     python scripts/make/gather.py text.jsonl --held-out 0.02 --held-out-file held.jsonl
 
-One JSON object a line: {"text": ..., "source": ...}. A file whose content was seen is left out (licence texts, vendored
-copies), and so is one that is not UTF-8, that is shorter than --min-chars, or that holds a line no one would write. The order
-hangs on --seed alone, and a document's side of the hold-out on its content, so that it stays there whatever else is gathered.
+Writes one JSON object a line: {"text": ..., "source": ...}. Files are left out if their content was seen before (licenses,
+vendored copies), if they are not UTF-8, shorter than --min-chars, or have a line that no person would write. The order depends on
+--seed alone. A document's content decides whether it is held out, so that does not change with what else is gathered.
 
-Joined documents are what long contexts are for: a module is explained by the ones before it. Each file's name stands above it.
-What is written belongs to the packages' authors: it is for experiments on this machine, not for passing on.
+Joined documents are for long contexts: a module is explained by the ones before it. Each file's name is written above it. The text
+belongs to the packages' authors: use it for experiments on this machine, do not distribute it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from typing import NamedTuple
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 LONGEST_LINE = 1000
-"""Characters; a file with a longer line is data or was made by a machine."""
+"""Characters; a file with a longer line is data or generated."""
 
 
 class Document(NamedTuple):
     text: str
     source: str
-    """Where it is from: `package/path`, for a joined one the first file's, and how many there are."""
+    """Where it is from: `package/path`; for a joined document the first file's, and the number of files."""
 
 
 class File(NamedTuple):
     path: Path
     name: str
-    """Below its root."""
+    """The path below its root."""
     size: int
 
     @property
@@ -49,7 +49,7 @@ class File(NamedTuple):
 
 
 def standard_roots() -> list[Path]:
-    """The standard library and every folder that packages are installed to."""
+    """The standard library and every folder with installed packages."""
     installed = [
         *site.getsitepackages(),
         *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
@@ -59,12 +59,12 @@ def standard_roots() -> list[Path]:
 
 
 def find(roots: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
-    """The files below `roots`, root after root, each in the order of their names; links to folders are not followed."""
+    """The files below `roots`, root by root, sorted by name. Links to folders are not followed."""
     roots = [Path(root).resolve() for root in roots]
     found = []
     for root in roots:
         for folder, below, names in os.walk(root):
-            # A root inside another one (site-packages in the standard library) comes by itself.
+            # A root inside another (site-packages in the standard library) is read on its own.
             below[:] = sorted(name for name in below if name != "__pycache__" and Path(folder, name) not in roots)
             for name in sorted(names):
                 path = Path(folder, name)
@@ -76,10 +76,10 @@ def find(roots: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Fi
 def documents(
     files: Iterable[File], seed: int = 0, min_chars: int = 200, length: int | None = None
 ) -> Iterator[Document]:
-    """Documents in an order drawn from `seed`, one at a time: nothing but the contents' hashes stays in memory.
+    """Documents in an order drawn from `seed`, one at a time. Only the hashes of their contents stay in memory.
 
-    `length` None: a document a file. Else: the files of a package one after another, up to so many characters (a file that is
-    longer by itself becomes several documents, cut at a line's end).
+    `length` None: one document a file. Else: the files of a package joined, up to `length` characters; a longer file becomes
+    several documents, cut at a line's end.
     """
     seen: set[bytes] = set()
     if length is None:
@@ -98,14 +98,14 @@ def documents(
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is on the side that is held out; it hangs on the text alone."""
+    """Whether a document is held out; its text alone decides."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"held out").digest(), "big") < share * 2**64
 
 
 def write(
     found: Iterable[Document], out: Path, max_mb: float, held_out: float = 0.0, held_out_file: Path | None = None
 ) -> dict:
-    """Write documents as JSONL until `max_mb` megabytes of text are gathered. Returns counts and bytes of both sides."""
+    """Write documents as JSONL up to `max_mb` megabytes of text. Returns counts and bytes of both files."""
     counts = dict(documents=0, bytes=0, held_out=0, held_out_bytes=0)
     with ExitStack() as opened:
         kept = opened.enter_context(out.open("w", encoding="utf-8"))
@@ -125,7 +125,7 @@ def _lot(seed: int, name: str) -> bytes:
 
 
 def _read(path: Path, seen: set[bytes], min_chars: int) -> str | None:
-    """The text of a file, or None: it is no text, too short, machine-made, or was seen already."""
+    """The text of a file; None if it is no text, too short, generated, or was seen before."""
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
@@ -140,7 +140,7 @@ def _read(path: Path, seen: set[bytes], min_chars: int) -> str | None:
 
 
 def _groups(files: Iterable[File], length: int) -> Iterator[list[File]]:
-    """Files of one package that make up `length` bytes or less together, or a single one that is longer."""
+    """Files of one package of at most `length` bytes together, or a single one that is longer."""
     group: list[File] = []
     together = 0
     for file in files:
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the JSONL file to write")
     parser.add_argument("--roots", type=Path, nargs="+", help="folders to look in (default: stdlib and site-packages)")
     parser.add_argument("--suffixes", nargs="+", default=list(SUFFIXES), help="(default: %(default)s)")
-    parser.add_argument("--max-mb", type=float, default=200, help="megabytes of text in all (default: %(default)s)")
+    parser.add_argument("--max-mb", type=float, default=200, help="megabytes of text (default: %(default)s)")
     parser.add_argument(
         "--min-chars", type=int, default=200, help="shorter documents are left out (default: %(default)s)"
     )

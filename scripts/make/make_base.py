@@ -1,7 +1,7 @@
-"""Make fxtune/assets/tiny, the base model that ships with fxtune: corpus, tokenizer, pre-training by fxtune itself, bf16.
+"""Makes fxtune/assets/tiny, the base model that ships with fxtune: corpus, tokenizer, pre-training with fxtune, bf16.
 
-    python scripts/make/make_base.py                # a minute and a half on an H200; some half an hour on a CPU core, extrapolated
-    python scripts/make/make_base.py --work DIR     # where corpus, tokenizer and run lie; an interrupted run goes on from there
+    python scripts/make/make_base.py                # 1.5 minutes on an H200; about 30 minutes on a CPU core (extrapolated)
+    python scripts/make/make_base.py --work DIR     # the folder of corpus, tokenizer and run; an interrupted run resumes there
 
 Nothing is downloaded: the corpus comes from corpus.py and a seed.
 """
@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parents[2]
 ASSET = ROOT / "fxtune" / "assets" / "tiny"
 LIMIT = 6_000_000
-"""Bytes that the whole folder may have: it travels with every clone and wheel."""
+"""Maximal bytes of the folder: it is part of every clone and wheel."""
 
 SEED = 0
 DOCUMENTS = 110_000
@@ -131,7 +131,7 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
 
 
 def minutes(run: Path) -> float:
-    """What all the steps took, also those before an interruption."""
+    """Seconds of all steps, those before an interruption included."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/step_seconds" in line]
     done = [0, *(line["train/step"] for line in logged)]

@@ -1,9 +1,9 @@
-"""Write the quickstart's chat data: orders in plain English, answered with JSON.
+"""Writes the quickstart's chat data: orders in plain English, answered with JSON.
 
     python scripts/make/make_quickstart.py            # rewrites fxtune/assets/data, byte for byte the same
 
-The held-out questions share no sentence with the training rows, and in half of them the customer's name and city were
-kept out of the training rows altogether, so a right answer is read from the sentence, not remembered.
+The held-out questions share no sentence with the training rows, and in half of them the customer's name and city are
+in no training row, so a right answer must be read from the sentence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNSEEN_NAMES, UNSEEN_CITIES = 40, 30
 
 
 def answer(order: Order) -> str:
-    """The JSON object that the model shall write, keys always in this order."""
+    """The JSON object that the model should write, with keys always in this order."""
     return json.dumps(
         {"name": order.name, "city": order.city, "item": order.item, "color": order.color, "quantity": order.quantity}
     )

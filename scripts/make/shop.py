@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905  # word lists are read, and edited, as words
-"""Orders to a small shop, as people write them: the words and sentences that make_base.py and make_quickstart.py share.
+"""Orders to a small shop: the words and sentences that make_base.py and make_quickstart.py share.
 
 Everything is drawn from a `random.Random`, so a seed fixes every byte.
 """
@@ -40,7 +40,7 @@ COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".s
 
 GREETINGS = ("", "", "", "Hello! ", "Hi, ", "Good morning! ", "Good evening. ", "Dear shop, ")
 THANKS = ("", "", "", "", " Thank you!", " Many thanks.", " Best wishes.", " Please confirm.")
-# {who}, {where} and {what} ("three red lamps") stand in every order people wrote.
+# Every order has {who}, {where} and {what} ("three red lamps").
 MESSAGES = (
     "{who} from {where} ordered {what}.",
     "this is {who} from {where}. Please send me {what}.",
@@ -59,7 +59,7 @@ MESSAGES = (
 
 @dataclass(frozen=True)
 class Order:
-    """What one customer wants."""
+    """The order of one customer."""
 
     name: str
     city: str
@@ -76,7 +76,7 @@ class Order:
         return f"{written} {self.color} {PLURALS[self.item]}"
 
     def message(self, rng: Random) -> str:
-        """The order as its customer wrote it."""
+        """The order in the customer's words."""
         text = rng.choice(MESSAGES).format(who=self.name, where=self.city, what=self.what(rng))
         greeting = rng.choice(GREETINGS)
         if not greeting or greeting.rstrip()[-1] in "!.":

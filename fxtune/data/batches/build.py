@@ -43,7 +43,9 @@ def plan_training(
         )
     side = Side.train if data.eval_fraction else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None
-    settings = _settings(data, data.eval_fraction, side, data.source_weights(), seed, mix)
+    settings = StreamSettings(
+        data.sequence_length, data.packing, data.on_long, data.eval_fraction, side, data.source_weights(), seed, mix
+    )
     sizes = BatchSizes(micro_batch_size, global_batch_size, max_steps, epochs, data.row_lengths(), pad_id)
     return Plan(EpochStream(tables, settings), sizes)
 
@@ -58,20 +60,11 @@ def plan_evaluation(
     """
     data.validate()
     fraction, side = (data.eval_fraction, Side.held_out) if held_out else (0.0, Side.all)
-    settings = _settings(data, fraction, side, weights=None, seed=None, mix=None)
+    settings = StreamSettings(
+        data.sequence_length, data.packing, data.on_long, fraction, side, weights=None, seed=None
+    )
     sizes = BatchSizes(micro_batch_size, micro_batch_size, row_lengths=data.row_lengths(), pad_id=pad_id)
     return Plan(EpochStream(tables, settings), sizes)
-
-
-def _settings(
-    data: DataConfig,
-    eval_fraction: float,
-    side: Side,
-    weights: Optional[tuple[float, ...]],
-    seed: Optional[int],
-    mix: Optional[LengthMix],
-) -> StreamSettings:
-    return StreamSettings(data.sequence_length, data.packing, data.on_long, eval_fraction, side, weights, seed, mix)
 
 
 @dataclass(frozen=True)

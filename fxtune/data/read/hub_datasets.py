@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fxtune.data.config import SourceConfig
 from fxtune.data.read.arrow import arrow_rows, media_columns, without_decoding
 from fxtune.data.read.row import Row
 from fxtune.errors import DataError
@@ -21,17 +22,18 @@ from fxtune.system.console import say
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def load(path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None) -> Any:
+def load(config: SourceConfig, cache_dir: Path | None) -> Any:
     """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split or revision, or no network."""
     import datasets
     from datasets import exceptions
 
+    path, revision = config.path, config.revision
     offline = datasets.config.HF_HUB_OFFLINE
     commit, reason = _resolve_commit(path, revision)
     datasets.config.HF_HUB_OFFLINE = reason is not None  # makes `datasets` use its cache without any retry
     try:
         cache = str(cache_dir) if cache_dir else None
-        dataset = datasets.load_dataset(path, subset, split=split, revision=commit, cache_dir=cache)
+        dataset = datasets.load_dataset(path, config.subset, split=config.split, revision=commit, cache_dir=cache)
     except ConnectionError as problem:
         raise _unreachable(path, reason or str(problem)) from problem
     except exceptions.DatasetNotFoundError as problem:
@@ -57,14 +59,12 @@ def load(path: str, subset: str | None, split: str, revision: str | None, cache_
     return dataset
 
 
-def missing_reason(
-    path: str, subset: str | None, split: str, revision: str | None, cache_dir: Path | None
-) -> str | None:
+def missing_reason(config: SourceConfig, cache_dir: Path | None) -> str | None:
     """Why a dataset cannot be had while the hub does not answer; None: the hub answers, or there is a copy. Fetches nothing."""
     try:
-        if _resolve_commit(path, revision)[1] is None:
+        if _resolve_commit(config.path, config.revision)[1] is None:
             return None
-        load(path, subset, split, revision, cache_dir)
+        load(config, cache_dir)
     except DataError as error:
         return str(error)
     return None

@@ -171,7 +171,7 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
         selected = files.select_data_files(config.path, found, config.limit)
         return Source(config, selected[0].kind, selected)
     else:
-        dataset = hub_datasets.load(config.path, config.subset, config.split, config.revision, cache_dir)
+        dataset = hub_datasets.load(config, cache_dir)
     if len(dataset) == 0:
         raise DataError(f"{config.path}: split {config.split} has no rows.")
     arrow_files = [files.data_file(path, "arrow") for path in hub_datasets.arrow_files(dataset)]
@@ -185,4 +185,4 @@ def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str |
             return None
     except DataError as error:
         return str(error)
-    return hub_datasets.missing_reason(config.path, config.subset, config.split, config.revision, cache_dir)
+    return hub_datasets.missing_reason(config, cache_dir)

@@ -1,4 +1,4 @@
-"""Apex's norms in place of the model's own. No machine of ours has Apex: apex_standin.py says what this shows and what not."""
+"""Apex's norms replace the model's. Apex is not installed for the tests: apex_standin.py says what they show without it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _apex(monkeypatch):
     monkeypatch.setattr(Apex, "check", lambda self, facts: iter(()))
 
 
-def asked(**options):
+def apex_pipeline(**options):
     pipeline = lora()
     pipeline.apex = Apex(True, **options)
     return pipeline
 
 
 @pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("qwen3", 9), ("phi", 3)])
-def test_the_norms_are_replaced_and_the_numbers_stay(family, norms):
-    pipeline, model = asked(), random_model(family)
+def test_norms_are_replaced_and_outputs_stay(family, norms):
+    pipeline, model = apex_pipeline(), random_model(family)
     with_apex, plain = built(pipeline, model), built(lora(), model)
     (seen,) = pipeline.apex.verify(with_apex, make_probe(with_apex))
     assert seen.acted, seen
@@ -41,19 +41,19 @@ def test_the_norms_are_replaced_and_the_numbers_stay(family, norms):
     assert not any(type(module).__name__.endswith("LlamaRMSNorm") for module in with_apex.modules())
 
 
-def test_a_norm_of_another_kind_stays_and_a_model_of_these_is_noticed():
-    pipeline = asked()
+def test_other_norms_stay_and_verify_finds_a_model_without_apex_norms():
+    pipeline = apex_pipeline()
     model = built(pipeline, random_model("gemma"))
     assert not any(type(module).__module__.startswith("apex.") for module in model.modules())
     with pytest.raises(ConfigError, match="seen: 0 norms are Apex's"):
         pipeline.prove(model, make_probe(model))
 
 
-def test_a_kernel_that_computes_something_else_is_noticed(monkeypatch):
+def test_verify_finds_a_kernel_with_other_results(monkeypatch):
     monkeypatch.setattr(
         apex_standin.FusedRMSNorm, "forward", lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], eps=0.1)
     )
-    pipeline = asked()
+    pipeline = apex_pipeline()
     model = built(pipeline, random_model("llama"))
     with pytest.raises(ConfigError, match="from the original"):
         pipeline.prove(model, make_probe(model))
@@ -82,9 +82,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("facts", "options", "told"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_had_is_refused(facts, options, told, monkeypatch):
+@pytest.mark.parametrize(("facts", "options", "part"), REFUSED, ids=range(len(REFUSED)))
+def test_check_refuses_with_the_cause(facts, options, part, monkeypatch):
     monkeypatch.undo()
     (reason,) = Apex(True, **options).check(facts)
-    assert told in reason
+    assert part in reason
     assert not list(Apex(True).check(HERE))

@@ -1,4 +1,4 @@
-"""The techniques together: all reasons at once, in order, and all of them proven on one model."""
+"""The techniques together: all reasons in one error, their order, and all of them on one model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from support.architectures import CPU, FAMILIES, built, facts_of, logits, lora, on_disk, random_model, trained
+from support.architectures import CPU, FAMILIES, built, enable, facts_of, logits, lora, on_disk, random_model, trained
 
 from fxtune.errors import ConfigError
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
-from fxtune.techniques.base import Technique
+from fxtune.techniques.base import Switch, Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast, Precision
@@ -26,15 +26,15 @@ def everything() -> Pipeline:
     return pipeline
 
 
-def test_every_field_is_a_technique_and_only_what_proves_itself_is_on_by_default():
+def test_every_field_is_a_technique_and_only_attention_and_precision_are_on_by_default():
     defaults = {entry.name: getattr(Pipeline(), entry.name) for entry in dataclasses.fields(Pipeline)}
     assert all(isinstance(technique, Technique) for technique in defaults.values())
     assert [name for name, _ in Pipeline().enabled()] == ["attention", "precision"]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phi3"])
-def test_all_techniques_together_are_proven_train_and_come_back(family, tmp_path):
-    """Scaled RoPE, adapters and checkpointing in every family; then plain peft, told by the card's config.json."""
+def test_all_techniques_together_act_train_and_reload(family, tmp_path):
+    """Scaled RoPE, adapters and checkpointing in every family; then plain peft loads the result."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,7 +49,7 @@ def test_all_techniques_together_are_proven_train_and_come_back(family, tmp_path
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_all_reasons_of_all_techniques_come_at_once_with_their_keys():
+def test_check_reports_all_reasons_of_all_techniques_with_their_keys():
     pipeline = everything()
     pipeline.rope.factor = 1.0
     pipeline.lora.r, pipeline.lora.target_modules = 0, ["nothing"]
@@ -71,7 +71,7 @@ def test_a_disabled_technique_is_neither_checked_nor_applied():
     assert type(built(pipeline, random_model("llama"))).__name__ == "LlamaForCausalLM"
 
 
-def test_what_goes_wrong_with_a_technique_off_is_said():
+def test_check_asks_for_a_missing_technique():
     pipeline = Pipeline()
     pipeline.attention.enabled = False
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +86,7 @@ def test_what_goes_wrong_with_a_technique_off_is_said():
     pipeline.check(facts_of(random_model("llama"), packing=False))
 
 
-def test_build_leaves_the_caller_s_config_and_random_state_alone():
+def test_build_changes_neither_the_config_nor_the_random_state():
     model, pipeline = random_model("llama"), everything()
     config = load_config(model)
     before = config.to_dict()
@@ -98,7 +98,7 @@ def test_build_leaves_the_caller_s_config_and_random_state_alone():
     assert config.to_dict() == before
 
 
-def test_a_bfloat16_base_trains_with_all_of_it():
+def test_a_bfloat16_base_trains_with_all_techniques():
     model, pipeline = random_model("llama"), everything()
     model.dtype = DType.bfloat16
     mine = built(pipeline, model, dtype="bfloat16")
@@ -108,17 +108,45 @@ def test_a_bfloat16_base_trains_with_all_of_it():
     assert all(parameter.grad.dtype is torch.float32 for parameter in mine.parameters() if parameter.requires_grad)
 
 
-def test_a_probe_of_one_document_proves_nothing_about_packing():
+def test_a_probe_of_one_document_does_not_verify_packing():
     model = built(Pipeline(), random_model("llama"))
-    asked = [evidence.asked for evidence in Pipeline().verify(model, make_probe(model, packing=False))]
-    assert not any("packed" in line for line in asked)
+    questions = [evidence.asked for evidence in Pipeline().verify(model, make_probe(model, packing=False))]
+    assert not any("packed" in line for line in questions)
     assert any("packed" in evidence.asked for evidence in Pipeline().verify(model, make_probe(model)))
 
 
-def test_what_is_set_of_a_technique_that_is_off_is_told():
+def test_options_of_a_disabled_technique_are_reported():
     assert Pipeline().ignored_options() == []
     checkpointing = Checkpointing(policy=Policy.selective)
     assert Pipeline(checkpointing=checkpointing).ignored_options() == [
         "checkpointing: off, so policy=selective has no effect. To use it: techniques.checkpointing.enabled=true"
     ]
     assert Pipeline(checkpointing=dataclasses.replace(checkpointing, enabled=True)).ignored_options() == []
+
+
+@pytest.mark.parametrize(
+    ("lora", "liger", "device", "owner"),
+    [
+        ({}, {}, "cuda", "lora"),
+        ({"fused": "on"}, {}, "cpu", "lora"),
+        ({}, {}, "cpu", ""),
+        ({}, {"swiglu": "on"}, "cuda", "liger"),
+        ({"fused": "on"}, {"swiglu": "on"}, "cuda", "lora"),
+        ({"fused": "off"}, {"swiglu": "on"}, "cuda", ""),
+        ({"dropout": 0.1}, {}, "cuda", ""),
+        ({"target_modules": ["q_proj"]}, {}, "cuda", ""),
+    ],
+)
+def test_mlp_kernel_decides_between_fused_lora_and_liger(lora, liger, device, owner):
+    pipeline = enable(lora=lora, liger=liger)
+    facts = facts_of(random_model("llama"), device=device, dtype="bfloat16", techniques=pipeline)
+    assert pipeline.mlp_kernel(facts) == owner
+
+
+def test_liger_is_not_measured_where_the_card_is_busy(monkeypatch):
+    monkeypatch.setattr("fxtune.techniques.liger.timing.times", lambda case: pytest.fail("the card is busy"))
+    pipeline = enable(liger={}, compile={})
+    facts = facts_of(random_model("llama"), device="cuda", capability=(9, 0), dtype="bfloat16")
+    chosen, _ = pipeline.decided(facts, measure=False)
+    assert chosen.liger.rms_norm is Switch.off
+    assert pipeline.liger.rms_norm is Switch.auto

@@ -1,4 +1,4 @@
-"""Autocast, loss scaling and TF32: what a forward pass computes in, what a card must have for it, what a bad step does."""
+"""Autocast, loss scaling and TF32: the dtype of a forward pass, the card's features, and steps that overflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AMPERE = dataclasses.replace(PASCAL, device_name="A100", capability=(8, 0))
     ("autocast", "expected"),
     [(Autocast.none, torch.float32), (Autocast.bfloat16, torch.bfloat16), (Autocast.float16, torch.float16)],
 )
-def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
+def test_a_forward_pass_computes_in_the_autocast_dtype(autocast, expected):
     precision = Precision(enabled=True, autocast=autocast)
     model = built(lora(), random_model("llama"))
     seen = []
@@ -49,7 +49,7 @@ def test_a_forward_pass_computes_in_the_dtype_asked_for(autocast, expected):
 
 
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
-def test_half_weights_compute_in_half_and_their_adapters_in_float32(dtype):
+def test_16_bit_weights_compute_in_16_bits_and_their_adapters_in_float32(dtype):
     pipeline, model = lora(), random_model("llama")
     model.dtype = dtype
     adapted = built(pipeline, model, dtype=dtype.value)
@@ -58,13 +58,13 @@ def test_half_weights_compute_in_half_and_their_adapters_in_float32(dtype):
     assert evidence.acted
 
 
-def test_disabled_is_no_context():
+def test_disabled_precision_has_a_null_context():
     with Precision(enabled=False, autocast=Autocast.bfloat16).context(CPU.device):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("autocast", [Autocast.bfloat16, Autocast.float16])
-def test_an_autocast_that_does_not_act_is_noticed(monkeypatch, autocast):
+def test_verify_finds_an_autocast_that_does_not_act(monkeypatch, autocast):
     pipeline = lora()
     pipeline.precision.autocast = autocast
     model = built(pipeline, random_model("llama"))
@@ -122,27 +122,27 @@ def test_an_autocast_that_does_not_act_is_noticed(monkeypatch, autocast):
         (Facts(), {"autocast": Autocast.float16}, None),
     ],
 )
-def test_check_names_what_the_card_lacks(facts, options, expected):
+def test_check_names_the_missing_feature_of_the_card(facts, options, expected):
     reasons = list(Precision(enabled=True, **options).check(facts))
     assert (expected is None) == (not reasons)
     assert expected is None or expected in reasons[0]
 
 
 @pytest.mark.parametrize(("facts", "chosen"), [(AMPERE, True), (TURING, False), (Facts(), False)])
-def test_tf32_left_open_is_on_where_the_card_has_it(facts, chosen):
+def test_tf32_is_on_by_default_if_the_card_has_it(facts, chosen):
     pipeline, notes = lora().resolved(dataclasses.replace(facts, model=facts_of(random_model("llama")).model))
     assert pipeline.precision.tf32 is chosen
     assert [note for note in notes if "tf32" in note] == (["precision: tf32 on, this card has it"] if chosen else [])
 
 
-def test_the_cpu_s_own_matmul_setting_is_left_alone():
+def test_the_matmul_precision_of_a_cpu_is_not_changed():
     before = torch.get_float32_matmul_precision()
     Precision(enabled=True, tf32=True).apply(built(lora(), random_model("llama")), CPU)
     assert torch.get_float32_matmul_precision() == before
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-def test_the_loss_scale_follows_torch_s_gradscaler(finite, interval):
+def test_loss_scale_follows_torch_gradscaler(finite, interval):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=interval)
     ours = LossScale(torch.device("cpu"), 2.0**16, interval, active=True)
     weight = torch.nn.Parameter(torch.ones(1))
@@ -159,7 +159,7 @@ def test_the_loss_scale_follows_torch_s_gradscaler(finite, interval):
     assert again.state() == ours.state()
 
 
-def test_scaling_changes_no_bit_of_a_gradient_and_waits_for_nothing():
+def test_scaling_changes_no_bit_of_a_gradient_and_does_not_sync():
     ours = LossScale(torch.device("cpu"), 2.0**13, active=True)
     torch.manual_seed(0)
     weight = torch.randn(50, requires_grad=True)
@@ -175,7 +175,7 @@ def test_scaling_changes_no_bit_of_a_gradient_and_waits_for_nothing():
     assert (off.scale.item(), off.state()) == (1.0, {})
 
 
-def test_the_scale_can_grow_and_shrink_for_ever():
+def test_the_loss_scale_never_overflows_or_underflows():
     ours = LossScale(torch.device("cpu"), 2.0**99, 1, active=True)
     for _ in range(5):
         ours.update(torch.tensor(True))
@@ -184,8 +184,8 @@ def test_the_scale_can_grow_and_shrink_for_ever():
     assert ours.scale.item() == 2.0**99
 
 
-def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cwd, monkeypatch):
-    """float16 matmuls over float32 weights, from a scale that is far too large. (On a CPU they are slow: a model with few.)"""
+def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
+    """float16 matmuls over float32 weights, from a scale that is far too large. They are slow on a CPU, so the model is small."""
     narrow.techniques.precision = Precision(True, Autocast.float16, initial_scale=2.0**34, scale_growth_interval=3)
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.checkpoint.every = 22, 4, 2
     real, untouched, seen = trainer.Trainer.step, [], []
@@ -193,7 +193,7 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
     def watched(self, step, lr):
         if self.config.run.dir == "broken":
             seen.append(step.index)
-            if len(seen) in (8, 20):  # while the scale is being found, and between two growths
+            if len(seen) in (8, 20):  # before the scale has settled, and between two doublings
                 raise KeyboardInterrupt
         before = [parameter.clone() for parameter in self.train_step.optimizer.names]
         done = real(self, step, lr)
@@ -207,7 +207,7 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
     assert result["train/skipped_steps"] > narrow.train.max_skipped_steps, (
         "more in a row than a run of bad numbers may have"
     )
-    assert all(untouched), "skipped steps, and no others, leave every weight as it was"
+    assert all(untouched), "exactly the skipped steps leave every weight unchanged"
     lines = history(Path("whole"))
     scales = [line["train/loss_scale"] for line in lines if "train/loss_scale" in line]
     assert scales[0] == 2.0**34
@@ -224,7 +224,7 @@ def test_a_run_finds_its_loss_scale_and_goes_on_with_it_after_a_break(narrow, cw
         assert [line.get(column) for line in history(Path("broken"))] == [line.get(column) for line in lines]
 
 
-def test_float16_learns_what_float32_learns(narrow, cwd):
+def test_float16_training_matches_float32(narrow, cwd):
     narrow.train.max_steps, narrow.train.global_batch_size, ends = 10, 4, {}
     for autocast in (Autocast.none, Autocast.float16):
         narrow.techniques.precision.autocast, narrow.run.dir = autocast, autocast.value
@@ -235,8 +235,8 @@ def test_float16_learns_what_float32_learns(narrow, cwd):
     assert ends[Autocast.float16] != ends[Autocast.none]
 
 
-def test_bad_numbers_still_end_a_float16_run(narrow, cwd, monkeypatch):
-    """A loss that is not finite is no matter of scale."""
+def test_nonfinite_numbers_end_a_float16_run(narrow, cwd, monkeypatch):
+    """A loss that is not finite is not an overflow of the scale."""
     real = LanguageModel.summed_loss
     monkeypatch.setattr(LanguageModel, "summed_loss", lambda *arguments: real(*arguments) * math.nan)
     narrow.techniques.precision.autocast = Autocast.float16
@@ -246,7 +246,7 @@ def test_bad_numbers_still_end_a_float16_run(narrow, cwd, monkeypatch):
         trainer.run(narrow)
 
 
-def test_a_memory_limit_needs_a_gpu_and_fits_it(small, cwd, monkeypatch):
+def test_a_memory_limit_needs_a_gpu_of_that_size(small, cwd, monkeypatch):
     small.run.memory_gib = 24.0
     with pytest.raises(ConfigError, match=r"run\.memory_gib=24\.0 limits a GPU's memory, and this run is on a CPU"):
         trainer.run(small)

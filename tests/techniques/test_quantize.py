@@ -1,4 +1,4 @@
-"""Frozen linears in 4 and 8 bits: near the weights they stand for, exact in what they compute, and frozen."""
+"""Frozen linears in 4 and 8 bits: close to the original weights, exact with the dequantized ones, and never trained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stored(kind: str, source: torch.nn.Linear, compute: torch.dtype = torch.floa
 
 @kinds
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_computes_exactly_with_the_weight_that_it_stands_for(kind, bias):
+def test_a_quantized_linear_computes_exactly_with_its_dequantized_weight(kind, bias):
     source = linear(bias)
     made = stored(kind, source)
     assert is_quantized(made)
@@ -80,7 +80,7 @@ def test_it_computes_exactly_with_the_weight_that_it_stands_for(kind, bias):
 
 @kinds
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_it_computes_in_its_own_dtype_and_answers_in_the_input_s(kind, given):
+def test_a_quantized_linear_computes_in_its_dtype_and_returns_the_input_dtype(kind, given):
     made = stored(kind, linear(True, torch.bfloat16), torch.bfloat16)
     assert dequantized(made).dtype is torch.bfloat16
     inputs = torch.randn(3, 512, dtype=given, requires_grad=True)
@@ -91,26 +91,26 @@ def test_it_computes_in_its_own_dtype_and_answers_in_the_input_s(kind, given):
 
 
 @kinds
-def test_it_takes_the_bytes_that_are_planned_for_it_and_keeps_no_whole_weight(kind):
+def test_a_quantized_linear_takes_the_planned_bytes_and_keeps_no_16_bit_weight(kind):
     source = torch.nn.Linear(4096, 256, bias=False)
     made = stored(kind, source)
     name, _, double = KINDS[kind]
     planned = bytes_per_weight(name, double) * source.weight.numel()
-    assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # tables of 16 and 256 values come on top
+    assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # plus tables of 16 and 256 values
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         made(torch.randn(2, 4096, requires_grad=True))
     assert not [one for one in kept if type(one) is torch.Tensor and one.is_floating_point() and one.numel() > 4096]
 
 
-def test_bytes_per_weight_are_the_paper_s():
+def test_bytes_per_weight_equal_the_paper():
     assert bytes_per_weight("nf4") * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
     assert bytes_per_weight("nf4", double=False) * 8 == 4.5
     assert bytes_per_weight("int8") == pytest.approx(1.001, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao", "int8_torchao"])
-def test_compiled_code_sees_no_graph_break(kind):
+def test_quantized_linears_compile_without_graph_breaks(kind):
     made = stored(kind, linear(True))
     compiled = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="aot_eager")
     ours, plain = (
@@ -122,15 +122,17 @@ def test_compiled_code_sees_no_graph_break(kind):
 
 
 @kinds
-def test_a_quantised_model_is_near_its_base_and_trains_adapters_only(kind):
+def test_a_quantized_model_is_close_to_its_base_and_trains_only_adapters(kind):
     model = random_model("llama", **WIDE)
     pipeline, notes = qlora(kind).resolved(facts_of(model))
-    assert not [note for note in notes if note.startswith("quantize")], "nothing was left to choose"
+    assert not [note for note in notes if note.startswith("quantize")], "no option was auto"
     mine = built(pipeline, model)
     evidence = pipeline.prove(mine, make_probe(mine))
     assert [one.acted for one in evidence if one.technique == "quantize"] == [True] * 3
     assert "14 in " in next(one.observed for one in evidence if one.technique == "quantize")
-    assert any("of 378,496 parameters trained" in one.observed for one in evidence), "packed weights count in full"
+    assert any("of 378,496 parameters trained" in one.observed for one in evidence), (
+        "packed weights count by their logical size"
+    )
     assert not is_quantized(mine.get_output_embeddings())
     exact = logits(built(lora(), model))
     lost = ((logits(mine) - exact).norm() / exact.norm()).item()
@@ -143,7 +145,7 @@ def test_a_quantised_model_is_near_its_base_and_trains_adapters_only(kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "int8_torchao"])
-def test_gradients_are_those_of_the_dequantised_model_also_after_an_evaluation_and_a_generation(kind):
+def test_gradients_equal_the_dequantized_model_also_after_evaluation_and_generation(kind):
     model = random_model("llama", **WIDE)
     mine, plain = trained(built(qlora(kind), model)), built(lora(), model)
     with torch.no_grad():
@@ -156,8 +158,8 @@ def test_gradients_are_those_of_the_dequantised_model_also_after_an_evaluation_a
             if parameter.requires_grad:
                 parameter.copy_(adapters[name])
     torch.testing.assert_close(logits(mine), logits(plain), rtol=0, atol=1e-5)
-    asked = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert torch.equal(mine.generate(**asked), plain.generate(**asked))
+    given = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(mine.generate(**given), plain.generate(**given))
     gradients = []
     for one in (mine, plain):
         one.train()
@@ -184,7 +186,7 @@ def base(tmp_path_factory):
         ("int8_torchao", {}),
     ],
 )
-def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
+def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -202,7 +204,7 @@ def test_its_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8_torchao"])
-def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
+def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
     narrow.techniques.quantize = qlora(kind).quantize
     narrow.techniques.quantize.compute_dtype = ComputeDtype.auto
     narrow.techniques.precision.autocast = Autocast.bfloat16
@@ -228,19 +230,19 @@ def test_a_quantised_run_broken_off_ends_with_the_same_bits(kind, narrow, cwd, m
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
 
-def test_what_it_left_open_is_chosen_by_what_is_here():
+def test_auto_is_resolved_by_the_installed_packages():
     model = random_model("llama", **WIDE)
-    asked = qlora(compute=ComputeDtype.auto)
-    asked.quantize.library, asked.precision.autocast = Library.auto, Autocast.bfloat16
-    chosen, notes = asked.resolved(facts_of(model))
+    given = qlora(compute=ComputeDtype.auto)
+    given.quantize.library, given.precision.autocast = Library.auto, Autocast.bfloat16
+    chosen, notes = given.resolved(facts_of(model))
     assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.bitsandbytes, ComputeDtype.bfloat16)
     assert "quantize: bitsandbytes stores the nf4 weights; matmuls run in bfloat16 like the rest of the model" in notes
     without = {name: version for name, version in facts_of(model).packages.items() if name != "bitsandbytes"}
-    chosen, _ = asked.resolved(facts_of(model, packages=without))
+    chosen, _ = given.resolved(facts_of(model, packages=without))
     assert chosen.quantize.library is Library.torchao
 
 
-def test_skipped_linears_and_the_head_stay_as_they_are():
+def test_skipped_linears_and_the_head_are_not_quantized():
     mine = built(qlora(skip=("down_proj", "layers.0.self_attn.q_proj")), random_model("llama"))
     left = [
         name
@@ -322,7 +324,7 @@ def refused(
         ),
     ],
 )
-def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
+def test_check_refuses_with_what_to_change(options, reason):
     assert reason in refused(**options)
 
 
@@ -343,11 +345,11 @@ def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
         {"family": "gemma"},
     ],
 )
-def test_what_can_act_is_not(options):
+def test_check_accepts_what_can_run(options):
     assert refused(**options) == ""
 
 
-def test_a_mixture_s_experts_are_left_and_told():
+def test_experts_of_a_mixture_are_refused_by_name():
     model = random_model("llama", model_type="mixtral", num_local_experts=4)
     pipeline = qlora()
     mine = built(pipeline, model)
@@ -355,7 +357,7 @@ def test_a_mixture_s_experts_are_left_and_told():
     assert seen.observed.startswith("8 in nf4/bitsandbytes, 13.0% of the model")
 
 
-def test_a_linear_that_was_missed_or_thawed_is_noticed():
+def test_verify_finds_an_unquantized_or_trained_linear():
     pipeline = qlora()
     mine = built(pipeline, random_model("llama"))
     layer = mine.get_base_model().model.layers[1].mlp.up_proj
@@ -370,7 +372,7 @@ def test_a_linear_that_was_missed_or_thawed_is_noticed():
 
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, monkeypatch):
-    """Where weights lie before they are quantised, without a card: the world says it has one, with 1 kB of memory free."""
+    """Which device holds the weights before quantization. World is patched to report a card with 1 kB of free memory."""
     model = ModelConfig(path=str(base)) if pretrained else random_model("llama")
     model.dtype = DType.bfloat16
     monkeypatch.setattr(World, "facts", lambda self: Facts(device="cuda", free_memory=1000, host_memory=2**40))

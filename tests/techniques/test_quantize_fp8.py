@@ -1,6 +1,6 @@
-"""techniques.quantize.type=fp8, but for its speed: no card is needed for what it refuses, stores, computes and saves.
+"""techniques.quantize.type=fp8 without its speed: what it refuses, stores, computes and saves, on a CPU.
 
-A CPU is refused by check(), so models are built here by Pipeline.build(), whose products are then the plain reference's.
+check() refuses a CPU, so these tests call Pipeline.build(), and products run by the plain reference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def made(pipeline: Pipeline, model: ModelConfig) -> Any:
     return pipeline.build(model, load_config(model), CPU, 0)
 
 
-def test_it_computes_with_the_weight_that_it_stands_for_but_for_its_inputs_rounding():
+def test_an_fp8_linear_computes_with_its_dequantized_weight_up_to_input_rounding():
     torch.manual_seed(0)
     source = torch.nn.Linear(512, 384, bias=True)
     mine = quantized(source, "fp8", "auto", True, torch.float32, CPU.device)
@@ -66,7 +66,7 @@ def test_it_computes_with_the_weight_that_it_stands_for_but_for_its_inputs_round
 
 
 @both
-def test_a_model_is_near_its_base_and_trains_adapters_only(fused):
+def test_an_fp8_model_is_close_to_its_base_and_trains_only_adapters(fused):
     model = random_model("llama", **WIDE)
     pipeline = fp8(fused)
     mine = made(pipeline, model)
@@ -85,7 +85,7 @@ def test_a_model_is_near_its_base_and_trains_adapters_only(fused):
     assert {parameter.dtype for name, parameter in mine.named_parameters() if "lora_" in name} == {torch.float32}
 
 
-def test_fused_adapters_and_peft_s_train_the_same_model():
+def test_fused_and_peft_adapters_train_the_same_model():
     model = random_model("llama", **WIDE)
     mine, theirs = (made(fp8(fused), model) for fused in ("on", "off"))
     adapters = dict(trained(theirs).named_parameters())
@@ -106,7 +106,7 @@ def test_fused_adapters_and_peft_s_train_the_same_model():
 
 
 @both
-def test_bytes_are_those_that_are_planned_and_groups_share_one_storage(fused):
+def test_fp8_weights_take_the_planned_bytes_and_groups_share_a_storage(fused):
     mine = made(fp8(fused), random_model("llama", **WIDE))
     linears = {
         name.rpartition(".")[2]: module
@@ -133,7 +133,7 @@ def test_bytes_are_those_that_are_planned_and_groups_share_one_storage(fused):
 
 
 @both
-def test_adapters_switched_off_leave_the_quantised_base(fused):
+def test_disabled_adapters_leave_the_quantized_base(fused):
     model = random_model("llama", **WIDE)
     mine = made(fp8(fused), model)
     fresh = logits(mine)
@@ -146,7 +146,7 @@ def test_adapters_switched_off_leave_the_quantised_base(fused):
 @pytest.mark.parametrize(
     ("fused", "options"), [("on", {}), ("off", {"modules_to_save": ["lm_head"]}), ("off", {"dropout": 0.1})]
 )
-def test_its_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_path):
+def test_the_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -165,8 +165,8 @@ def test_its_adapter_loads_and_merges_onto_the_plain_base(fused, options, tmp_pa
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
 
 
-def test_tuning_over_it_ends_where_tuning_over_the_plain_base_does():
-    """Forty steps on one batch: what the loss loses to fp8 is noise, and adapters learn as much."""
+def test_training_over_fp8_ends_at_the_loss_of_the_plain_base():
+    """Forty steps on one batch: fp8 changes the loss by noise only."""
     model = random_model("llama", **WIDE)
     ids = torch.randint(3, 60, (4, 48), generator=torch.Generator().manual_seed(5))
     ends = {}
@@ -194,25 +194,25 @@ def ended(head: bool = True, embeddings: bool = True, **options: Any) -> Pipelin
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_head_and_embeddings_in_fp8_are_near_the_plain_ones_and_share_codes_where_they_are_one(tied):
+def test_fp8_head_and_embeddings_are_close_to_16_bits_and_share_codes_if_tied(tied):
     model = random_model("llama", **WIDE, tie_word_embeddings=tied)
     mine, plain = made(ended(), model), made(fp8("on"), model)
     evidence = {one.asked: one for one in ended().verify(mine, make_probe(mine)) if one.technique == "quantize"}
-    told = evidence["head and embeddings in fp8"]
-    assert told.acted
-    assert ("head with the embeddings' codes" in told.observed) is tied
+    ends = evidence["head and embeddings in fp8"]
+    assert ends.acted
+    assert ("head with the embeddings' codes" in ends.observed) is tied
     head, embedding = mine.get_output_embeddings(), mine.get_base_model().get_input_embeddings()
     assert (head.weight.data_ptr() == embedding.weight.data_ptr()) is tied
     assert {head.weight.dtype, embedding.weight.dtype} == {torch.uint8}
     lost = (logits(mine) - logits(plain)).norm() / logits(plain).norm()
     assert 0.01 < lost < 0.1
     assert next(one for one in ended().verify(mine, make_probe(mine)) if one.technique == "precision").acted
-    asked = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert mine.generate(**asked).shape == (1, 9)
+    given = dict(inputs=torch.arange(3, 8).unsqueeze(0), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert mine.generate(**given).shape == (1, 9)
 
 
-def test_a_head_in_fp8_through_the_fused_loss_has_the_plain_product_s_gradient():
-    """The logits are those of the head's own forward pass; the hidden states' gradient is exact in the dequantised weight."""
+def test_an_fp8_head_in_the_fused_loss_has_the_gradient_of_the_plain_product():
+    """The logits are those of the head's own forward pass; the hidden states' gradient is exact for the dequantized weight."""
     source = torch.nn.Linear(64, 96, bias=True)
     head = head_of(source, torch.float32, CPU.device)
     weight = dequantize_weight(head.weight, head.scales, torch.float32)
@@ -232,7 +232,7 @@ def test_a_head_in_fp8_through_the_fused_loss_has_the_plain_product_s_gradient()
     torch.library.opcheck(torch.ops.fxtune.fp8_head.default, (plain, head.weight.t(), head.scales))
 
 
-def test_a_model_with_a_head_in_fp8_trains_by_the_fused_loss():
+def test_a_model_with_an_fp8_head_trains_with_the_fused_loss():
     mine = made(ended(), random_model("llama", **WIDE))
     for fused in (Switch.on, Switch.off):
         loss = LanguageModel(mine, Liger(True, fused_linear_cross_entropy=fused))
@@ -243,7 +243,7 @@ def test_a_model_with_a_head_in_fp8_trains_by_the_fused_loss():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("head", "embeddings"), [(False, False), (True, False), (True, True)])
-def test_the_memory_of_its_weights_is_foreseen(tied, head, embeddings):
+def test_the_forecast_of_fp8_weights_is_right(tied, head, embeddings):
     model = random_model("llama", **WIDE, tie_word_embeddings=tied, vocab_size=4096)
     pipeline = ended(head, embeddings)
     pipeline.lora.fused = type(pipeline.lora.fused)("off")
@@ -334,7 +334,7 @@ def refused(
         ({"facts": {"free_memory": 1000, "host_memory": 10**6}}, "or type=nf4."),
     ],
 )
-def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
+def test_check_refuses_with_what_to_change(options, reason):
     assert reason in refused(**options)
 
 
@@ -354,14 +354,14 @@ def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
         {"sizes": {"intermediate_size": 88}, "skip": ("gate_proj", "up_proj", "down_proj")},
     ],
 )
-def test_what_can_act_is_not(options):
+def test_check_accepts_what_can_run(options):
     assert refused(**options) == ""
 
 
-def test_what_it_left_open_is_chosen_by_what_is_here():
-    asked = fp8(compute=ComputeDtype.auto)
-    asked.precision.autocast = Autocast.bfloat16
+def test_auto_is_resolved_by_the_compute_dtype():
+    given = fp8(compute=ComputeDtype.auto)
+    given.precision.autocast = Autocast.bfloat16
     facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
-    chosen, notes = asked.resolved(facts)
+    chosen, notes = given.resolved(facts)
     assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.auto, ComputeDtype.bfloat16)
     assert "quantize: torch multiplies the fp8 weights; matmuls run in bfloat16 like the rest of the model" in notes

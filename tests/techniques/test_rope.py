@@ -1,4 +1,4 @@
-"""RoPE scaling: the built model against the papers' formulas, written here once more from the papers, in float64."""
+"""RoPE scaling: the built model against the papers' formulas, which this file writes again in float64."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def observed(model, prefix: str = "") -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize(("original", "factor"), [(64, 4.0), (4096, 16.0), (8192, 8.0)])
-def test_yarn_of_the_built_model_is_the_paper_s(original, factor):
+def test_yarn_of_the_built_model_equals_the_paper(original, factor):
     model = random_model(
         "llama",
         max_position_embeddings=original,
@@ -85,7 +85,7 @@ def test_yarn_of_the_built_model_is_the_paper_s(original, factor):
     assert yarned.config.max_position_embeddings == factor * original
 
 
-def test_yarn_reads_each_of_its_options():
+def test_each_yarn_option_changes_the_frequencies():
     model = random_model("llama", max_position_embeddings=4096, head_dim=64)
     inv_freq, attention = observed(built(scaled(beta_fast=16.0, beta_slow=2.0, attention_factor=1.5), model))
     expected = torch.tensor(yarn(64, 10000.0, 4096, 4.0, fast=16.0, slow=2.0), dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_yarn_reads_each_of_its_options():
     )
 
 
-def test_llama3_and_linear_of_the_built_model_are_their_formulas():
+def test_llama3_and_linear_of_the_built_model_equal_their_formulas():
     model = random_model("llama", max_position_embeddings=8192, head_dim=64)
     inv_freq, attention = observed(built(scaled(type=RopeType.llama3, factor=8.0, low_freq_factor=1.5), model))
     expected = torch.tensor(llama3(64, 10000.0, 8192, 8.0, low=1.5), dtype=torch.float64)
@@ -108,14 +108,14 @@ def test_llama3_and_linear_of_the_built_model_are_their_formulas():
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # shared cores: time says nothing here
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     dim=st.sampled_from([16, 64, 128]),
     base=st.floats(1e3, 1e7),
     original=st.integers(32, 1 << 17),
     factor=st.floats(1.01, 64),
 )
-def test_the_reference_of_verify_equals_the_formulas(dim, base, original, factor):
+def test_frequencies_equal_the_formulas(dim, base, original, factor):
     rope = Rope(enabled=True, factor=factor)
     for kind, formula in ((RopeType.yarn, yarn), (RopeType.llama3, llama3)):
         rope.type = kind
@@ -131,7 +131,7 @@ def test_the_reference_of_verify_equals_the_formulas(dim, base, original, factor
 
 @pytest.mark.parametrize("family", SCALABLE)
 @pytest.mark.parametrize("kind", [RopeType.yarn, RopeType.linear, RopeType.llama3])
-def test_every_family_is_scaled_and_proven(family, kind):
+def test_every_family_is_scaled_and_verified(family, kind):
     pipeline = scaled(type=kind)
     model = built(pipeline, random_model(family))
     evidence = list(pipeline.rope.verify(model, make_probe(model)))
@@ -139,14 +139,14 @@ def test_every_family_is_scaled_and_proven(family, kind):
     assert all(one.acted for one in evidence)
 
 
-def test_gemma3_keeps_its_sliding_layers_as_they_are():
+def test_gemma3_keeps_the_frequencies_of_its_sliding_layers():
     plain, long = (built(pipeline, random_model("gemma3")) for pipeline in (Pipeline(), scaled()))
     assert torch.equal(observed(plain, "sliding_attention_")[0], observed(long, "sliding_attention_")[0])
     assert not torch.equal(observed(plain, "full_attention_")[0], observed(long, "full_attention_")[0])
 
 
-def test_a_scaling_set_after_the_model_was_built_is_seen_through():
-    """The silent trap: the config says yarn, the frequencies are the old ones."""
+def test_verify_finds_a_scaling_set_after_the_model_was_built():
+    """The config says yarn, but the frequencies are the old ones; transformers raises no error."""
     pipeline = scaled()
     model = built(Pipeline(), random_model("llama"))
     pipeline.rope.configure(model.config)
@@ -155,8 +155,8 @@ def test_a_scaling_set_after_the_model_was_built_is_seen_through():
         pipeline.prove(model, make_probe(model))
 
 
-def test_a_scaling_with_the_wrong_original_length_is_seen_through():
-    """The other silent trap: max_position_embeddings raised, and transformers takes the raised one for the original."""
+def test_verify_finds_a_wrong_original_length():
+    """With a raised max_position_embeddings transformers takes the raised length for the original one, without an error."""
     config = load_config(random_model("llama"))
     config.rope_parameters = {
         "rope_type": "yarn",
@@ -171,8 +171,8 @@ def test_a_scaling_with_the_wrong_original_length_is_seen_through():
     )
 
 
-def test_the_evidence_names_the_frequencies_asked_for_and_observed():
-    """Twelve digits that are equal exactly where the frequencies are, however the last bits were rounded."""
+def test_evidence_has_digests_of_the_expected_and_observed_frequencies():
+    """The digests are equal exactly if the frequencies agree, however their last bits are rounded."""
     model = random_model("llama", max_position_embeddings=4096, head_dim=64)
     pipeline = scaled()
     long = built(pipeline, model)
@@ -181,31 +181,31 @@ def test_the_evidence_names_the_frequencies_asked_for_and_observed():
         [seen] = pipeline.rope.verify(long, make_probe(long))
         return tuple(re.search(r"inv_freq ([0-9a-f]{12})\b", text)[1] for text in (seen.asked, seen.observed))
 
-    asked, observed_ = names()
-    assert asked == observed_
+    expected, seen_digest = names()
+    assert expected == seen_digest
     formula = torch.tensor(yarn(64, 10000.0, 4096, 4.0), dtype=torch.float64)
-    assert asked == hashlib.sha256(formula.float().numpy().tobytes()).hexdigest()[:12]
+    assert expected == hashlib.sha256(formula.float().numpy().tobytes()).hexdigest()[:12]
     long.model.rotary_emb.inv_freq *= 1 + 3e-7  # as another device might round
-    assert names() == (asked, asked)
+    assert names() == (expected, expected)
     long.model.rotary_emb.inv_freq[20] *= 1.001
-    assert names()[0] == asked != names()[1]
+    assert names()[0] == expected != names()[1]
     other = scaled(factor=8.0)
     [seen] = other.rope.verify(built(other, model), make_probe(long))
-    assert asked not in seen.asked
+    assert expected not in seen.asked
 
 
-def test_a_wrong_attention_factor_is_seen_through():
+def test_verify_finds_a_wrong_attention_factor():
     pipeline = scaled()
     model = built(pipeline, random_model("llama"))
     model.model.rotary_emb.attention_scaling = 1.0
     assert not any(one.acted for one in pipeline.rope.verify(model, make_probe(model)))
 
 
-def test_dynamic_grows_with_the_row_and_forgets_it():
+def test_dynamic_scaling_follows_the_row_length_and_is_reset():
     pipeline = scaled(type=RopeType.dynamic)
     model = built(pipeline, random_model("llama"))
     assert [one.acted for one in pipeline.rope.verify(model, make_probe(model))] == [True]
-    assert model.config.max_position_embeddings == 64, "raising it would move the point where scaling starts"
+    assert model.config.max_position_embeddings == 64, "else scaling would start later"
     rotary, states = model.model.rotary_emb, torch.zeros(1)
 
     def frequencies(length: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_dynamic_grows_with_the_row_and_forgets_it():
     short, long = frequencies(40), frequencies(200)
     expected = 10000.0 * (4 * 200 / 64 - 3) ** (16 / 14)
     torch.testing.assert_close(long, (expected ** -(torch.arange(0, 16, 2) / 16.0)), rtol=1e-5, atol=0)
-    assert not torch.equal(frequencies(100), long), "a row depends on itself alone, not on the longest one before it"
+    assert not torch.equal(frequencies(100), long), "a row must not depend on the longest earlier row"
     assert torch.equal(frequencies(40), short)
 
 
@@ -253,7 +253,7 @@ def test_dynamic_grows_with_the_row_and_forgets_it():
         ),
     ],
 )
-def test_what_cannot_act_is_refused_with_what_to_change(options, reason):
+def test_check_refuses_with_what_to_change(options, reason):
     assert reason in reasons(**options)
 
 
@@ -267,8 +267,8 @@ def test_a_model_without_rope_is_refused():
     assert reasons() == ""
 
 
-def test_scaled_again_from_the_length_that_is_named(tmp_path):
-    """Llama 3.1 comes with a scaling of its own: named, the original length lets another one replace it, whole."""
+def test_a_scaled_model_is_scaled_again_from_the_given_original_length(tmp_path):
+    """Llama 3.1 has its own scaling. With the original length given, another scaling replaces it."""
     theirs = {
         "rope_type": "llama3",
         "rope_theta": 5e5,

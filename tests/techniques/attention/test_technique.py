@@ -1,7 +1,7 @@
-"""Attention: the kernel that runs is the one asked for, and packed documents do not see each other.
+"""Attention: the kernel of the recipe runs, and packed documents do not see each other.
 
-The kernels need a GPU (tests/gpu/test_attention.py). What is around them is tested here: flash4's operator computes on a CPU,
-too, and what each kernel refuses is asked for machines that are made up.
+The kernels need a GPU (tests/gpu/test_attention.py). The code around them is tested here: flash4's operator has a CPU
+implementation, and the requirements of each kernel are checked with invented machines.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def using(backend: str) -> Pipeline:
 
 
 def unchecked(backend: str, family: str, **changes):
-    """A model with a backend that would be refused on a CPU, where its operator is the mathematics."""
+    """A model with a backend that check() refuses on a CPU. Its operator has a reference implementation there."""
     model = random_model(family, **changes)
     return using(backend).build(model, load_config(model), CPU, 0)
 
@@ -98,7 +98,7 @@ def test_each_backend_isolates_documents_in_every_family(family, backend):
 
 @pytest.mark.parametrize("backend", ["auto", "flash4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_document_has_the_logits_that_it_has_alone(family, backend):
+def test_a_packed_document_has_the_same_logits_as_alone(family, backend):
     model = unchecked(backend, family).eval()
     probe = make_probe(model)
     with torch.no_grad():
@@ -110,8 +110,8 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(family, backend):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flash4_trains_what_eager_trains(family):
-    """Rows of several documents, padding and slots of no tokens; and rows of one document each."""
+def test_flash4_trains_like_eager(family):
+    """Rows of several documents with padding, and rows of one document each."""
     for packed in (True, False):
         pieces = BatchSpec(
             source=np.zeros(3, np.int64),
@@ -138,7 +138,7 @@ def test_flash4_trains_what_eager_trains(family):
             torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_training_builds_no_mask_and_looks_for_no_documents(monkeypatch):
+def test_training_builds_no_mask_and_does_not_search_for_documents(monkeypatch):
     from transformers import masking_utils
 
     model = unchecked("flash4", "mistral_sliding")
@@ -148,7 +148,7 @@ def test_training_builds_no_mask_and_looks_for_no_documents(monkeypatch):
     model(**probe)
 
 
-def test_flash4_is_seen_by_the_profiler_and_isolates():
+def test_the_profiler_sees_flash4_and_documents_are_isolated():
     model = unchecked("flash4", "llama")
     kernel, isolation = using("flash4").attention.verify(model, make_probe(model))
     assert kernel.acted
@@ -157,7 +157,7 @@ def test_flash4_is_seen_by_the_profiler_and_isolates():
     assert not next(iter(using("sdpa").attention.verify(model, make_probe(model)))).acted
 
 
-def test_flash4_compiles_whole_and_is_seen_then_too():
+def test_flash4_compiles_as_one_graph_and_the_profiler_sees_it():
     pipeline = using("flash4")
     model, plain = unchecked("flash4", "qwen3"), unchecked("flash4", "qwen3")
     torch._dynamo.reset()
@@ -171,7 +171,7 @@ def test_flash4_compiles_whole_and_is_seen_then_too():
 
 
 def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
-    """In training, and in the proof before it: the kernels have no float32."""
+    """The kernels have no float32, in training and in verify()."""
     from transformers import AttentionInterface
 
     pipeline, model = using("flash4"), unchecked("flash4", "llama")
@@ -192,8 +192,8 @@ def test_float32_weights_under_autocast_compute_in_its_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_sliding", "gemma3"])
-def test_answers_are_those_of_eager(family):
-    """A cache, and prompts that are padded on the left: calls that the kernel is not for."""
+def test_generated_answers_equal_eager(family):
+    """Generation has a cache and prompts padded on the left, which the kernel does not take."""
     prompts = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6], [11, 12]]
     given = [
         answer(unchecked(backend, family).eval(), TOKENIZER, [Question("?", prompt, "!") for prompt in prompts], 3, 6)
@@ -204,8 +204,8 @@ def test_answers_are_those_of_eager(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_sliding"])
-def test_a_plain_call_with_packed_positions_isolates_as_well(family):
-    """Somebody's own forward pass, without cu_seqlens: then transformers builds the mask."""
+def test_a_plain_call_with_packed_positions_isolates_documents(family):
+    """In a user's forward pass without cu_seqlens, transformers builds the mask."""
     models = [unchecked(backend, family).eval() for backend in ("eager", "flash4")]
     probe = {name: make_probe(models[0])[name] for name in ("input_ids", "position_ids", "use_cache")}
     with torch.no_grad():
@@ -222,8 +222,8 @@ def test_a_plain_call_with_packed_positions_isolates_as_well(family):
         ("org/kernel@0", True),
     ],
 )
-def test_who_is_told_where_documents_begin(implementation, given):
-    """transformers itself would find the documents in one row, and see none in two."""
+def test_which_backends_receive_cu_seqlens(implementation, given):
+    """transformers would find the documents of one row, but not of two."""
     model = torch.nn.Identity()
     model.config = type("Config", (), {"_attn_implementation": implementation})
     rows, bounds = torch.zeros(2, 5, dtype=torch.long), torch.tensor([0, 5, 10], dtype=torch.int32)
@@ -235,7 +235,7 @@ def test_who_is_told_where_documents_begin(implementation, given):
         assert inputs["max_length_q"] == 5
 
 
-def test_a_layer_that_drops_the_documents_bounds_is_told():
+def test_a_layer_that_drops_cu_seqlens_is_an_error():
     model = unchecked("flash4", "llama")
     probe = {name: value for name, value in make_probe(model).items() if not name.startswith(("cu_", "max_"))}
     with pytest.raises(ConfigError, match="does not pass the documents' bounds"):
@@ -246,7 +246,7 @@ def test_a_layer_that_drops_the_documents_bounds_is_told():
     ("what", "match"),
     [({"s_aux": torch.zeros(4)}, "sinks"), ({"dropout": 0.1}, "no dropout"), ({"is_causal": False}, "is not causal")],
 )
-def test_what_the_kernel_would_leave_out_is_never_left_out_in_silence(what, match):
+def test_unsupported_arguments_of_the_kernel_are_errors(what, match):
     from transformers import AttentionInterface
 
     packed_attention.register()
@@ -261,7 +261,7 @@ def test_what_the_kernel_would_leave_out_is_never_left_out_in_silence(what, matc
         )
 
 
-def test_a_saved_model_is_one_for_plain_transformers(tmp_path):
+def test_a_saved_model_loads_in_plain_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = unchecked("flash4", "llama")
@@ -274,8 +274,8 @@ def test_a_saved_model_is_one_for_plain_transformers(tmp_path):
     assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_cudnn_takes_packed_rows_document_by_document(monkeypatch):
-    """The loop around cuDNN, with torch's own attention in cuDNN's place."""
+def test_cudnn_runs_packed_rows_document_by_document(monkeypatch):
+    """The loop over documents, with torch's attention in place of cuDNN's."""
     lengths = []
 
     def rows(q, k, v, scale):
@@ -301,14 +301,14 @@ def test_cudnn_takes_packed_rows_document_by_document(monkeypatch):
 
 
 @given(st.integers(1, 2**20))
-def test_cudnn_prepares_few_lengths(length):
+def test_cudnn_pads_to_few_lengths(length):
     padded = packed_attention.cudnn_length(length)
     assert padded >= length
     assert padded == packed_attention.cudnn_length(padded)
     assert padded - length < max(64, length / packed_attention.CUDNN_STEPS * 1.01)
 
 
-def test_torchs_own_kernel_is_called_as_it_is_declared():
+def test_torch_flash_attention_is_called_by_its_schema():
     """On torch's meta device: the operator's arguments and shapes, without its kernel."""
     q, k, v = (torch.randn(2, 80, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
@@ -318,7 +318,7 @@ def test_torchs_own_kernel_is_called_as_it_is_declared():
     assert packed_attention._cudnn_rows(q, k, v, 0.3).shape == (2, 80, 4, 16)
 
 
-def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
+def test_auto_is_sdpa_on_a_cpu_and_eager_with_a_soft_cap():
     for family, expected in (("llama", "sdpa"), ("gemma2", "eager")):
         pipeline, notes = Pipeline().resolved(facts_of(random_model(family)))
         assert pipeline.attention.backend == expected
@@ -351,7 +351,7 @@ def test_auto_takes_sdpa_on_a_cpu_and_for_capped_scores_eager():
     ],
     ids=lambda value: value if isinstance(value, str) else "on",
 )
-def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
+def test_auto_is_the_fastest_correct_backend(facts, expected, passed):
     backend, note = chosen(machine(**facts))
     assert backend == expected
     assert f"auto chose {expected}" in note
@@ -420,24 +420,24 @@ def test_auto_takes_the_fastest_that_is_correct(facts, expected, passed):
     ],
     ids=lambda value: value if isinstance(value, str) else "on",
 )
-def test_a_backend_says_what_it_cannot_do(backend, facts, match):
+def test_a_backend_names_what_it_does_not_support(backend, facts, match):
     assert match in reasons(backend, machine(**facts))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_serves_what_it_can(backend):
+def test_a_backend_accepts_what_it_supports(backend):
     """Whole rows of 4,096 tokens on a Hopper card with every package."""
     assert not reasons(backend, machine(packing=False, sequence_length=4096))
     assert not reasons("hub:kernels-community/flash-attn3@" + "0" * 40, machine(), trust_remote_code=True)
 
 
-def test_float32_weights_under_autocast_may_have_flash4():
+def test_flash4_accepts_float32_weights_under_autocast():
     pipeline = using("flash4")
     pipeline.precision.enabled, pipeline.precision.autocast = True, Autocast.bfloat16
     assert not reasons("flash4", machine(dtype="float32", techniques=pipeline))
 
 
-def test_chunks_are_left_to_masks():
+def test_flash4_refuses_chunked_attention():
     chunked = {
         "model_type": "llama4_text",
         "layer_types": ["chunked_attention"],
@@ -448,7 +448,7 @@ def test_chunks_are_left_to_masks():
     assert "chunked" not in reasons("flash4", replace(H200, model=chunked, sequence_length=4096))
 
 
-def test_sdpa_on_a_gpu_is_flash_attention_by_documents():
+def test_sdpa_on_a_gpu_is_flash_attention_over_documents():
     pipeline = using("sdpa")
     pipeline.attention.resolve(machine())
     config = copy.deepcopy(load_config(random_model("llama")))
@@ -464,7 +464,7 @@ def test_packing_is_refused_for_layers_that_carry_state():
     assert not list(Attention(enabled=True).check(Facts(model=hybrid, packing=False)))
 
 
-def test_a_kernel_that_was_swapped_is_noticed():
+def test_verify_finds_another_kernel():
     pipeline = using("sdpa")
     model = built(pipeline, random_model("llama"))
     model.set_attn_implementation("eager")
@@ -472,8 +472,8 @@ def test_a_kernel_that_was_swapped_is_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_a_model_that_lets_documents_see_each_other_is_noticed(monkeypatch):
-    """What a library that ignores position_ids does: one causal mask over the whole row."""
+def test_verify_finds_documents_that_see_each_other(monkeypatch):
+    """A library that ignores position_ids has one causal mask over the whole row."""
     from transformers.models.llama import modeling_llama
 
     pipeline = Pipeline()
@@ -488,8 +488,8 @@ def test_a_model_that_lets_documents_see_each_other_is_noticed(monkeypatch):
     pipeline.prove(model, make_probe(model))
 
 
-def test_bounds_that_join_documents_are_noticed():
-    """A kernel that got one document's bounds for the whole row."""
+def test_verify_finds_bounds_that_join_documents():
+    """A kernel that receives the whole row as one document."""
     pipeline = using("flash4")
     model = unchecked("flash4", "llama")
     probe = make_probe(model)
@@ -498,7 +498,7 @@ def test_bounds_that_join_documents_are_noticed():
         pipeline.prove(model, {**probe, "cu_seq_lens_q": torch.tensor([0, 24, 24, 24], dtype=torch.int32)})
 
 
-def test_a_model_whose_positions_do_not_separate_documents_is_noticed():
+def test_verify_finds_positions_that_do_not_separate_documents():
     """BLOOM places tokens by its attention mask, not by position_ids."""
     pipeline = Pipeline()
     model = built(
@@ -513,7 +513,7 @@ def test_a_model_whose_positions_do_not_separate_documents_is_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_verify_leaves_mode_and_random_state_alone():
+def test_verify_keeps_the_mode_and_the_random_state():
     pipeline = Pipeline()
     model = built(pipeline, random_model("llama")).train()
     torch.manual_seed(3)

@@ -1,8 +1,8 @@
 """Liger's kernels: which modules get them, with which arguments, and when they are chosen or refused.
 
-Triton's kernels need a GPU (tests/gpu/test_liger.py). Here plain functions of the same signature stand in for them, so that
-the model with them must be the model without them; each tells the profiler the kernel's name, as the kernel does on a GPU.
-RoPE is our own and runs as it is (tests/kernels/test_rotary.py).
+Triton's kernels need a GPU (tests/gpu/test_liger.py). Here plain functions with the same signatures replace them, so a model
+with them must equal the plain model; each is recorded by the profiler under its kernel's name. RoPE is fxtune's own and runs
+here (tests/kernels/test_rotary.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OTHERS = {
     "phi3_gelu": {**FAMILIES["phi3"], "hidden_act": "gelu_pytorch_tanh"},
 }
 EVERY = {**FAMILIES, **OTHERS}
-COUNTS = {  # of two layers: norms, rope in place, gated products
+COUNTS = {  # for two layers: norms, RoPE, gated products
     "llama": (5, 2, 2),
     "qwen3": (9, 2, 2),
     "mistral": (5, 2, 2),
@@ -90,8 +90,8 @@ COUNTS = {  # of two layers: norms, rope in place, gated products
 GPU = dict(device="cuda", device_name="H200", capability=(9, 0), packages={"liger-kernel": "0.8.5", "torch": "2.11"})
 
 
-def stands_in(kernel):
-    """An autograd.Function's `apply` that is a plain function under the kernel's name."""
+def kernel_named(kernel):
+    """Replaces an autograd.Function by a plain function under the kernel's name."""
 
     def wrap(function):
         def apply(*arguments):
@@ -103,7 +103,7 @@ def stands_in(kernel):
     return wrap
 
 
-@stands_in("_rms_norm_forward_kernel")
+@kernel_named("_rms_norm_forward_kernel")
 def rms_norm(x, weight, eps, offset, casting, in_place, row_mode):
     exact = x.float()
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
@@ -114,25 +114,25 @@ def rms_norm(x, weight, eps, offset, casting, in_place, row_mode):
     )
 
 
-@stands_in("_layer_norm_forward_kernel")
+@kernel_named("_layer_norm_forward_kernel")
 def layer_norm(x, weight, bias, eps):
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-@stands_in("_swiglu_forward_kernel")
+@kernel_named("_swiglu_forward_kernel")
 def swiglu(gate, up, gate_multiplier, down_multiplier):
     assert gate_multiplier == down_multiplier == 1.0
     return F.silu(gate) * up
 
 
-@stands_in("_swiglu_fused_gate_up_forward_kernel")
+@kernel_named("_swiglu_fused_gate_up_forward_kernel")
 def gate_up(both):
-    assert both.dim() == 2  # the kernel's backward gives a matrix, whatever shape it was given
+    assert both.dim() == 2  # the kernel's backward pass returns a matrix for any shape
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 
 
-@stands_in("_geglu_tanh_forward_kernel")
+@kernel_named("_geglu_tanh_forward_kernel")
 def geglu(gate, up):
     return F.gelu(gate, approximate="tanh") * up
 
@@ -172,7 +172,7 @@ def all_on(model: ModelConfig, **changes) -> Liger:
 
 
 def with_liger(model: ModelConfig, pipeline: Pipeline | None = None, **changes):
-    """The built model and its pipeline; check() is left out, because it would want a GPU."""
+    """The built model and its pipeline, without check(), which would require a GPU."""
     pipeline = pipeline or Pipeline()
     pipeline.liger = all_on(model, **changes)
     return pipeline.build(model, load_config(model), CPU, 0), pipeline
@@ -190,11 +190,11 @@ def run(model):
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_a_model_with_all_of_them_is_the_model_without(family, stand_ins):
+def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
     model = architecture(family)
     plain = built(Pipeline(), model)
     mine, pipeline = with_liger(model)
-    with torch.no_grad():  # norms that do something, so that a wrong offset shows
+    with torch.no_grad():  # weights other than 1, so that a wrong offset shows
         for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
             other.copy_(one.add_(0.1 * torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))))
     assert list(mine.state_dict()) == list(plain.state_dict())
@@ -214,7 +214,7 @@ def test_a_model_with_all_of_them_is_the_model_without(family, stand_ins):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rope", "swiglu"])
-def test_each_is_switched_on_its_own(name, stand_ins):
+def test_each_kernel_has_its_own_switch(name, stand_ins):
     only = {other: Switch.off for other in OPERATIONS if other != name}
     model, pipeline = with_liger(random_model("llama"), **only)
     (evidence,) = pipeline.liger.verify(model, make_probe(model))
@@ -222,8 +222,8 @@ def test_each_is_switched_on_its_own(name, stand_ins):
     assert {getattr(module, "liger", None) for module in model.modules()} == {None, name}
 
 
-def test_a_plain_model_of_the_same_process_stays_plain(stand_ins):
-    """Liger's own patches reach every model that is built later."""
+def test_a_plain_model_in_the_same_process_is_not_changed(stand_ins):
+    """Liger's own patches would change every model that is built later."""
     from transformers.models.llama import modeling_llama
 
     before = dict(vars(modeling_llama))
@@ -251,8 +251,8 @@ def test_a_plain_model_of_the_same_process_stays_plain(stand_ins):
     }
 
 
-def test_inputs_of_rope_are_not_overwritten(stand_ins):
-    """A matmul's result that checkpointing keeps would be turned once more when it is used again."""
+def test_rope_does_not_overwrite_its_inputs(stand_ins):
+    """Else a result that checkpointing keeps would be rotated twice."""
     model, _ = with_liger(random_model("llama"))
     results = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, __, out: results.append((out, out.clone())))
@@ -261,7 +261,7 @@ def test_inputs_of_rope_are_not_overwritten(stand_ins):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
-def test_adapters_and_checkpoints_go_on_top_and_the_saved_adapter_fits_the_plain_base(family, stand_ins, tmp_path):
+def test_adapters_and_checkpointing_wrap_liger_and_the_adapter_fits_the_plain_base(family, stand_ins, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -279,7 +279,7 @@ def test_adapters_and_checkpoints_go_on_top_and_the_saved_adapter_fits_the_plain
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, adapter)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_copy_of_the_model_is_a_copy(stand_ins):
+def test_a_model_can_be_deep_copied(stand_ins):
     model, _ = with_liger(random_model("llama"))
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_a_copy_of_the_model_is_a_copy(stand_ins):
 
 
 def test_compiled_layers_share_one_graph(stand_ins, monkeypatch):
-    """Traced; no code is generated. What runs in it is an operator each, whose kernels are those of the stand-ins."""
+    """The graph is traced, and no code is generated. Each kernel in it is an operator that runs its stand-in."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(liger_operators, "rms_norm", lambda *args: (rms_norm.apply(*args, True, None),))
     monkeypatch.setattr(liger_operators, "gated", lambda gate, up, kind: swiglu.apply(gate, up, 1.0, 1.0))
@@ -307,7 +307,7 @@ def test_compiled_layers_share_one_graph(stand_ins, monkeypatch):
     assert 0 < graphs[0] == graphs[1] <= 3
 
 
-def test_what_did_not_run_is_noticed(stand_ins):
+def test_verify_finds_a_kernel_that_did_not_run(stand_ins):
     model, pipeline = with_liger(random_model("llama"))
     layer = model.model.layers[0]
     layer.mlp.__class__ = type(layer.mlp).__mro__[1]
@@ -322,8 +322,8 @@ def test_what_did_not_run_is_noticed(stand_ins):
     assert "rms_norm" not in str(caught.value)
 
 
-def test_arguments_are_those_of_liger_s_own_patches():
-    """Liger's per-model functions, applied to its own copies of the norms: offset, rounding and in_place as ours."""
+def test_arguments_equal_liger_s_own_patches():
+    """Liger's per-model functions, applied to its own copies of the norms: with the same offset, rounding and in_place."""
     import inspect
 
     from liger_kernel.transformers import monkey_patch
@@ -377,10 +377,10 @@ def test_arguments_are_those_of_liger_s_own_patches():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
-    asked = Liger(enabled=True, **options)
+def test_check_refuses_with_what_to_change(model, options, known, reason):
+    liger = Liger(enabled=True, **options)
     reasons = list(
-        asked.check(
+        liger.check(
             facts_of(ModelConfig(path=None, init=Init.random, architecture=model), **known)
             if model["model_type"] != "mamba"
             else Facts(model=model, **known)
@@ -390,27 +390,27 @@ def test_what_cannot_be_is_refused_in_words(model, options, known, reason):
     assert re.search(reason, reasons[0]), reasons[0]
 
 
-def test_rope_is_our_own_and_needs_no_gpu_and_no_package():
-    asked = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
-    assert not list(asked.check(facts_of(random_model("llama"), packages={})))
+def test_rope_needs_no_gpu_and_no_package():
+    liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
+    assert not list(liger.check(facts_of(random_model("llama"), packages={})))
     assert not list(
-        asked.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": enable(compile={})}))
+        liger.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": enable(compile={})}))
     )
 
 
 def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
-    asked = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
-    assert not list(asked.check(Facts(model={"model_type": "mamba"})))
+    liger = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
+    assert not list(liger.check(Facts(model={"model_type": "mamba"})))
     assert not list(Liger(enabled=True).check(facts_of(random_model("llama"), packages={})))
 
 
 def resolved(known, family="llama", **options) -> tuple[Liger, str]:
-    asked = Liger(enabled=True, **options)
-    note = asked.resolve(facts_of(architecture(family), **known))
-    return asked, note or ""
+    liger = Liger(enabled=True, **options)
+    note = liger.resolve(facts_of(architecture(family), **known))
+    return liger, note or ""
 
 
-def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
+def test_auto_is_on_for_the_model_s_operations_on_a_gpu_and_off_on_a_cpu():
     on = {
         family: {name for name in OPERATIONS if getattr(resolved(GPU, family)[0], name) is Switch.on}
         for family in ("llama", "gemma3", "phi", "phi3")
@@ -429,19 +429,21 @@ def test_auto_takes_what_the_model_has_on_a_gpu_and_nothing_on_a_cpu():
     assert not resolved(GPU)[1].startswith("no kernel")
     every = dict.fromkeys((*OPERATIONS, "fused_linear_cross_entropy"), Switch.off)
     assert resolved(GPU, **every)[1] == "no kernel runs here: each kernel is off"
-    assert "geglu" not in note, "what the model does not have is not worth a word"
+    assert "geglu" not in note, "operations that the model does not have are not reported"
 
 
-def test_auto_fuses_the_loss_where_logits_would_be_large():
+def test_auto_fuses_the_loss_if_logits_are_large():
     chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2}, chunk_rows=64)
     assert chosen.fused_linear_cross_entropy is Switch.off
-    assert not list(chosen.check(facts_of(random_model("llama")))), "what auto left unread is no error"
+    assert not list(chosen.check(facts_of(random_model("llama")))), (
+        "auto removes chunk_rows with the fused loss, so it is no error"
+    )
     assert "logits are up to 0.062 GiB" in note
     chosen, _ = resolved({"rows": (512, 131072), "micro_batch_size": 2})
     assert chosen.fused_linear_cross_entropy is Switch.on
 
 
-def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_path):
+def test_under_compile_auto_measures_once_and_caches_the_times(monkeypatch, tmp_path):
     cases = []
 
     def times(case):
@@ -471,14 +473,14 @@ def test_under_compile_auto_measures_once_and_keeps_the_times(monkeypatch, tmp_p
     assert len(json.loads((tmp_path / "fxtune" / "liger_times.json").read_text())) == 2
     resolved({**known, "device_name": "B200"})
     resolved({**known, "packages": {**GPU["packages"], "torch": "2.13"}})
-    assert len(cases) == 6, "another card and another torch are measured anew"
+    assert len(cases) == 6, "another card and another torch are measured again"
     assert "geglu off (Liger's does not compile here)" in resolved(known, "gemma")[1]
     assert cases[-1].operation == "geglu"
     assert (cases[-2].offset, cases[-2].casting) == (1.0, "gemma")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "gemma3", "phi", "phi_qk"])
-def test_under_compile_rope_is_the_compiler_s_where_norms_stand_before_it(family, monkeypatch, tmp_path):
+def test_under_compile_rope_is_off_if_norms_precede_it(family, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     normed = any(
         name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules()
@@ -488,7 +490,7 @@ def test_under_compile_rope_is_the_compiler_s_where_norms_stand_before_it(family
     assert resolved(GPU, family)[0].rope is Switch.on
 
 
-def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
+def test_times_are_measured_again_if_the_cache_cannot_be_written(monkeypatch, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -506,7 +508,7 @@ def test_times_that_cannot_be_kept_are_measured_again(monkeypatch, tmp_path):
     ],
     ids=["torch", "triton", "cublas"],
 )
-def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(error, monkeypatch, tmp_path):
+def test_without_free_memory_nothing_is_measured_or_cached(error, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps(monkeypatch, {"liger": error})
@@ -517,7 +519,7 @@ def test_where_memory_is_short_nothing_is_measured_and_nothing_kept(error, monke
 
 
 def steps(monkeypatch, errors):
-    """A step of liger_timing takes no time and no GPU, or raises what `errors` names for `compiled` or `liger`."""
+    """Patch timing so that a step needs no GPU, or raises the error in `errors` for `compiled` or `liger`."""
     pytest.importorskip("triton")
     given = itertools.cycle(("compiled", "liger"))
 
@@ -535,8 +537,8 @@ def steps(monkeypatch, errors):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-def test_a_kernel_that_does_not_compile_is_an_answer(monkeypatch):
-    """Behind an operator triton's own errors come through, which are no RuntimeErrors."""
+def test_a_kernel_that_does_not_compile_has_no_time(monkeypatch):
+    """Inside an operator Triton raises its own errors, which are not RuntimeErrors."""
     errors = pytest.importorskip("triton.runtime.errors")
     steps(monkeypatch, {"liger": errors.OutOfResources(300000, 232448, "shared memory")})
     assert timing.times(timing.Case("swiglu", 8, 8, "float32", False)) == (1.0, None)
@@ -546,7 +548,7 @@ def test_a_kernel_that_does_not_compile_is_an_answer(monkeypatch):
     "error",
     [torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), RuntimeError("of another kind")],
 )
-def test_any_other_error_of_a_measurement_is_no_answer(error, monkeypatch, tmp_path):
+def test_other_errors_of_a_measurement_are_raised_and_not_cached(error, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps(monkeypatch, {"liger": error})
@@ -555,17 +557,17 @@ def test_any_other_error_of_a_measurement_is_no_answer(error, monkeypatch, tmp_p
     assert not [*tmp_path.rglob("liger_times.json")]
 
 
-def test_under_compile_without_a_gpu_at_hand_nothing_is_measured(monkeypatch, tmp_path):
+def test_under_compile_without_a_gpu_nothing_is_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen, note = resolved({**GPU, "techniques": enable(compile={})})
     assert chosen.rms_norm is Switch.off
     assert "neither could be measured here" in note
 
 
-def test_a_pipeline_says_what_it_chose():
+def test_the_pipeline_reports_liger_s_choice():
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True)
     chosen, notes = pipeline.resolved(facts_of(random_model("llama")))
     assert any(note.startswith("liger: no kernel runs here: rms_norm off (Triton needs a GPU), ") for note in notes)
-    assert pipeline.liger.rms_norm is Switch.auto, "what the recipe asked for stays as it is"
+    assert pipeline.liger.rms_norm is Switch.auto, "resolving changes a copy"
     assert replace(chosen.liger, enabled=False).fused_linear_cross_entropy is Switch.off

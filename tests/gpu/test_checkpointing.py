@@ -160,7 +160,7 @@ def _deterministic(monkeypatch):
 
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize(("shape", "lora"), [*((shape, True) for shape in reference.SHAPES), ("llama", False)])
-def test_recomputing_eagerly_changes_no_bit(shape, lora):
+def test_eager_recomputation_changes_no_bit(shape, lora):
     """But one rounding of one adapter: a fused MLP that keeps its input alone takes its product by down_proj's A anew with a
     kernel for that, where the forward pass had it from the wide matmul, and the gradient of down_proj's B is made of it.
     """
@@ -185,7 +185,7 @@ def test_recomputing_eagerly_changes_no_bit(shape, lora):
 @pytest.mark.parametrize(
     ("shape", "compiled"), [*((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)]
 )
-def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
+def test_every_policy_is_as_accurate_as_none(shape, compiled):
     """Compiled, the two that are least like the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
@@ -203,7 +203,7 @@ def test_every_policy_is_as_near_to_float32_as_none(shape, compiled):
 
 
 @pytest.mark.parametrize("fused", [Switch.on, Switch.off], ids=["fused", "peft"])
-def test_each_policy_needs_less_than_the_one_before_and_what_was_forecast(fused):
+def test_each_policy_needs_less_memory_than_the_one_before_and_as_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
         if fused is Switch.off and name in (
@@ -243,7 +243,7 @@ def exact_and_usual() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
-def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(options, exact_and_usual):
+def test_mixes_and_offload_need_the_forecast_memory_and_keep_gradients(options, exact_and_usual):
     """Gradients as near to float32 as without: what is compiled rounds the residual stream where the policy lets it."""
     measured = Measured(pipeline(**options), BIG, 8192)
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_mixes_and_what_is_sent_need_what_was_forecast_and_change_nothing(option
 
 
 @pytest.mark.timed
-def test_sending_what_layers_keep_costs_no_time_at_long_rows():
+def test_offload_of_kept_tensors_costs_no_time_at_long_rows():
     """narrow at 32k tokens: q, k, v, attention's output and the input of each layer go to the host and come back."""
     found = {}
     for name, options in {"here": NARROW, "sent": MIXES["narrow_sent"], "full": {}}.items():
@@ -366,7 +366,7 @@ def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
 
 
 @pytest.mark.parametrize("fused", [Switch.on, Switch.off], ids=["fused", "peft"])
-def test_the_compilers_budget_is_kept_to(fused):
+def test_compiler_keeps_to_its_budget(fused):
     peaks = {}
     for share in (1.0, 0.6, 0.2):
         measured = Measured(pipeline(fused=fused, policy=Policy.budget, budget=share), BIG, 8192)
@@ -380,7 +380,7 @@ def test_the_compilers_budget_is_kept_to(fused):
     assert fused is Switch.on or peaks[0.6] > peaks[0.2]
 
 
-def test_our_attention_operator_is_not_run_again():
+def test_saved_flash4_operator_is_not_run_again():
     pytest.importorskip("flash_attn.cute")
     measured = Measured(
         pipeline(backend="flash4", policy=Policy.selective, save=["fxtune.flash4", "matmuls"]), BIG, 8192
@@ -390,7 +390,7 @@ def test_our_attention_operator_is_not_run_again():
 
 
 @pytest.mark.timed
-def test_auto_chooses_by_the_memory_that_is_free():
+def test_auto_chooses_by_free_memory():
     measured = Measured(pipeline(policy=Policy.auto), BIG, 8192)
     (note,) = (note for note in measured.notes if note.startswith("checkpointing: "))
     print(f"\n{note}")

@@ -40,7 +40,7 @@ def asked(scope: Scope, mode: CompileMode = CompileMode.default, **options) -> C
 
 
 @EACH
-def test_compiled_float32_is_float32(shape, scope):
+def test_compiled_float32_equals_eager(shape, scope):
     given = reference.batch(shape)
     seen = reference.ours(pipeline(asked(scope)), shape, given, dtype="float32")
     eager = reference.ours(pipeline(), shape, given, dtype="float32")
@@ -53,7 +53,7 @@ def test_compiled_float32_is_float32(shape, scope):
 
 
 @EACH
-def test_compiled_bfloat16_is_no_farther_from_float32_than_eager_is(shape, scope):
+def test_compiled_bfloat16_is_as_accurate_as_eager(shape, scope):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     seen = reference.apart(reference.ours(pipeline(asked(scope), "sdpa"), shape, given, lora=True), exact)
@@ -66,7 +66,7 @@ def test_compiled_bfloat16_is_no_farther_from_float32_than_eager_is(shape, scope
 
 @pytest.mark.parametrize("scope", list(Scope))
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_packed_rows_of_other_contents_compile_nothing(scope, checkpointed):
+def test_packed_rows_of_other_contents_do_not_recompile(scope, checkpointed):
     techniques = pipeline(asked(scope), "sdpa", checkpointing=Checkpointing(enabled=checkpointed))
     model, techniques, evidence, _ = reference.build(techniques, "llama", reference.batch("llama"), lora=True)
     assert all(seen.acted for seen in evidence)
@@ -150,7 +150,7 @@ def test_cuda_graphs_accumulate_gradients_and_evaluate_as_plain_code_does(checkp
     print(f"\neager {slow:.2f} ms, CUDA graphs {fast:.2f} ms a micro-batch; weights {apart:.1e} apart")
 
 
-def test_one_micro_batch_after_another_adds_its_gradient():
+def test_cuda_graphs_add_the_gradients_of_successive_micro_batches():
     """The trap: torch hands out the graph's own memory as the first gradient, and later micro-batches write there."""
     given = [reference.batch("llama", lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     gradients = []
@@ -165,7 +165,7 @@ def test_one_micro_batch_after_another_adds_its_gradient():
     assert reference.relative(gradients[1], gradients[0]) < 1e-4
 
 
-def test_a_recorded_pass_leaves_weights_alone_that_its_gradients_do_not_reach():
+def test_recorded_pass_does_not_change_weights_without_a_gradient():
     """Zeros in place of absent gradients would decay them."""
 
     @dataclasses.dataclass
@@ -216,7 +216,7 @@ def test_cuda_graphs_are_launched():
 
 
 @pytest.mark.timed
-def test_cuda_graphs_serve_small_models_best():
+def test_cuda_graphs_are_fastest_for_small_models():
     small = dict(reference.SHAPES["llama"], hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
     took = {}
     for name, compiled in {

@@ -1,4 +1,5 @@
-"""The loop on the card: between log lines the host waits for nothing; recorded passes are plain passes; copies come ahead."""
+"""The loop on the card: between log lines the host waits for nothing; recorded passes are plain passes; copies come
+ahead."""
 
 from __future__ import annotations
 
@@ -108,8 +109,9 @@ def trainer(config: Config, name: str = "run"):
 
 @contextmanager
 def no_waiting(monkeypatch):
-    """Fails where the block waits for the device, with all the places that do: what torch knows to wait (it warns), and
-    torch.cuda.synchronize, which it does not know. A wait in autograd's own thread is told at the place of `backward`.
+    """Fails where the block waits for the device, with all the places that do: what torch knows to wait (it warns),
+    and torch.cuda.synchronize, which it does not know. A wait in autograd's own thread is told at the place of
+    `backward`.
     """
     places: dict[str, int] = {}
 
@@ -219,32 +221,39 @@ def test_recorded_passes_are_played_and_faster(recipe):
     assert fast < slow, (fast, slow)
 
 
-def test_a_run_of_recorded_passes_resumes_as_if_it_had_not_stopped(recipe):
+def test_a_run_of_recorded_passes_resumes_as_if_it_had_not_stopped(recipe, monkeypatch):
+    """Bit for bit, so that any fault of recording, random numbers or resuming shows.
+
+    run.deterministic=true, because two equal runs differ without it: kernels are chosen by timing (`liger`, Triton's
+    autotuner) and attention's backward pass adds in any order. AdamW turns such rounding into steps of its full size
+    where a gradient is near zero.
+    """
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the run would set it, and leave it for other tests
+    recipe.run.deterministic = True
     recipe.techniques.compile.cuda_graphs = Switch.on
     recipe.techniques.lora.dropout = 0.1
     recipe.train.max_steps, recipe.checkpoint.every = 12, 6
     recipe.run.dir = "whole"
     train.run(recipe)
-    recipe.run.dir = "broken"
-    step, seen = train.Trainer.step, []
+    recipe.run.dir = "interrupted"
+    step, taken = train.Trainer.step, []
 
-    def dying(self, given, lr):
-        seen.append(given.index)
-        if len(seen) == 9:
+    def interrupted(self, *args):
+        if len(taken) == 8:
             raise KeyboardInterrupt
-        return step(self, given, lr)
+        taken.append(len(taken))
+        return step(self, *args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train.Trainer, "step", dying)
+        patched.setattr(train.Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe)
     train.run(recipe)
-    from safetensors.torch import load_file
-
-    whole, broken = (load_file(f"{name}/adapter/adapter_model.safetensors") for name in ("whole", "broken"))
-    apart = max(reference.relative(broken[name], whole[name]) for name in whole)
-    print(f"\nresumed against whole: {apart:.1e} apart")
-    assert apart < 1e-3  # sums by atomic additions differ in their last bits from run to run
+    whole, resumed = (load_file(f"{name}/adapter/adapter_model.safetensors") for name in ("whole", "interrupted"))
+    apart = {name: reference.relative(resumed[name], whole[name]) for name in whole}
+    assert not {name: error for name, error in apart.items() if error}
 
 
 def test_the_next_step_s_batch_is_there_before_this_step_ends(recipe):

@@ -57,7 +57,7 @@ def all_sizes(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", [16384, 5003])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, all_sizes):
+def test_products_are_accurate_and_reproducible(name, rows, dtype, all_sizes):
     out, inner, rank = SHAPES[name]
     made = drawn(out + rank, inner + rank, dtype=dtype)
     for left, right in (
@@ -88,7 +88,7 @@ def test_the_numbers_of_float32_and_the_same_bits_each_time(name, rows, dtype, a
             assert not taken or (total[at] == wanted.to(dtype)).float().mean() > 0.9
 
 
-def test_more_numbers_than_int32_can_count(monkeypatch):
+def test_tensors_with_more_elements_than_int32_holds(monkeypatch):
     """A row of 400k tokens: q, k and v, and their gradients, have 2.5e9 numbers."""
     monkeypatch.setattr(matmul, "MAX_SPAN", 2**40)
     (out, inner, rank), rows = SHAPES["qkv"], 409_600
@@ -111,7 +111,7 @@ def test_more_numbers_than_int32_can_count(monkeypatch):
     [(2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)],
 )
 @pytest.mark.parametrize("across", [False, True])
-def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_sizes):
+def test_sizes_that_are_no_multiple_of_a_tile(rows, inner, columns, stride, across, all_sizes):
     up = lambda size: -(-size // 8) * 8  # noqa: E731
     left = drawn(rows, inner, up(inner) + 16)
     right = drawn(columns, inner, up(inner)).t() if across else drawn(inner, columns, up(columns) + 8)
@@ -123,7 +123,7 @@ def test_sizes_that_no_tile_divides(rows, inner, columns, stride, across, all_si
     assert (whole[:, columns:] == 7.0).all(), "between the rows nothing is written"
 
 
-def test_a_row_that_ends_between_16_bytes_is_not_written_by_it(all_sizes):
+def test_rows_not_aligned_to_16_bytes_use_cublas(all_sizes):
     whole = torch.full((2049, 1048), 7.0, device=GPU, dtype=torch.bfloat16)
     left, right, out = drawn(2049, 1032), drawn(1032, 1031, 1040), whole[:, :1031]
     assert not is_served(left, right, out)
@@ -132,7 +132,7 @@ def test_a_row_that_ends_between_16_bytes_is_not_written_by_it(all_sizes):
     assert (whole[:, 1031:] == 7.0).all()
 
 
-def test_it_is_recorded_and_played(all_sizes):
+def test_kernel_works_in_cuda_graphs(all_sizes):
     left, right = drawn(4096, 2048), drawn(3072, 2048).t()
     out = torch.zeros(4096, 3072, device=GPU, dtype=torch.bfloat16)  # a shape that nobody has asked for
     graph = torch.cuda.CUDAGraph()
@@ -158,7 +158,7 @@ def group(outs, inner, ranks):
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_operators_and_head_are_those_of_cublas(tiles):
+def test_operators_and_head_agree_with_cublas(tiles):
     rows = 16384 * tiles
     a, b, up = group((14336, 14336), 4096, (16, 16))
     a_down, b_down, down = group((4096,), 14336, (16,))
@@ -176,7 +176,7 @@ def test_operators_and_head_are_those_of_cublas(tiles):
         assert reference.relative(other, one) < 1e-2
 
 
-def test_a_model_is_built_with_it_and_says_so():
+def test_model_uses_the_kernel_and_reports_it():
     shape = dict(
         reference.SHAPES["llama"],
         hidden_size=4096,
@@ -208,14 +208,14 @@ def test_a_model_is_built_with_it_and_says_so():
     assert all("2 products by" in told[one][0][0] for one in (Matmul.auto, Matmul.cute))
 
 
-def test_doctor_tries_it():
+def test_doctor_tests_the_kernel():
     answer = doctor.run_check("quack-kernels", True, doctor.TIMEOUT_GPU)
     print(answer)
     assert answer["state"] == "works", answer
 
 
 @pytest.mark.timed
-def test_it_takes_less_time():
+def test_kernel_is_faster_than_cublas():
     """Printed; asserted only that it is no slower, since the card's clock depends on what it did before."""
     times = {}
     for name in ("gate_up", "down"):

@@ -34,7 +34,7 @@ def angles(rows, length, width, dtype):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_rounding(shape, dtype):
+def test_results_are_rounded_once(shape, dtype):
     rows, length, heads, kv, dim, width = SHAPES[shape]
     cos, sin = angles(rows, length, width, dtype)
     q = torch.randn(rows, heads, length, dim, device="cuda").to(dtype).transpose(1, 2)
@@ -79,7 +79,7 @@ def test_models_with_fused_adapters(shape, compiled):
 
 
 @pytest.mark.timed
-def test_bytes_at_the_memory_s_speed():
+def test_kernels_run_at_memory_speed():
     """65,536 tokens of an 8B Llama: 1.6 GB each way. A quarter of that is done before autograd has come to its next call."""
     cos, sin = angles(16, 4096, 128, torch.bfloat16)
     x = torch.randn(16, 4096, 6144, device="cuda", dtype=torch.bfloat16, requires_grad=True)

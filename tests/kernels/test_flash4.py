@@ -48,7 +48,7 @@ def by_torch(q, k, v, lengths, scale=0.3, window=0):
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 @pytest.mark.parametrize("value_width", [8, 4])
-def test_documents_get_what_they_would_get_alone(window, value_width):
+def test_packed_documents_do_not_see_each_other(window, value_width):
     lengths = (1, 7, 0, 12, 0, 0)
     q, k, v, cu_seqlens = inputs(lengths, value_width=value_width)
     out, lse = flash4(q, k, v, cu_seqlens, 20, 0.3, window, 0.0)
@@ -73,7 +73,7 @@ def test_rows_of_one_document_each():
     assert torch.equal(lse_of_rows.transpose(0, 1).flatten(1), lse)
 
 
-def test_the_soft_cap_bends_scores():
+def test_soft_cap_limits_scores():
     q, k, v, cu_seqlens = inputs((5,))
     scores = 1.5 * torch.tanh(torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3 / 1.5)
     scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
@@ -101,7 +101,7 @@ def test_empty_documents_change_nothing(lengths):
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_it_is_an_operator_as_torch_wants_them(dense):
+def test_operators_pass_opcheck(dense):
     *qkv, cu_seqlens = inputs((4, 5, 0))
     qkv = [x.detach().unflatten(0, (3, 3)).requires_grad_() for x in qkv] if dense else qkv
     torch.library.opcheck(OP, (*qkv, None if dense else cu_seqlens, 9, 0.3, 0, 0.0))
@@ -198,7 +198,7 @@ KEPT = "cache/fxtune/flash4/{machine}-cpu|1"
         "no home",
     ],
 )
-def test_what_the_package_compiles_is_kept_where_nobody_else_writes(tmp_path, given, told):
+def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path, given, told):
     """By a stand-in for the package, which reads the environment when it is imported, as the real one does."""
     stand_in = tmp_path / "flash_attn" / "cute"
     stand_in.mkdir(parents=True)

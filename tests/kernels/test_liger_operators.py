@@ -125,13 +125,13 @@ def _stand_ins(monkeypatch):
 
 
 @pytest.mark.parametrize("name", STAND_INS)
-def test_they_are_called_as_ligers_are(name):
+def test_norms_are_called_as_ligers_own(name):
     module = __import__(f"liger_kernel.ops.{name.rpartition('_')[0]}", fromlist=[name])
     assert str(inspect.signature(getattr(module, name))) == str(inspect.signature(STAND_INS[name]))
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_gated_ones_are_called_as_ligers_are(name):
+def test_gated_products_are_called_as_ligers_own(name):
     module = __import__(f"liger_kernel.ops.{name.partition('_')[0]}", fromlist=[name])
     wanted = [one for one in inspect.signature(getattr(module, name)).parameters.values() if one.default is one.empty]
     assert [one.name for one in wanted] == [*inspect.signature(GATED[name]).parameters]
@@ -147,7 +147,7 @@ def layer(operation, norm, inputs):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_they_are_the_plain_operations_and_write_nothing(name, compiled, trained):
+def test_operators_equal_plain_torch_and_write_no_input(name, compiled, trained):
     case = CASES[name]
     norm, results = case.operation.endswith("norm"), []
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ OPERATORS = {
 @pytest.mark.parametrize("shape", [(4, 12), (2, 3, 5, 12), (0, 12)], ids=str)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_they_are_operators_as_torch_wants_them(name, trained, shape):
+def test_forward_operators_pass_opcheck(name, trained, shape):
     """What they return has the shapes, dtypes and strides that are promised, and is nobody's memory but its own."""
     x, weight, bias = torch.randn(*shape[:-1], 15)[..., :12], torch.randn(12), torch.randn(12)
     given = OPERATORS[name](x.requires_grad_(), weight.requires_grad_(trained), bias)
@@ -185,7 +185,7 @@ def test_they_are_operators_as_torch_wants_them(name, trained, shape):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_are_those_of_the_backward_pass(dtype, trained):
+def test_backward_operators_pass_opcheck(dtype, trained):
     """Called as autograd calls them, under float32 weights: a graph of the backward pass believes what they promise."""
     x, dy = (torch.randn(2, 5, 15, dtype=dtype)[..., :12] for _ in range(2))
     weight, bias, scale, mean = torch.randn(12), torch.randn(12), torch.rand(10), torch.rand(10)
@@ -203,7 +203,7 @@ def test_so_are_those_of_the_backward_pass(dtype, trained):
         ]
 
 
-def test_checkpointing_repeats_them():
+def test_selective_checkpointing_recomputes_the_operators():
     """They cost next to nothing to repeat, and are known by their names alone."""
     made = [getattr(torch.ops.fxtune, f"liger_{name}{way}").default for name in OPERATORS for way in ("", "_backward")]
     assert not [name for name in map(name_of, made) if Rule().saves_by_name(name)]

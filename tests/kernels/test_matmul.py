@@ -127,7 +127,7 @@ def drawn(rows, columns, stride=None, dtype=torch.bfloat16, at=0):
     return torch.randn(rows, (stride or columns) + at, dtype=dtype)[:, at : at + columns]
 
 
-def test_a_cpu_has_no_such_kernel():
+def test_cpu_products_are_torchs():
     assert not is_served(drawn(4096, 1024), drawn(1024, 1024), drawn(4096, 1024))
     x, w = drawn(20, 32), drawn(32, 24)
     torch.testing.assert_close(mm(x, w, by=CUTE), x @ w, rtol=0, atol=0)
@@ -144,7 +144,7 @@ def test_a_cpu_has_no_such_kernel():
         (4096, 4096, 4096 * 4096 / (3 * 132 * 256 * 192)),
     ],
 )
-def test_how_much_of_the_processors_time_makes_numbers(rows, columns, expected):
+def test_utilization_of_the_processors(rows, columns, expected):
     assert utilization(rows, columns, 132) == pytest.approx(expected)
 
 
@@ -164,7 +164,7 @@ def test_how_much_of_the_processors_time_makes_numbers(rows, columns, expected):
         ({"columns": 1088}, False),
     ],
 )
-def test_what_the_kernel_serves(monkeypatch, change, taken):
+def test_is_served_depends_on_dtype_size_and_alignment(monkeypatch, change, taken):
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
     known = dict(rows=32768, inner=1024, columns=1536, dtype=torch.bfloat16, across=False, stride=None, at=0) | change
     rows, inner, columns, dtype = (known[name] for name in ("rows", "inner", "columns", "dtype"))
@@ -184,7 +184,7 @@ def test_what_the_kernel_serves(monkeypatch, change, taken):
         assert not is_served(left, right, out, plus)
 
 
-def test_a_product_is_one_to_whoever_looks(small):
+def test_flop_counter_and_profiler_see_a_product(small):
     x, w = drawn(20, 32, 40), drawn(24, 32, 48).t()
     out = torch.empty(20, 40, dtype=torch.bfloat16)[:, :24]
     with Calls() as mode:
@@ -216,7 +216,7 @@ def groups(rows=24, inner=32, outs=(16, 24), rank=4):
     return x, a, b, augment([torch.randn(out, inner) for out in outs], [rank] * len(outs))
 
 
-def test_the_kind_of_a_group_says_who_multiplies(small, by_op):
+def test_storage_kind_of_a_group_selects_the_kernel(small, by_op):
     results = []
     for kind in (DENSE, DENSE_CUTE, DENSE):  # two models in one process, one after the other and again
         torch.manual_seed(0)
@@ -233,7 +233,7 @@ def test_the_kind_of_a_group_says_who_multiplies(small, by_op):
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_an_mlps_products_are_all_the_kernels(small, by_op, tiles):
+def test_all_products_of_an_mlp_use_the_kernel(small, by_op, tiles):
     x, a, b, up = groups(rows=32, outs=(48, 48))
     _, a_down, b_down, down = groups(inner=48, outs=(32,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -267,7 +267,7 @@ def test_an_mlps_products_are_all_the_kernels(small, by_op, tiles):
     assert by_op == ([*forward[: 1 if tiles > 1 else 0], (rows, 32, 64), (rows, 96, 48)]) * tiles
 
 
-def test_the_head_multiplies_by_it_forward_and_backward(small, by_op):
+def test_head_uses_the_kernel_forward_and_backward(small, by_op):
     weight, labels = torch.randn(50, 32, dtype=torch.bfloat16), torch.arange(20)
     found = []
     for by in (CUBLAS, CUTE):
@@ -284,7 +284,7 @@ def test_the_head_multiplies_by_it_forward_and_backward(small, by_op):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folder(quack, tmp_path):
+def test_quack_is_called_as_measured_and_caches_in_our_folder(quack, tmp_path):
     state = torch.random.get_rng_state()
     matmul.prepare(torch.device("cpu"), torch.bfloat16, tmp_path)
     assert str(tmp_path) == quack.cache.CACHE_DIR
@@ -303,7 +303,7 @@ def test_quack_is_handed_what_was_measured_and_its_kernels_are_kept_in_our_folde
     assert (quack.cache.CACHE_DIR, len(quack.calls)) == ("/the/users/own", 6)
 
 
-def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
+def test_kernel_with_wrong_products_is_rejected(quack, tmp_path):
     right = quack.gemm.gemm
     quack.gemm.gemm = lambda A, B, D, *rest, **named: (right(A, B, D, *rest, **named), D[-1].zero_())
     with pytest.raises(RuntimeError, match="from float32's"):
@@ -327,7 +327,7 @@ def test_a_kernel_that_multiplies_wrongly_is_none(quack, tmp_path):
         (replace(H200, model={"hidden_size": 576}), "some of 576"),
     ],
 )
-def test_where_it_cannot_act_a_name_is_refused_and_auto_is_cublas(facts, reason):
+def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reason):
     assert gemm_backend.obstacle(H200) is None
     assert reason in gemm_backend.obstacle(facts)
     facts = replace(
@@ -348,7 +348,7 @@ def random_shape() -> dict:
     return {**FAMILIES["llama"], "hidden_size": 4096, "intermediate_size": 14336}
 
 
-def test_auto_takes_it_on_a_card_that_it_is_for():
+def test_auto_uses_the_kernel_on_a_supported_gpu():
     facts = replace(H200, model=random_shape(), techniques=lora())
     technique = lora(fused=Switch.on).lora
     assert technique.resolve(facts) == "matmul cute (the faster kernel for large products on this card)"
@@ -369,7 +369,7 @@ def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
     return pipeline, built(pipeline, random_model("llama"), dtype="bfloat16")
 
 
-def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op, quack):
+def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_op, quack):
     _, plain = model_with(monkeypatch, Matmul.cublas)
     _, cute = model_with(monkeypatch, Matmul.cute)
     assert (LanguageModel(plain).by, LanguageModel(cute).by) == (CUBLAS, CUTE)
@@ -383,7 +383,7 @@ def test_two_models_of_one_process_each_have_their_own(monkeypatch, small, by_op
     assert torch.equal(outs[0], outs[2])
 
 
-def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monkeypatch, small, quack):
+def test_verify_reports_which_kernel_ran(monkeypatch, small, quack):
     _, model = model_with(monkeypatch, Matmul.cute)
     with torch.autocast("cpu", torch.bfloat16):
         told, was = gemm_backend.observe(model)
@@ -395,7 +395,7 @@ def test_it_ran_or_none_of_the_model_is_large_enough_or_another_kernel_ran(monke
         assert "large enough" in told
 
 
-def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_auto(monkeypatch, small, quack):
+def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto(monkeypatch, small, quack):
     def broken(*_, **__):
         raise TypeError("no such architecture\nsecond line")
 
@@ -411,7 +411,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_by_name_and_told_once_with_a
     assert found[0].observed == "cuBLAS, since that did not compile here (TypeError: no such architecture)"
 
 
-def test_facts_know_the_package():
+def test_facts_include_the_package():
     assert "quack-kernels" in PACKAGES
     assert facts_of(random_model("llama")).packages.get("quack-kernels") is None
 
@@ -426,7 +426,7 @@ def test_facts_know_the_package():
     ],
     ids=["all near", "a result", "a head", "its transpose"],
 )
-def test_what_32_bits_cannot_reach_is_cublass(monkeypatch, rows, inner, columns, taken):
+def test_tensors_beyond_32_bit_offsets_use_cublas(monkeypatch, rows, inner, columns, taken):
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
     monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
     left, right, back, out = (

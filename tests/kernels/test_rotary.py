@@ -73,7 +73,7 @@ def states(dtype=torch.float32, rows=ROWS, length=LENGTH, heads=HEADS, kv=KV, di
     shared=st.booleans(),
     factor=st.sampled_from([1.0, 1.2079]),
 )
-def test_in_float32_it_is_transformers_own(rows, length, heads, kv, half, rest, shared, factor):
+def test_float32_results_equal_transformers_own(rows, length, heads, kv, half, rest, shared, factor):
     q, k = states(torch.float32, rows, length, heads, kv, 2 * half + rest)
     cos, sin = angles(1 if shared else rows, length, 2 * half, factor=factor)
     for mine, other in zip(
@@ -83,7 +83,7 @@ def test_in_float32_it_is_transformers_own(rows, length, heads, kv, half, rest, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_it_is_nearer_to_float64_than_transformers_own(dtype):
+def test_16_bit_results_are_nearer_to_float64_than_transformers_own(dtype):
     q, k = states(dtype, length=200)
     cos, sin = angles(length=200, dtype=dtype, factor=1.2079)
     exact = results(theirs, q, k, cos, sin, torch.float64)
@@ -93,7 +93,7 @@ def test_in_16_bits_it_is_nearer_to_float64_than_transformers_own(dtype):
         torch.testing.assert_close(value, wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)  # one rounding
 
 
-def test_results_lie_as_attention_reads_them():
+def test_results_have_the_layout_that_attention_reads():
     q, k = states()
     for x in apply_rotary(q.transpose(1, 2), k.transpose(1, 2), *angles()):
         assert x.transpose(1, 2).is_contiguous()
@@ -104,7 +104,7 @@ def test_results_lie_as_attention_reads_them():
         assert torch.equal(mine.transpose(1, 2), other)
 
 
-def test_float32_angles_do_not_widen_16_bits():
+def test_float32_angles_keep_16_bit_results():
     """Under autocast angles are float32, and transformers' q and k get so, too: attention would have to round them."""
     q, k = states(torch.bfloat16)
     assert [x.dtype for x in apply_rotary(q, k, *angles(), unsqueeze_dim=2)] == [torch.bfloat16] * 2
@@ -112,7 +112,7 @@ def test_float32_angles_do_not_widen_16_bits():
 
 @pytest.mark.parametrize("room", [0, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_one_product(dtype, room):
+def test_rotary_qkv_splits_rotates_and_copies_one_product(dtype, room):
     """qkv() is the split, the turn and a copy of v; its gradient is one buffer with room behind each row."""
     x = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM).to(dtype)
     cos, sin = angles(dtype=dtype)
@@ -245,7 +245,7 @@ def trained(model):
 @pytest.mark.parametrize(
     ("family", "at_once"), [("llama", True), ("mistral", True), ("gemma2", True), ("qwen3", False)]
 )
-def test_fused_adapters_hand_their_projections_out_turned(family, at_once, policy):
+def test_fused_adapters_return_rotated_projections(family, at_once, policy):
     """Where norms stand in between, q and k are turned after these."""
     pipeline = lora()
     if policy:
@@ -277,7 +277,7 @@ def seen_by(monkeypatch, name):
 
 
 @pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("qwen2", False), ("qwen2", True)])
-def test_dy_b_is_put_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
+def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
     """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no
     matmul.)"""
     plain = trained(adapted(lora(r=16), family, rope=False))[0]
@@ -314,7 +314,7 @@ def test_a_gradient_without_room_is_copied():
         torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-5)
 
 
-def test_with_adapters_switched_off_queries_are_turned_once():
+def test_queries_are_rotated_once_with_adapters_switched_off():
     model, plain = adapted(lora(), "llama"), built(Pipeline(), random_model("llama"))
     with model.disable_adapter():
         logits, seen = ran(lambda: model(**packed(model)).logits)
@@ -332,7 +332,7 @@ def test_generation_with_a_cache():
     assert torch.equal(*found)
 
 
-def test_an_attention_of_another_form_is_refused_in_words():
+def test_attention_without_a_rope_function_is_refused():
     def forward(self, x):
         return x
 
@@ -342,5 +342,5 @@ def test_an_attention_of_another_form_is_refused_in_words():
         with_rope_function(forward, apply_rotary, "Odd")
 
 
-def test_the_triton_kernel_is_the_plain_one():
+def test_triton_kernel_equals_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_rotary.py") == ["72", "compared"]

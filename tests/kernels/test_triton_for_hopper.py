@@ -108,7 +108,7 @@ def _copying(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_no_tile_is_loaded_over_while_a_product_reads_it(name, monkeypatch, tmp_path):
+def test_no_tile_is_overwritten_while_a_product_reads_it(name, monkeypatch, tmp_path):
     code = compiled(name, "bf16", monkeypatch, tmp_path)["ttgir"]
     assert name.startswith("add") or "async_copy_global_to_local" in code, (
         "nothing is pipelined: this is not a card's code"

@@ -87,7 +87,7 @@ def close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], limit: 
 
 @pytest.mark.parametrize("pipelines", [lambda: lora(dropout=0.3), Pipeline], ids=["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_without_it_dropout_and_all(family, pipelines):
+def test_checkpointing_does_not_change_gradients_even_with_dropout(family, pipelines):
     model = random_model(family, attention_dropout=0.2)
     plain = gradients(moved(built(pipelines(), model)))
     for options in ({}, {"policy": Policy.selective}):
@@ -98,7 +98,7 @@ def test_gradients_are_those_without_it_dropout_and_all(family, pipelines):
 
 @pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
-def test_each_policy_acts_and_changes_no_bit(pipelines, options):
+def test_each_policy_acts_and_changes_no_gradient_bit(pipelines, options):
     pipeline = checkpointed(pipelines(), **options)
     model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
     seen(pipeline, model)
@@ -109,7 +109,7 @@ def test_each_policy_acts_and_changes_no_bit(pipelines, options):
 @pytest.mark.parametrize("options", TILED.values(), ids=TILED)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 @pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
-def test_a_tiled_mlp_gives_the_whole_ones_gradients(family, pipelines, options):
+def test_tiled_mlp_gives_the_gradients_of_an_untiled_mlp(family, pipelines, options):
     pipeline = checkpointed(pipelines(), **options)
     model = moved(built(pipeline, random_model(family)))
     assert f"each MLP in {options['mlp_tiles']} tiles (of the probe's 24 tokens)" in seen(pipeline, model)
@@ -117,7 +117,7 @@ def test_a_tiled_mlp_gives_the_whole_ones_gradients(family, pipelines, options):
     assert close(gradients(model), plain, 1e-5)
 
 
-def test_tiles_of_a_full_layer_are_computed_twice_not_three_times():
+def test_tiled_mlp_of_a_checkpointed_layer_runs_twice():
     pipeline = checkpointed(lora(), mlp_tiles=4)
     told = seen(pipeline, built(pipeline, random_model("llama")))
     assert "aten.mm (gate_proj, up_proj) 16+16, aten.mm (down_proj) 8+8" in told  # 2 layers x 4 tiles
@@ -125,7 +125,7 @@ def test_tiles_of_a_full_layer_are_computed_twice_not_three_times():
 
 @pytest.mark.parametrize("fused", [Switch.off, Switch.on])
 @pytest.mark.parametrize("policy", [Policy.none, Policy.full])  # torch's selective checkpoint itself refuses it
-def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_lets_go(policy, fused):
+def test_retained_graph_with_tiles_gives_its_gradients_again_and_is_then_freed(policy, fused):
     kept = []
 
     def keep(module, given):
@@ -157,7 +157,7 @@ def test_a_graph_with_tiles_that_is_retained_gives_its_gradients_again_and_then_
         loss.backward()
 
 
-def test_tiles_repeat_their_dropout_and_follow_autocast():
+def test_recomputed_tiles_repeat_dropout_and_autocast():
     pipeline = checkpointed(lora(dropout=0.5), mlp_tiles=2)
     model = moved(built(pipeline, random_model("llama")))
     with torch.autocast("cpu", torch.bfloat16):
@@ -181,7 +181,7 @@ def test_tiles_repeat_their_dropout_and_follow_autocast():
     assert torch.equal(hidden.grad, other.grad)
 
 
-def test_what_is_saved_is_not_run_again_and_what_is_named_is():
+def test_saved_operators_run_once_and_recomputed_ones_twice():
     pipeline = checkpointed(lora(), **NARROW)
     told = seen(pipeline, built(pipeline, random_model("llama")))
     assert "aten.mm (q_proj, o_proj) 4+0" in told
@@ -191,7 +191,7 @@ def test_what_is_saved_is_not_run_again_and_what_is_named_is():
 
 
 @pytest.mark.parametrize("fused", ["on", "off"])
-def test_a_mix_does_with_each_layer_what_it_says(fused):
+def test_mix_applies_each_level_to_its_layers(fused):
     """Of five layers the first keeps its input, the last everything."""
     made = [lora(fused=Switch(fused)) for _ in range(2)]
     model = random_model("llama", num_hidden_layers=5)
@@ -210,7 +210,7 @@ def test_a_mix_does_with_each_layer_what_it_says(fused):
     assert close(gradients(mixed), gradients(moved(built(made[1], model))), 0.0 if fused == "off" else 1e-6)
 
 
-def test_our_own_attention_operator_is_saved_by_its_name():
+def test_flash4_operator_is_saved_by_its_name():
     model = random_model("llama")
     config = load_config(model)
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
@@ -235,7 +235,7 @@ def test_our_own_attention_operator_is_saved_by_its_name():
         ("bitsandbytes.gemm_4bit", [5, 3], (3, 5)),
     ],
 )
-def test_a_product_is_known_by_its_weight(name, second, shape):
+def test_products_are_recognised_by_the_shape_of_their_weight(name, second, shape):
     at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
     assert group_of(name) == "matmuls"
     assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
@@ -252,11 +252,11 @@ def test_a_product_is_known_by_its_weight(name, second, shape):
         "bitsandbytes.dequantize_4bit",
     ],
 )
-def test_what_is_neither_attention_nor_a_product(name):
+def test_other_operators_belong_to_no_group(name):
     assert group_of(name) is None
 
 
-def test_attention_alone_is_saved():
+def test_save_attention_recomputes_all_matmuls():
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
     told = seen(pipeline, built(pipeline, random_model("llama")))
     assert "flash_attention_for_cpu 2+0" in told
@@ -264,7 +264,7 @@ def test_attention_alone_is_saved():
 
 
 @pytest.mark.parametrize(("every", "recomputed"), [(1, 4), (2, 2), (3, 2), (4, 1)])
-def test_one_layer_in_every_is_recomputed(every, recomputed):
+def test_every_recomputes_one_layer_in_so_many(every, recomputed):
     for options in ({}, {"policy": Policy.selective}):
         pipeline = checkpointed(lora(), every=every, **options)
         model = built(pipeline, random_model("llama", num_hidden_layers=4))
@@ -280,12 +280,12 @@ def test_verify_leaves_no_gradients_and_evaluation_is_not_recomputed():
         assert model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=3).shape == (1, 6)
 
 
-def test_layers_below_the_first_trained_one_need_no_recomputation():
+def test_layers_below_the_first_trained_one_are_not_expected_to_run_twice():
     pipeline = checkpointed(lora(target_modules=["layers.1.mlp.down_proj"]))
     seen(pipeline, built(pipeline, random_model("llama")))
 
 
-def test_a_layer_that_lost_its_wrapping_is_noticed():
+def test_verify_fails_if_a_layer_is_not_wrapped():
     pipeline = checkpointed(lora())
     model = built(pipeline, random_model("llama"))
     del decoder_layers(model)[1].forward
@@ -293,14 +293,14 @@ def test_a_layer_that_lost_its_wrapping_is_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_an_operator_that_is_saved_and_never_runs_is_noticed():
+def test_verify_fails_if_a_named_operator_never_runs():
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention", "aten.addmm"])
     model = built(pipeline, random_model("llama"))
     with pytest.raises(ConfigError, match=r"never ran: aten\.addmm"):
         pipeline.prove(model, make_probe(model))
 
 
-def test_a_rule_that_is_not_followed_is_noticed():
+def test_verify_fails_if_a_saved_operator_runs_again():
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
     model = built(pipeline, random_model("llama"))
     pipeline.checkpointing.save = []
@@ -327,7 +327,7 @@ def _anew():
 
 
 @pytest.mark.usefixtures("_anew")
-def test_compiled_policies_keep_what_they_say():
+def test_compiled_layers_keep_the_bytes_of_their_policy():
     """In floats a token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
     plain, kept = {}, {}
     for name, options in {
@@ -355,7 +355,7 @@ def test_compiled_policies_keep_what_they_say():
 
 
 @pytest.mark.usefixtures("_anew")
-def test_layers_of_a_kind_share_their_compiled_code_also_with_tiles():
+def test_layers_share_compiled_code_also_with_tiles():
     """One graph for the first layer, whose input needs no gradient, and one for all others."""
     model = traced(built(checkpointed(lora(), mlp_tiles=2), random_model("llama", num_hidden_layers=4)))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -365,7 +365,7 @@ def test_layers_of_a_kind_share_their_compiled_code_also_with_tiles():
 
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_compiled_layer_with_fused_adapters_keeps_to_the_byte_what_the_forecast_says(level):
+def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(level):
     """The second of two layers (the first one's input needs no gradient), with our attention, which takes keys as they are."""
     pipeline = lora(r=16, fused=Switch.on)
     pipeline.attention.backend = "flash4"
@@ -391,7 +391,7 @@ def test_each_level_of_a_mix_is_one_graph():
 
 
 @pytest.mark.usefixtures("_anew")
-def test_the_compiler_has_its_budget_for_this_model_alone():
+def test_compiler_budget_applies_to_this_model_only():
     pipeline = checkpointed(lora(), policy=Policy.budget, budget=0.0)
     pipeline.compile = Compile(enabled=True)
     pipeline.check(facts_of(random_model("llama")))
@@ -411,7 +411,7 @@ def test_the_compiler_has_its_budget_for_this_model_alone():
     ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
 )
 @pytest.mark.usefixtures("_anew")
-def test_offloaded_inputs_come_back_and_buffers_are_used_again(compiled, options):
+def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     pipeline = checkpointed(lora(), **options)
     model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
     plain = gradients(moved(built(lora(), random_model("llama", num_hidden_layers=3))))
@@ -428,7 +428,7 @@ def test_offloaded_inputs_come_back_and_buffers_are_used_again(compiled, options
 
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("fused", ["on", "off"])
-def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
+def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
     """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
     model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Switch(fused)) for _ in range(2)]
     plain = gradients(moved(built(made[0], model)))
@@ -451,7 +451,7 @@ def test_what_compiled_layers_keep_goes_along_but_for_gate_and_up(fused):
     assert abs(size - (64 + 64 + 4) - 2 * narrow) <= (32 if fused == "on" else 0)  # wide: the MLP's own adapters, too
 
 
-def test_host_memory_that_cannot_be_pinned_is_told_as_what_to_change(monkeypatch):
+def test_error_for_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
     model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
     Offload(decoder_layers(model), torch.device("cpu"))
     empty = torch.empty
@@ -469,7 +469,7 @@ def test_host_memory_that_cannot_be_pinned_is_told_as_what_to_change(monkeypatch
     assert "further lines" not in str(told.value)
 
 
-def test_a_forward_pass_without_a_backward_one_gives_its_buffers_back():
+def test_forward_pass_without_backward_returns_its_buffers():
     model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=4))
     offload = Offload(decoder_layers(model), torch.device("cpu"))
     logits = model(**make_probe(model)).logits
@@ -482,7 +482,7 @@ def test_a_forward_pass_without_a_backward_one_gives_its_buffers_back():
     assert offload.inputs_sent == 3
 
 
-def test_longer_rows_get_larger_buffers_and_no_more_of_them():
+def test_longer_rows_get_larger_buffers_but_not_more():
     model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
     offload = Offload(decoder_layers(model), torch.device("cpu"))
     for length in (8, 32, 16):
@@ -491,7 +491,7 @@ def test_longer_rows_get_larger_buffers_and_no_more_of_them():
     assert {buffer.numel() for buffer in offload.pool} == {32 * 64 * 4}
 
 
-def test_a_model_that_lost_its_offload_is_noticed():
+def test_verify_fails_if_nothing_is_offloaded():
     pipeline = checkpointed(lora())
     model = built(pipeline, random_model("llama"))
     pipeline.checkpointing.offload = True
@@ -555,12 +555,12 @@ def test_a_model_that_lost_its_offload_is_noticed():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(options, reason):
+def test_impossible_options_are_refused(options, reason):
     told = list(Checkpointing(enabled=True, **options).check(facts_of(random_model("llama"))))
     assert any(re.match(reason.replace("?", r"\?"), one) for one in told), told
 
 
-def test_offload_is_refused_where_the_host_is_too_small_or_the_whole_model_is_one_graph():
+def test_offload_is_refused_if_host_memory_is_too_small_or_the_model_is_one_graph():
     whole = {**TECHNIQUES, "compile": {"scope": "model"}}
     for facts, reason in (
         (
@@ -575,7 +575,7 @@ def test_offload_is_refused_where_the_host_is_too_small_or_the_whole_model_is_on
     assert not list(Checkpointing(enabled=True, offload=True).check(card(40, 65536)))
 
 
-def test_good_names_are_not_refused():
+def test_known_names_are_accepted():
     facts = facts_of(random_model("phi3"))
     names = {"save": ["attention", "aten.mm", "fxtune.flash4", "qkv_proj"], "recompute": ["gate_up_proj"]}
     assert not list(Checkpointing(enabled=True, policy=Policy.selective, **names).check(facts))
@@ -665,7 +665,7 @@ HOST = "what they keep except gate and up of all but the last in host memory"
         (139, 524288, 1, 128, "input in "),
     ],
 )
-def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, host, said):
+def test_auto_chooses_the_fastest_plan_that_fits(gib, length, rows, host, said):
     facts = card(gib, length, rows, host=host)
     technique, why = chosen(facts)
     assert why.startswith(said), why
@@ -675,7 +675,7 @@ def test_auto_takes_what_adds_least_time_of_all_that_fits(gib, length, rows, hos
     assert need.host <= 0.8 * host * GIB
 
 
-def test_auto_fills_a_card_to_a_margin_and_says_what_everything_would_need():
+def test_auto_fills_memory_up_to_a_margin_and_reports_what_everything_would_need():
     technique, why = chosen(card(139, 65536))
     assert "everything would need 24" in why
     assert 0.9 * 139 * GIB < forecast(card(139, 65536), technique.plan()).device < 0.95 * 139 * GIB
@@ -683,20 +683,20 @@ def test_auto_fills_a_card_to_a_margin_and_says_what_everything_would_need():
     assert forecast(card(139, 65536), replace(technique, mix=one_more).plan()).device > 0.95 * 139 * GIB
 
 
-def test_auto_tries_the_smallest_and_says_so_where_nothing_fits():
+def test_auto_tries_the_smallest_plan_and_warns_if_none_fits():
     technique, why = chosen(card(16, 65536))
     assert (technique.policy, technique.offload, technique.mlp_tiles) == (Policy.full, True, 16)
     assert "may run out of memory" in why
 
 
-def test_auto_keeps_what_is_asked_for_besides():
+def test_auto_keeps_options_that_the_recipe_sets():
     assert chosen(card(139, 4096), offload=True)[0].offload
     assert chosen(card(139, 65536), offload=True, offload_what=What.kept)[0].offload_what is What.kept
     assert chosen(card(139, 4096), mlp_tiles=2)[0].mlp_tiles == 2
     assert not chosen(card(40, 65536, host=0))[0].offload
 
 
-def test_more_memory_never_takes_longer():
+def test_more_memory_never_gives_a_slower_plan():
     for length, rows in ((4096, 4), (65536, 1)):
         times = []
         for gib in range(24, 400, 24):
@@ -706,7 +706,7 @@ def test_more_memory_never_takes_longer():
         assert times[0] > times[-1] == 0
 
 
-def test_what_auto_chose_can_be_said_by_hand():
+def test_options_chosen_by_auto_are_valid_in_a_recipe():
     """A recipe with the options that auto took is the same forecast, and passes its own check."""
     for gib, length in ((139, 65536), (80, 65536), (139, 131072)):
         technique, _ = chosen(card(gib, length))
@@ -716,7 +716,7 @@ def test_what_auto_chose_can_be_said_by_hand():
         assert forecast(card(gib, length), again.plan()) == forecast(card(gib, length), technique.plan())
 
 
-def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():
+def test_lower_levels_take_less_memory_and_more_time():
     for change in ({}, {"num_key_value_heads": 32}, {"intermediate_size": 4096}, {"hidden_size": 2048}):
         for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
             facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
@@ -727,7 +727,7 @@ def test_a_lower_level_is_less_memory_and_more_time_for_any_shape():
             assert times[-1] == 0
 
 
-def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_computes():
+def test_offload_costs_time_only_if_copies_take_longer_than_a_layer():
     """At 64k tokens a layer computes for 100 ms; 2.4 GB take 47 ms; at 4k it computes for 2 ms and they take 3."""
 
     def late(length: int) -> float:
@@ -740,7 +740,7 @@ def test_what_is_sent_costs_time_only_where_it_travels_longer_than_a_layer_compu
     assert late(4096) > 0.05
 
 
-def test_recomputed_products_are_those_that_torch_counts():
+def test_recomputed_flops_are_those_that_torch_counts():
     """FLOPs of a step by torch's counter: a level's are more than the next one's by what step_time.layer_time() says of it."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -759,7 +759,7 @@ def test_recomputed_products_are_those_that_torch_counts():
     assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)
 
 
-def test_the_forecast_is_the_arithmetic_of_its_formula():
+def test_forecast_follows_its_documented_formula():
     """Bytes a token and layer: those of fxtune/techniques/estimate/memory.py, with two bytes a number."""
     facts, cells = card(139, 65536, techniques=PEFT), 65536 * 32
     adapters, lse = 2 * 7 * 16, 4 * 32
@@ -778,7 +778,7 @@ def test_the_forecast_is_the_arithmetic_of_its_formula():
     assert abs(forecast(facts, RecomputePlan("input")).weights - 8.03e9 * 2) < 0.2e9
 
 
-def test_layers_that_keep_little_come_first_where_the_others_are_done_by_then():
+def test_layers_of_a_low_level_come_first_to_lower_the_peak():
     """The first layers compute anew when the last ones' gate and up are free again: what that needs, nobody pays for."""
     facts = card(139, 65536)
     mixed = forecast(facts, RecomputePlan(mix=(("input", 16), ("wide", 16))))
@@ -806,7 +806,7 @@ def peak_bytes(run) -> int:
 
 
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
-def test_a_fused_mlps_buffers_are_those_that_the_forecast_counts(monkeypatch, keep, tiles):
+def test_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles):
     """Backward, in floats a token; the activation's own kernel, which on a CPU is plain torch, is left out."""
     monkeypatch.setattr(fused_lora, "gated", lambda act, gate_up, share, out: out)
     monkeypatch.setattr(fused_lora, "gated_backward", lambda act, gate_up, dp, share, above, out, *_: out)
@@ -847,7 +847,7 @@ def test_pinned_memory_is_taken_in_pieces():
     assert 31 * 400000 * 8192 <= need.host < 1.03 * 31 * 400000 * 8192
 
 
-def test_a_quantised_base_and_fewer_adapters_weigh_less():
+def test_forecast_of_weights_depends_on_quantization_and_adapters():
     facts = card(24, 8192)
     small = replace(facts, techniques=enable(**TECHNIQUES, quantize={"type": "nf4"}))
     assert forecast(small, RecomputePlan()).weights < 0.4 * forecast(facts, RecomputePlan()).weights
@@ -856,7 +856,7 @@ def test_a_quantised_base_and_fewer_adapters_weigh_less():
 
 
 @pytest.mark.parametrize(("kind", "adapted"), [("llama", False), ("llama", True), ("mixtral", False)])
-def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
+def test_forecast_of_muons_moments_matches_its_state(kind, adapted):
     """Embedding, head, norms and experts are AdamW's."""
     config = AutoConfig.for_model(
         kind,
@@ -891,7 +891,7 @@ def test_muons_moments_are_forecast_as_muon_and_adamw_keep_them(kind, adapted):
 @pytest.mark.parametrize(
     "options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}], ids=["full", "selective", "none"]
 )
-def test_a_model_goes_when_nobody_has_it_any_more(options):
+def test_model_is_freed_after_verify_and_training(options):
     """What its evidence was taken from is no part of what stays: the next run in a process has all of the memory."""
     pipeline = checkpointed(lora(), **options)
     model = built(pipeline, random_model("llama"))
@@ -903,7 +903,7 @@ def test_a_model_goes_when_nobody_has_it_any_more(options):
     assert not any(weight() is not None for weight in weights)
 
 
-def test_a_forward_pass_that_sent_something_goes_without_a_backward_pass():
+def test_offloading_model_is_freed_after_a_forward_pass_alone():
     model = built(Pipeline(), random_model("llama"))
     model.offload = Offload(decoder_layers(model), torch.device("cpu"))
     out = model(**make_probe(model)).logits

@@ -71,7 +71,7 @@ def twice(stream):
         (lambda stream: (lambda y: y.new_ones(y.shape) + y)(mlp(stream)), 0),  # comes after it
     ],
 )
-def test_only_a_sum_with_what_was_there_before_is_folded(layer, folds):
+def test_only_sums_with_an_earlier_tensor_are_folded(layer, folds):
     stream = torch.randn(2, 5, HIDDEN)
     with torch.no_grad():
         graph = make_fx(layer)(stream)
@@ -82,7 +82,7 @@ def test_only_a_sum_with_what_was_there_before_is_folded(layer, folds):
     assert residual_pass.fold(graph.graph) == 0, "each once"
 
 
-def test_shapes_that_are_left_open_keep_them_apart():
+def test_sums_with_dynamic_shapes_are_not_folded():
     def layer(stream, *weights):
         return stream + lora_mlp(
             stream, weights[:3], weights[3:6], weights[6:7], weights[7:], [1.0] * 3, DENSE, DENSE_CUTE
@@ -94,7 +94,7 @@ def test_shapes_that_are_left_open_keep_them_apart():
     assert residual_pass.fold(graph.graph) == 0
 
 
-def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
+def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)))
     pipeline = lora(fused=Switch.on)
@@ -120,7 +120,7 @@ def test_a_compiled_layer_has_it_with_the_same_gradients(monkeypatch):
     assert max(found) == 2
 
 
-def test_in_bfloat16_sums_apart_from_a_product_are_rounded_as_two_operators_do():
+def test_bfloat16_sum_outside_of_a_product_is_rounded_like_two_operators():
     """Rounded once, the adapters' share would decide each tie of y + stream, which many are, however small it is."""
     draw = torch.Generator().manual_seed(0)
     y, stream, narrow, factor = (

@@ -100,7 +100,7 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
 
 
 @pytest.mark.parametrize("scope", list(Scope))
-def test_graphs_do_not_multiply_with_the_layers(scope, quick):
+def test_number_of_graphs_does_not_depend_on_the_number_of_layers(scope, quick):
     graphs = []
     for layers in (2, 6):
         pipeline = lora()
@@ -114,7 +114,7 @@ def test_graphs_do_not_multiply_with_the_layers(scope, quick):
 @pytest.mark.parametrize(
     ("family", "scope"), [*((family, Scope.layers) for family in FAMILIES), ("gemma", Scope.model)]
 )
-def test_rows_with_other_contents_meet_the_graphs_of_the_first(family, scope, quick):
+def test_rows_with_other_contents_reuse_the_first_graphs(family, scope, quick):
     technique, model = compiled(family, scope=scope)
     plain = built(lora(), random_model(family)).train()
     known = None
@@ -132,7 +132,7 @@ def test_rows_with_other_contents_meet_the_graphs_of_the_first(family, scope, qu
     assert "grad_mode" in technique.report().recompiles[-1]
 
 
-def test_the_report_is_for_people_and_for_files(quick):
+def test_report_has_lines_for_people_and_is_json(quick):
     technique, model = compiled()
     learn(model, row(model))
     report = technique.report()
@@ -145,7 +145,7 @@ def test_the_report_is_for_people_and_for_files(quick):
     assert "requires_grad mismatch" in again
 
 
-def test_what_others_compile_is_not_counted(quick):
+def test_code_compiled_by_others_is_not_counted(quick):
     technique, model = compiled()
     learn(model, row(model))
     before = technique.report()
@@ -159,7 +159,7 @@ def broken(model, layer=0):
     part.mlp.register_forward_hook(lambda module, given, out: out if out.sum().item() < 1e9 else -out)
 
 
-def test_the_second_model_of_a_process_has_its_own_code_and_its_own_report(quick):
+def test_second_model_of_a_process_has_its_own_code_and_report(quick):
     for _ in range(2):
         technique, model = compiled()
         seen = list(technique.verify(model, make_probe(model)))
@@ -179,7 +179,7 @@ def test_a_graph_break_under_fullgraph_says_where_and_why(quick):
     assert "fullgraph=false" in text
 
 
-def test_graph_breaks_have_a_budget(quick):
+def test_too_many_graph_breaks_fail(quick):
     technique, model = compiled(fullgraph=False, max_graph_breaks=3)
     broken(model)
     learn(model, row(model))
@@ -196,7 +196,7 @@ def test_graph_breaks_have_a_budget(quick):
         learn(model, row(model))
 
 
-def test_recompilations_have_a_budget(quick):
+def test_too_many_recompilations_fail(quick):
     _, model = compiled(max_recompiles=3)
     counter = decoder_layers(model)[0]
     counter.calls = 0
@@ -238,7 +238,7 @@ def printed():
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_kernel_whose_writes_torch_cannot_tell_is_an_error(fullgraph, silent, printed, monkeypatch):
+def test_kernel_whose_writes_torch_cannot_determine_is_an_error(fullgraph, silent, printed, monkeypatch):
     def warns(graph, inputs):
         warn()
         return graph
@@ -254,7 +254,7 @@ def test_a_kernel_whose_writes_torch_cannot_tell_is_an_error(fullgraph, silent, 
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_of_a_backward_pass_it_is_the_same_error_and_nothing_is_kept(dynamic, monkeypatch, tmp_path):
+def test_such_a_kernel_in_a_backward_pass_is_an_error_and_is_not_cached(dynamic, monkeypatch, tmp_path):
     """torch compiles that pass when it is called; with dynamic shapes ahead of it, and goes on where that fails."""
     from torch._inductor import compile_fx
 
@@ -278,7 +278,7 @@ def test_of_a_backward_pass_it_is_the_same_error_and_nothing_is_kept(dynamic, mo
             ).sum().backward()
 
 
-def test_another_error_is_left_as_it_is(monkeypatch):
+def test_other_errors_are_not_changed(monkeypatch):
     def fails(graph, inputs):
         raise ValueError("of the backend")
 
@@ -289,7 +289,7 @@ def test_another_error_is_left_as_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(Dynamic.always, 1), (Dynamic.auto, 2), (Dynamic.never, 3)])
-def test_dynamic_says_how_many_lengths_share_a_graph(dynamic, graphs, quick):
+def test_dynamic_decides_how_many_lengths_share_a_graph(dynamic, graphs, quick):
     technique, model = compiled(scope=Scope.model, dynamic=dynamic, architecture=ONE)
     plain = built(lora(), random_model("llama", **ONE)).train()
     for length in (48, 56, 64):
@@ -298,7 +298,7 @@ def test_dynamic_says_how_many_lengths_share_a_graph(dynamic, graphs, quick):
     assert technique.report().graphs == graphs
 
 
-def test_a_run_tells_what_the_compiler_did_and_keeps_it(small, cwd, capsys, quick):
+def test_run_prints_and_writes_the_compile_report(small, cwd, capsys, quick):
     small.data.packing, small.data.eval_fraction = True, 0.2
     small.data.sequence_length, small.train.micro_batch_size = 64, 2
     small.train.max_steps, small.train.eval_every, small.train.log_every = 4, 2, 1
@@ -317,7 +317,7 @@ def test_a_run_tells_what_the_compiler_did_and_keeps_it(small, cwd, capsys, quic
 
 
 @pytest.mark.slow
-def test_the_second_start_is_warm_unless_our_operators_have_changed(monkeypatch, tmp_path):
+def test_second_start_uses_the_disk_cache_unless_our_operators_changed(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "any")  # so that what is set below is taken back
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -338,7 +338,7 @@ def test_the_second_start_is_warm_unless_our_operators_have_changed(monkeypatch,
     assert "disk cache warm" in next(warm.lines())
 
 
-def test_layers_that_are_not_compiled_are_noticed():
+def test_verify_fails_if_layers_are_not_compiled():
     pipeline = lora()
     model = built(pipeline, random_model("llama"))
     pipeline.compile = Compile(enabled=True)
@@ -346,7 +346,7 @@ def test_layers_that_are_not_compiled_are_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_rows_of_any_length_are_refused_unless_they_share_a_graph():
+def test_rows_of_any_length_are_refused_unless_dynamic():
     asked = Compile(enabled=True)
     assert "rows of any length" in next(asked.check(Facts()))
     assert "9 data.buckets" in next(asked.check(Facts(rows=tuple(range(1, 10)))))
@@ -373,24 +373,24 @@ CUDA = dataclasses.replace(PACKED, device="cuda")
     ],
     ids=["cpu", "layers", "dynamic", "breaks"],
 )
-def test_cuda_graphs_are_refused_where_they_would_be_wrong(options, facts, told):
+def test_reduce_overhead_is_refused_where_it_would_be_wrong(options, facts, told):
     (reason,) = Compile(enabled=True, mode=CompileMode.reduce_overhead, **options).check(facts)
     assert told in reason
 
 
-def test_cuda_graphs_need_gradients_that_stay():
+def test_reduce_overhead_keeps_gradients_in_place():
     assert not list(Compile(enabled=True, mode=CompileMode.reduce_overhead, scope=Scope.model).check(CUDA))
     assert Compile(enabled=True, mode=CompileMode.reduce_overhead).keep_gradients
     assert not Compile(mode=CompileMode.reduce_overhead).keep_gradients
     assert not Compile(enabled=True).keep_gradients
 
 
-def test_a_budget_that_fullgraph_never_spends_is_refused():
+def test_max_graph_breaks_with_fullgraph_is_refused():
     (reason,) = Compile(enabled=True, max_graph_breaks=2).check(PACKED)
     assert reason.startswith("max_graph_breaks: with fullgraph")
 
 
-def test_a_machine_without_a_compiler_is_refused(monkeypatch, tmp_path):
+def test_missing_compiler_or_headers_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
@@ -436,7 +436,7 @@ def asked_for(facts=CARD, **options):
     return technique.records, told
 
 
-def test_a_small_model_is_recorded_and_a_large_one_is_not():
+def test_auto_records_small_models_only():
     on, told = asked_for()
     assert on, told
     assert "cuda_graphs on" in told
@@ -474,7 +474,7 @@ def test_a_small_model_is_recorded_and_a_large_one_is_not():
         ({}, dict(fullgraph=False), "fullgraph"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, why):
+def test_unrecordable_passes_are_refused_and_auto_does_not_record_them(facts, options, why):
     facts = dataclasses.replace(CARD, **facts)
     reasons = [
         reason
@@ -488,7 +488,7 @@ def test_what_cannot_be_recorded_is_refused_and_auto_leaves_it(facts, options, w
     assert facts.device == "cpu" or re.search(why, told), told
 
 
-def test_a_head_that_draws_nothing_twice_is_recorded():
+def test_head_without_recomputed_dropout_is_recorded():
     for adapters, loss in (
         ({"dropout": 0.0}, {}),
         ({"target_modules": ["all-linear"]}, {}),
@@ -499,6 +499,6 @@ def test_a_head_that_draws_nothing_twice_is_recorded():
         assert asked_for(dataclasses.replace(CARD, techniques=enable(**asked)))[0], (adapters, loss)
 
 
-def test_gradients_are_kept_where_passes_are_recorded():
+def test_recorded_passes_keep_gradients_in_place():
     assert Compile(enabled=True, cuda_graphs=Switch.on).keep_gradients
     assert not Compile(cuda_graphs=Switch.on).records

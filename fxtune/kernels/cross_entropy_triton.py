@@ -131,14 +131,14 @@ def _softmax_gradient(
     label = tl.load(labels_ptr + row)
     BLOCK: tl.constexpr = LANES * EACH
     columns = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    whole = vocabulary // BLOCK * BLOCK
-    rest = whole + columns
+    full = vocabulary // BLOCK * BLOCK
+    rest = full + columns
     kind = logits_ptr.dtype.element_ty
     if label == IGNORED:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
             zeros = tl.zeros((LANES, EACH), kind)
-            for start in range(0, whole, BLOCK):
+            for start in range(0, full, BLOCK):
                 tl.store(logits_ptr + start + columns, zeros)
             tl.store(logits_ptr + rest, zeros, mask=rest < vocabulary)
     else:
@@ -148,10 +148,10 @@ def _softmax_gradient(
         target, tanh = _scale_and_cap(target, scale, cap, CAP, SCALED)
         highest = tl.full((LANES,), -3.0e38, tl.float32)  # finite: -inf - -inf is nan in a lane without logits
         total = tl.zeros((LANES,), tl.float32)
-        for start in range(0, whole, BLOCK):
+        for start in range(0, full, BLOCK):
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
             highest, total = _fold(_scale_and_cap(x, scale, cap, CAP, SCALED)[0], highest, total)
-        if whole < vocabulary:
+        if full < vocabulary:
             x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0).to(tl.float32)
             x = tl.where(rest < vocabulary, _scale_and_cap(x, scale, cap, CAP, SCALED)[0], float("-inf"))
             highest, total = _fold(x, highest, total)
@@ -162,13 +162,13 @@ def _softmax_gradient(
         if GRADIENT:
             share = scale / everything
             tl.debug_barrier()  # every thread has read its target before it is overwritten
-            if whole < vocabulary:
+            if full < vocabulary:
                 x = tl.load(logits_ptr + rest, mask=rest < vocabulary, other=0.0)
                 tl.store(
                     logits_ptr + rest, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind), mask=rest < vocabulary
                 )
-            for start in range(0, whole, BLOCK):
-                at = logits_ptr + (whole - BLOCK - start) + columns
+            for start in range(0, full, BLOCK):
+                at = logits_ptr + (full - BLOCK - start) + columns
                 x = tl.load(at, eviction_policy="evict_first")
                 tl.store(at, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind))
             tl.debug_barrier()  # the label's gradient was written like the others

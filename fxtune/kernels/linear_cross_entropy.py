@@ -78,11 +78,11 @@ def linear_cross_entropy(
     """
     head = HeadOptions(**options)
     dtype = head.compute_dtype(weight)
-    wanted = _require_grad(hidden, weight, bias)
-    if any(wanted):
+    needs_grad = _require_grad(hidden, weight, bias)
+    if any(needs_grad):
         loss: torch.Tensor = _SummedLoss.apply(hidden, weight, bias, labels, dtype, head)
         return loss
-    return _losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)[0].sum()
+    return _losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)[0].sum()
 
 
 def linear_log_probs(
@@ -94,11 +94,11 @@ def linear_log_probs(
     """
     head = HeadOptions(**options)
     dtype = head.compute_dtype(weight)
-    wanted = _require_grad(hidden, weight, bias)
-    if any(wanted):
+    needs_grad = _require_grad(hidden, weight, bias)
+    if any(needs_grad):
         log_probs: torch.Tensor = _LogProbs.apply(hidden, weight, bias, labels, dtype, head)
         return log_probs
-    return -_losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)[0]
+    return -_losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)[0]
 
 
 def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
@@ -148,8 +148,8 @@ class _LogProbs(torch.autograd.Function):
         head: HeadOptions,
     ) -> torch.Tensor:
         ctx.head, ctx.dtype, ctx.trained = head, dtype, any(ctx.needs_input_grad[1:3])
-        wanted = [not ctx.trained, False, False]
-        losses, d_hidden, _, _ = _losses_and_gradients(hidden, weight, bias, labels, dtype, head, wanted)
+        needs_grad = [not ctx.trained, False, False]
+        losses, d_hidden, _, _ = _losses_and_gradients(hidden, weight, bias, labels, dtype, head, needs_grad)
         ctx.save_for_backward(*((hidden, weight, bias, labels) if ctx.trained else (d_hidden,)))
         return -losses
 
@@ -158,9 +158,9 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not ctx.trained:
             return _scaled(ctx.saved_tensors[0], -upstream), None, None, None, None, None
-        wanted = list(ctx.needs_input_grad[:3])
+        needs_grad = list(ctx.needs_input_grad[:3])
         hidden, weight, bias, labels = ctx.saved_tensors
-        _, *gradients = _losses_and_gradients(hidden, weight, bias, labels, ctx.dtype, ctx.head, wanted, -upstream)
+        _, *gradients = _losses_and_gradients(hidden, weight, bias, labels, ctx.dtype, ctx.head, needs_grad, -upstream)
         return *gradients, None, None, None
 
 
@@ -172,21 +172,21 @@ def _losses_and_gradients(
     labels: torch.Tensor,
     dtype: torch.dtype,
     options: HeadOptions,
-    wanted: list[bool],
+    needs_grad: list[bool],
     upstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, Any, Any]:
-    """The loss of each row, and the gradients of their sum for hidden, weight and bias, each None unless `wanted`.
+    """The loss of each row, and the gradients of their sum for hidden, weight and bias, each None unless `needs_grad`.
 
     `upstream`: [rows], factors of the rows in that sum; None: 1.
     """
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
     fp8_scales, exact = options.fp8_scales, torch.float64 if dtype is torch.float64 else torch.float32
     losses = hidden.new_empty(rows, dtype=exact)
-    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
-    d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if wanted[1] else None
-    d_bias = weight.new_zeros(vocabulary, dtype=exact) if wanted[2] else None
+    d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_grad[0] else None
+    d_weight = weight.new_zeros(vocabulary, width, dtype=exact) if needs_grad[1] else None
+    d_bias = weight.new_zeros(vocabulary, dtype=exact) if needs_grad[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = _head_matrix(weight, fp8_scales, dtype, wanted[0]), None if bias is None else bias.to(dtype)
+        head, offset = _head_matrix(weight, fp8_scales, dtype, needs_grad[0]), None if bias is None else bias.to(dtype)
         most = min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1))
         sizes = chunk_sizes(rows, most)
         # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must not:
@@ -205,7 +205,7 @@ def _losses_and_gradients(
                 mm(inputs, head.t(), logits, options.by)
             else:
                 torch.addmm(offset, inputs, head.t(), out=logits)
-            _softmax_gradient(logits, labels[chunk], losses[chunk], options.scale, options.cap, any(wanted))
+            _softmax_gradient(logits, labels[chunk], losses[chunk], options.scale, options.cap, any(needs_grad))
             if upstream is not None:
                 logits *= upstream[chunk, None]
             if d_hidden is not None and d_hidden.dtype is dtype:

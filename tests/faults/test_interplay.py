@@ -28,7 +28,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.system.oom import BatchSizes
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy
 from fxtune.tracking.tracker import Tracker
-from fxtune.training import evaluation, trainer
+from fxtune.training import builder, evaluation, trainer
 
 ADAPTER = "adapter/adapter_model.safetensors"
 
@@ -440,7 +440,7 @@ def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, r
 
 
 def test_a_start_that_is_refused_late_leaves_no_folder(small, cwd, monkeypatch):
-    monkeypatch.setattr(trainer, "Optimizer", lambda *_: raises(HardwareError("no room")))
+    monkeypatch.setattr(builder, "Optimizer", lambda *_: raises(HardwareError("no room")))
     with pytest.raises(HardwareError):
         trainer.run(small)
     assert not list(Path("runs").iterdir())

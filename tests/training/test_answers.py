@@ -54,16 +54,16 @@ def test_adapter_answers_differ_from_its_base():
 @pytest.mark.parametrize("by", ["question", "tokenizer"])
 def test_answer_ends_at_the_end_of_turn_token(by):
     model = built(Pipeline(), random_model("llama")).eval()
-    whole = answer(model, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
-    end = next(index for index in range(2, 8) if whole[index] not in whole[:index])
-    stop = int(whole[end][1:])
+    words = answer(model, TOKENIZER, questions(PROMPTS[:1]), max_new_tokens=8)[0].split()
+    end = next(index for index in range(2, 8) if words[index] not in words[:index])
+    stop = int(words[end][1:])
     if by == "question":
         given = answer(model, TOKENIZER, questions(PROMPTS[:1], end=stop), max_new_tokens=8)
     else:
         given = answer(
             model, word_tokenizer(eos_token=f"t{stop}", pad_token="t0"), questions(PROMPTS[:1]), max_new_tokens=8
         )
-    assert given[0].split() == whole[:end]
+    assert given[0].split() == words[:end]
 
 
 def test_asking_questions_does_not_affect_training():
@@ -101,8 +101,8 @@ def test_asking_questions_compiles_nothing():
 
 
 def test_exact_match_ignores_outer_whitespace_only():
-    asked = [replace(question, answer="a b") for question in questions()]
-    assert exact_match([" a b\n", "a  b", "A b", "a b"], asked) == 0.5
+    right = [replace(question, answer="a b") for question in questions()]
+    assert exact_match([" a b\n", "a  b", "A b", "a b"], right) == 0.5
 
 
 TURNS = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", " Zwei. ")]
@@ -205,7 +205,7 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
     reopened.ask(model, "after")
     ((text, right, before, after),) = reopened.shown()
     assert (text, right) == ("Two?", "Zwei.")
-    assert before == after, "the same model was asked twice"
+    assert before == after, "the same model answered twice"
     assert f"{score:.0%} before training, {score:.0%} after training" in reopened.verdict()
 
     (tmp_path / "answers_before.jsonl").write_text('{"right": ')

@@ -17,18 +17,18 @@ def test_samples_and_batches_of_a_non_finite_step_are_written(narrow, build, mon
     trainer.run()
     folder = trainer.folder.path / "skipped"
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-    told = json.loads((folder / "step-00000003" / "samples.json").read_text())
-    assert [told["step"], told["loss"]] == [3, None]
+    samples = json.loads((folder / "step-00000003" / "samples.json").read_text())
+    assert [samples["step"], samples["loss"]] == [3, None]
     for micro in range(2):
         batch, kept = trainer.plan.batch(2, micro), load_file(folder / "step-00000003" / f"batch-{micro}.safetensors")
         assert all(torch.equal(tensor, getattr(batch, name)) for name, tensor in kept.items())
         assert {"input_ids", "targets", "position_ids"} <= kept.keys()
-        rows = told["micro_batches"][micro]
+        rows = samples["micro_batches"][micro]
         assert [(0, piece["document"]) for row in rows for piece in row] == trainer.plan.documents(2, micro)
         assert "assistant" in rows[0][0]["text"]
-    said = next(note for note in notes if note.startswith("step 3: its loss or gradient was not finite"))
-    assert f"documents {rows_of(trainer, 2)[0]}, " in said
-    assert str(folder / "step-00000003") in said
+    message = next(note for note in notes if note.startswith("step 3: its loss or gradient was not finite"))
+    assert f"documents {rows_of(trainer, 2)[0]}, " in message
+    assert str(folder / "step-00000003") in message
 
 
 def rows_of(trainer, step) -> list[int]:

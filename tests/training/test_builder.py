@@ -422,9 +422,9 @@ def test_recipe_is_refused_with_key_and_cause(given, on, cwd):
     on(given.machine)
     with pytest.raises(ConfigError) as caught:
         settle(given.words)
-    seen = reasons(caught.value)
+    found = reasons(caught.value)
     for key, cause in given.expected.items():
-        assert any(key in line and re.search(cause, line.partition(key)[2]) for line in seen), seen
+        assert any(key in line and re.search(cause, line.partition(key)[2]) for line in found), found
 
 
 @pytest.mark.parametrize("machine", [H200, A100, CPU, BARE], ids=["H200", "A100", "CPU", "no packages"])
@@ -505,8 +505,8 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
     ]
     with pytest.raises(HubError) as caught:
         builder.RunBuilder(load(words))
-    seen = reasons(caught.value)
-    assert seen[0] == "5 things of this recipe are not here:"
+    found = reasons(caught.value)
+    assert found[0] == "5 things of this recipe are not here:"
     starts = (
         "model.adapter=nobody/adapter:",
         "model.path=nobody/model:",
@@ -514,7 +514,7 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
         "data.sources: nobody/data:",
         "data.sources: data/held.jsonl:",
     )
-    assert all(line.startswith(start) for line, start in zip(seen[1:], starts, strict=True)), seen
+    assert all(line.startswith(start) for line, start in zip(found[1:], starts, strict=True)), found
     with pytest.raises(
         HubError, match=r"^model\.path=nobody/model: no such folder here, and the hub cannot be reached"
     ):
@@ -528,7 +528,7 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
 
 
 def test_command_refuses_before_loading_weights(cwd, capsys):
-    """The model is a folder that holds a config and nothing else: whoever asked for its weights would fail on that."""
+    """The model is a folder that holds a config and nothing else: loading its weights would fail."""
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -556,8 +556,8 @@ def test_command_refuses_before_loading_weights(cwd, capsys):
         )
         == 2
     )
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for key in (ATTENTION, "techniques.lora.modules_to_save", "techniques.rope.enabled"):
-        assert f"  {key}: " in told
-    assert "safetensors" not in told
+        assert f"  {key}: " in output
+    assert "safetensors" not in output
     assert not Path("run").exists(), "a run that came to nothing leaves no folder"

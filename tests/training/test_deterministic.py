@@ -41,9 +41,9 @@ FIXED = dataclasses.replace(FREE, deterministic=True)
 
 
 def test_deterministic_run_times_no_kernels(monkeypatch, tmp_path):
-    asked = Compile(enabled=True, mode=CompileMode.max_autotune)
-    assert not [why for why in asked.check(FREE) if "clock" in why]
-    assert [why for why in asked.check(FIXED) if "run.deterministic=true" in why]
+    compiled = Compile(enabled=True, mode=CompileMode.max_autotune)
+    assert not [why for why in compiled.check(FREE) if "clock" in why]
+    assert [why for why in compiled.check(FIXED) if "run.deterministic=true" in why]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(timing, "times", lambda case: (2.0, 1.0))
@@ -62,17 +62,17 @@ def test_nondeterministic_attention_is_refused(backend):
 
 def test_deterministic_cpu_run_repeats_bit_for_bit_without_filling_memory(narrow, cwd):
     narrow.run.deterministic, narrow.techniques.lora.dropout = True, 0.1
-    seen = []
+    found = []
     for name in ("one", "two"):
         narrow.run.name = name
         trainer.run(narrow)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
-        seen.append(
+        found.append(
             (
                 (cwd / "runs" / name / "adapter" / "adapter_model.safetensors").read_bytes(),
                 [(line.get("train/loss"), line.get("train/grad_norm")) for line in history(cwd / "runs" / name)],
             )
         )
     torch.use_deterministic_algorithms(False)
-    assert seen[0] == seen[1]
+    assert found[0] == found[1]

@@ -96,30 +96,34 @@ def test_resumed_run_keeps_earlier_auto_decisions(tmp_path):
     (tmp_path / "setting.json").write_text(
         json.dumps({"techniques": {"checkpointing": {"policy": "none", "every": 1}}})
     )
-    asked, today = Pipeline(), Pipeline()
-    asked.checkpointing.enabled = today.checkpointing.enabled = True
-    asked.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
-    was = ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(asked, today)
+    configured, today = Pipeline(), Pipeline()
+    configured.checkpointing.enabled = today.checkpointing.enabled = True
+    configured.checkpointing.policy, today.checkpointing.policy = Policy.auto, Policy.full
+    was = ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(configured, today)
     assert was.checkpointing.policy is Policy.none
-    assert asked.checkpointing.policy is Policy.auto
+    assert configured.checkpointing.policy is Policy.auto
     assert notes == ["checkpointing: as when the run was started, policy=none (today it would be full)"]
     today.checkpointing.policy = Policy.none
-    assert ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(asked, today) is None
     assert (
-        ResumeCheck(tmp_path, resumes=False, strict=False, note=notes.append).earlier_decisions(asked, today) is None
+        ResumeCheck(tmp_path, resumes=True, strict=False, note=notes.append).earlier_decisions(configured, today)
+        is None
+    )
+    assert (
+        ResumeCheck(tmp_path, resumes=False, strict=False, note=notes.append).earlier_decisions(configured, today)
+        is None
     )
 
 
 def test_unknown_recorded_value_is_refused(tmp_path):
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"checkpointing": {"policy": "psychic"}}}))
-    asked = Pipeline()
-    asked.checkpointing.policy = Policy.auto
+    configured = Pipeline()
+    configured.checkpointing.policy = Policy.auto
     with pytest.raises(StorageError, match=r"setting\.json: .*psychic.* is not one of .*Use the version of fxtune"):
-        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, Pipeline())
+        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, Pipeline())
 
 
 @pytest.mark.parametrize(
-    ("was", "told"),
+    ("was", "message"),
     [
         (
             {"backend": "hub:evil/kernel@" + "a" * 40, "trust_remote_code": True},
@@ -128,12 +132,12 @@ def test_unknown_recorded_value_is_refused(tmp_path):
         ({"backend": 7}, "`techniques.attention.backend` is text"),
     ],
 )
-def test_recorded_values_run_no_code(tmp_path, was, told):
+def test_recorded_values_run_no_code(tmp_path, was, message):
     """A run folder may come from a stranger, and for an `auto` in the recipe its setting.json is read."""
     (tmp_path / "setting.json").write_text(json.dumps({"techniques": {"attention": was}}))
-    asked, today = Pipeline(), Pipeline()
+    configured, today = Pipeline(), Pipeline()
     today.attention.backend = "sdpa"
-    with pytest.raises(StorageError, match=told):
-        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, today)
-    asked.attention.backend = "sdpa"  # the recipe says it itself: nothing is taken
-    assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(asked, today) is None
+    with pytest.raises(StorageError, match=message):
+        ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today)
+    configured.attention.backend = "sdpa"  # set in the recipe itself, so nothing is read
+    assert ResumeCheck(tmp_path, resumes=True, strict=False, note=print).earlier_decisions(configured, today) is None

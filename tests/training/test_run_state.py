@@ -22,30 +22,38 @@ from fxtune.training import trainer as train
 def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lora, packing):
     narrow.techniques.lora.enabled, narrow.data.packing = lora, packing
     narrow.techniques.lora.dropout = 0.1  # random numbers must continue as well
-    narrow.checkpoint.every, narrow.run.dir = 2, "whole"
+    narrow.checkpoint.every, narrow.run.dir = 2, "undisturbed"
     narrow.train.max_steps = 7
     train.run(narrow)
-    narrow.run.dir = "broken"
-    whole_step, seen = train.Trainer.step, []
+    narrow.run.dir = "interrupted"
+    take_step, taken = train.Trainer.step, []
 
-    def dying(self, step, lr):
-        seen.append(step.index)
-        if len(seen) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
+    def interrupt(self, step, lr):
+        taken.append(step.index)
+        if len(taken) in (4, 7):  # after step 3 (its checkpoint is 2), then after 5 (its checkpoint is 4)
             raise KeyboardInterrupt
-        return whole_step(self, step, lr)
+        return take_step(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", dying)
+    monkeypatch.setattr(train.Trainer, "step", interrupt)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train.run(narrow)
     train.run(narrow)
-    assert seen == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
+    assert taken == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
     file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
-    whole, broken = load_file(f"whole/{file}"), load_file(f"broken/{file}")
-    assert whole.keys() == broken.keys()
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
-    assert losses(Path("broken")) == losses(Path("whole"))
-    assert [line["train/step"] for line in history(Path("broken")) if "train/loss" in line] == [1, 2, 3, 4, 5, 6, 7]
+    undisturbed, interrupted = load_file(f"undisturbed/{file}"), load_file(f"interrupted/{file}")
+    assert undisturbed.keys() == interrupted.keys()
+    assert all(torch.equal(undisturbed[name], interrupted[name]) for name in undisturbed)
+    assert losses(Path("interrupted")) == losses(Path("undisturbed"))
+    assert [line["train/step"] for line in history(Path("interrupted")) if "train/loss" in line] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):

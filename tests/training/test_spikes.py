@@ -23,12 +23,12 @@ def limits(window: SpikeWindow, losses: list[float]) -> list[float]:
 
 
 def expected(before: list[float], size: int, threshold: float) -> float:
-    seen = np.asarray(before[-size:], np.float32)
-    if len(seen) < max(1, size // 4):
+    losses_before = np.asarray(before[-size:], np.float32)
+    if len(losses_before) < max(1, size // 4):
         return math.inf
     with np.errstate(invalid="ignore"):
-        middle = np.sort(seen)[(len(seen) - 1) // 2]
-        spread = np.sort(np.abs(seen - middle))[(len(seen) - 1) // 2]
+        middle = np.sort(losses_before)[(len(losses_before) - 1) // 2]
+        spread = np.sort(np.abs(losses_before - middle))[(len(losses_before) - 1) // 2]
         limit = float(
             middle + np.float32(threshold) * np.maximum(np.float32(1.4826) * spread, np.float32(MIN_SPREAD) * middle)
         )
@@ -48,12 +48,12 @@ def test_limit_is_median_plus_threshold_times_spread(losses, size, threshold):
 @settings(deadline=None, max_examples=100)
 def test_window_from_saved_state_gives_the_same_limits(losses, size, data):
     cut = data.draw(st.integers(0, len(losses)))
-    whole, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))
+    undisturbed, first, second = (SpikeWindow(CPU, Spikes.skip, size, 8.0) for _ in range(3))
     limits(first, losses[:cut])
     second.load(json.loads(json.dumps(first.state(), allow_nan=False)))
     finite = [
         [limit > loss for limit, loss in zip(found, losses[cut:], strict=True)]
-        for found in (limits(whole, losses)[cut:], limits(second, losses[cut:]))
+        for found in (limits(undisturbed, losses)[cut:], limits(second, losses[cut:]))
     ]
     assert finite[0] == finite[1]
 
@@ -74,10 +74,10 @@ def test_noise_is_no_spike_and_a_jump_is():
 
 
 def test_lasting_change_is_no_spike_after_half_a_window():
-    seen = spikes([1.0 + 0.01 * (at % 7) for at in range(200)] + [5.0 + 0.01 * (at % 7) for at in range(200)])
-    assert seen
-    assert seen[0] == 200
-    assert seen[-1] <= 200 + 64 // 2
+    found = spikes([1.0 + 0.01 * (at % 7) for at in range(200)] + [5.0 + 0.01 * (at % 7) for at in range(200)])
+    assert found
+    assert found[0] == 200
+    assert found[-1] <= 200 + 64 // 2
 
 
 def test_spread_has_a_minimum():

@@ -1,0 +1,108 @@
+"""Loss and gradients are those of plain transformers, and an error in fxtune is out of bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.tuning import TINY
+
+from fxtune.config.compose import load
+from fxtune.diagnostics import parity
+from fxtune.diagnostics.parity import Compared
+from fxtune.training.builder import RunBuilder
+from fxtune.training.step import TrainStep
+
+SPLITS = {"1 x 4", "2 x 2", "4 x 1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    """The quickstart's data is tokenized once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def compare(*overrides: str, each: bool = False) -> tuple[dict[str, Compared], list[str]]:
+    """The variants by name, and what the comparison says."""
+    builder, notes = RunBuilder(load([*TINY, *overrides])), []
+    found = parity.compare(builder, builder.read()[1].training, each, notes.append)
+    return {one.name: one for one in found}, notes
+
+
+def by_split(found: dict[str, Compared]) -> dict[str, Compared]:
+    """The variants of fxtune by how they split the global batch."""
+    return {
+        name.split(", ")[1].removesuffix(" as configured"): one
+        for name, one in found.items()
+        if name.startswith("fxtune")
+    }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["techniques.checkpointing.enabled=true", "train.micro_batch_size=2"], id="packed lora"),
+        pytest.param(
+            ["data.packing=false", "techniques.lora.enabled=false", "data.buckets=[128,256]"], id="padded full"
+        ),
+        pytest.param(["model.dtype=bfloat16"], id="bfloat16 base"),
+        pytest.param(["techniques.precision.autocast=bfloat16", "techniques.lora.enabled=false"], id="autocast"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_transformers_for_every_split(overrides):
+    found, _ = compare(*overrides)
+    splits = by_split(found)
+    assert splits.keys() == SPLITS
+    assert all(one.within for one in splits.values()), [one.beyond() for one in splits.values()]
+    assert all(one.loss > 0 for one in splits.values())
+    if any("bfloat16" in text for text in overrides):
+        assert 0 < found["plain transformers, bfloat16"].gradient_off < 0.1
+    else:
+        assert max(one.gradient_off for one in splits.values()) < 1e-5
+
+
+def test_each_switches_off_one_technique_at_a_time():
+    found, notes = compare("techniques.checkpointing.enabled=true", each=True)
+    assert all(one.within for one in found.values())
+    assert {name for name in found if "without" in name} == {
+        "fxtune, without attention, 1 x 4 as configured",
+        "fxtune, without checkpointing, 1 x 4 as configured",
+    }
+    assert any("Not switched off: precision and lora." in note for note in notes)
+
+
+def test_a_technique_that_another_needs_is_not_switched_off(monkeypatch):
+    def check(self, facts):
+        if not facts.techniques.checkpointing.enabled:
+            yield "fullgraph: needs checkpointing, says this test."
+
+    monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.check", check)
+    monkeypatch.setattr("fxtune.techniques.compile.technique.Compile.apply", lambda self, model, world: model)
+    found, notes = compare("techniques.checkpointing.enabled=true", "techniques.compile.enabled=true", each=True)
+    assert not any("without checkpointing" in name for name in found)
+    assert any("without compile" in name for name in found)
+    assert any("without checkpointing: left out" in note for note in notes)
+
+
+def test_a_loss_that_depends_on_the_split_is_out_of_bounds(monkeypatch):
+    """The mean of each micro-batch instead of the mean of the step: right for one micro-batch, wrong for several."""
+    backward = TrainStep.backward
+
+    def mean_of_means(self, batches, normalizer, index=0):
+        kept = list(batches)
+        parts = [backward(self, [batch], batch.supervised * len(kept), index)["loss"] for batch in kept]
+        return {"loss": sum(parts)}
+
+    monkeypatch.setattr(TrainStep, "backward", mean_of_means)
+    splits = by_split(compare()[0])
+    assert splits["1 x 4"].within
+    assert splits["1 x 4"].loss_off < 1e-5 < splits["4 x 1"].loss_off
+    assert not splits["4 x 1"].within
+
+
+def test_nan_is_out_of_every_bound():
+    one = Compared("x", 1.0, math.nan, 0.0, "w", 0.0, (1.0, 1.0, 1.0))
+    assert not one.within
+    assert "loss off by nan" in one.beyond()[0]

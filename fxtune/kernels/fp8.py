@@ -1,25 +1,22 @@
 """Frozen linears in fp8: weights and activations as e4m3 with a scale to each row, multiplied at twice the speed of bfloat16.
 
-A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on the tensor cores in e4m3 (3 bits of
-mantissa, 4 of exponent, up to 448) and are added up there; what comes out is bfloat16, times the scale of its row (of x or dy)
-and that of its column (of the weight). A scale is a row's largest number over 448, so an outlier costs its own row only.
-On an H200 these products run at 1,000 to 1,300 TFLOP/s where bfloat16 reaches 700 (`torch._scaled_mm`, fast accumulation).
+A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on tensor cores in e4m3 (3 bits of mantissa, 4
+of exponent, up to 448). Results are bfloat16, times the scale of their row (of x or dy) and of their column (of the weight). A
+scale is a row's largest number over 448, so an outlier costs only its own row. On an H200 these products run at 1,000 to 1,300
+TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
 
-Tensor cores of that generation read fp8 along the dimension that is summed over only. dy W sums over W's rows, so it needs W^T as
-a matrix of its own: both are kept, 2 bytes a weight as in bfloat16, and what is gained is time. The scales of weights are
-powers of two, which costs nothing (a floating-point format has the same relative precision at each scale) and makes W^T the
-very same numbers as W: the backward pass is that of the weights that the forward pass had. (All but numbers some 2,000 times
-smaller than their column's largest, which lose bits.)
+Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a matrix of its own:
+both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two. That costs nothing (a
+floating-point format has the same relative precision at each scale) and makes W^T the same numbers as W, so the backward pass is
+that of the weights of the forward pass. (Except numbers some 2,000 times smaller than their column's largest, which lose bits.)
 
-Activations and gradients are quantised in each call, by their rows, once for all linears that read them (fp8_triton.py; plain
-torch on a CPU, for tests: the products there are those of the dequantised matrices in float32). Rows of zeros get the scale
-SMALLEST; what is not finite stays so. Relative errors: 0.026 of each operand, so 0.037 of a product, which is noise without
-a preferred direction.
+Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; on a CPU, for
+tests, plain torch multiplies the dequantized matrices in float32). Rows of zeros get the scale SMALLEST; NaN and infinity stay.
+Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred direction.
 
-Where it is from: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv 2412.19437).
-Next step: Blackwell's tensor cores take a scale for each 32 numbers of a row (mxfp8, e8m0 scales) at the same speed. It
-would come in here, as another pair of quantize_rows() and scaled_mm(), with the scales laid out as torch's
-`ScalingType.BlockWise1x32` wants them.
+Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv 2412.19437).
+Next step: Blackwell's tensor cores take a scale for each 32 numbers of a row (mxfp8, e8m0 scales) at the same speed. That would be
+another pair of quantize_rows() and scaled_mm(), with scales in the layout of torch's `ScalingType.BlockWise1x32`.
 """
 
 from __future__ import annotations
@@ -29,33 +26,34 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 2.0**-100
-"""The least scale. Far below any gradient's, and its square is still a float32."""
+"""The smallest scale: far below any gradient's, and its square is still a float32."""
 PART = 64 * 2**20
-"""Numbers that the plain quantisation takes up to float32 at once."""
+"""Numbers that the plain quantization casts to float32 at once."""
 
 
 class Weight(NamedTuple):
-    """A frozen weight [out, in] as both products read it."""
+    """A frozen weight [out, in] in the layout of both products."""
 
     codes: Tensor
-    """[out, in]: e4m3, or uint8 with the bits of e4m3, which libraries that look at a model's dtypes take for what it is."""
+    """[out, in]: e4m3, or uint8 with the bits of e4m3, for libraries that look at a model's dtypes."""
     scales: Tensor
     """float32 [1, out], powers of two."""
     back: Tensor
-    """[in, out], likewise: the transpose, each row contiguous."""
+    """[in, out], likewise: the transpose, with contiguous rows."""
     back_scales: Tensor
     """float32 [1, in], powers of two."""
 
 
 @torch.no_grad()
 def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
-    """`x` [rows, width] as e4m3 codes, contiguous, and a float32 scale to each row, [rows, 1]: x is about codes * scales.
+    """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes * scales.
 
-    `x`: any floating dtype, rows contiguous in themselves, at any distance. `powers`: round scales up to a power of two.
+    `x`: any floating dtype, with contiguous rows and any gaps. `powers`: round scales up to a power of two.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -93,23 +91,23 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def quantize_weight(weight: Tensor) -> Weight:
-    """A weight [out, in] of any floating dtype. Holds two bfloat16 copies of it for a moment besides its result."""
+    """Quantize a weight [out, in] of any floating dtype. Needs two bfloat16 copies of it for a moment besides the result."""
     return with_transpose(*quantize_rows(weight, powers=True))
 
 
 @torch.no_grad()
 def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
-    """The whole of a weight from what it is forward: `codes` [out, in] and `scales`, float32, one for each row."""
+    """A weight from its forward half: `codes` [out, in] and `scales`, float32, one for each row."""
     transpose = dequantize_weight(codes, scales, torch.bfloat16).t().contiguous()
     back, back_scales = quantize_rows(transpose, powers=True)
     return Weight(codes.view(torch.uint8), scales.view(1, -1), back.view(torch.uint8), back_scales.view(1, -1))
 
 
 def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """The product of what quantize_rows() gave and the transpose of `codes`: bfloat16 [rows, n], in `out` where it is given.
+    """The product of `x`, a result of quantize_rows(), and the transpose of `codes`: bfloat16 [rows, n], in `out` if given.
 
-    `x`: e4m3 [rows, k] and float32 [rows, 1]; `codes`: e4m3 or uint8 [n, k], `scales`: float32 [1, n], both copied unless
-    contiguous. k and n multiples of 16.
+    `x`: e4m3 [rows, k] and float32 [rows, 1]. `codes`: e4m3 or uint8 [n, k]; `scales`: float32 [1, n]; both are copied unless
+    contiguous. k and n are multiples of 16.
     """
     (left, left_scales), right = x, codes.contiguous().view(E4M3)
     shape = len(left), len(right)
@@ -133,9 +131,9 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Opti
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype, which the result [..., out] has too.
+    """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same.
 
-    One operator of torch.library, so that torch.compile traces it and checkpointing knows it: `fxtune::fp8_linear`.
+    It is an operator, `fxtune::fp8_linear`, so that torch.compile traces it and checkpointing policies can name it.
     """
     made: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, weight.back.t(), weight.back_scales)
     return made
@@ -143,7 +141,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 @torch.library.custom_op("fxtune::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor, back_scales: Tensor) -> Tensor:
-    """x times `weight`, [..., in] and [in, out]: each column contiguous, so that a matrix stands where aten.mm has it.
+    """x [..., in] times `weight` [in, out] with contiguous columns; the matrix is the second argument, as in aten.mm.
 
     `back` [out, in] and `back_scales` are for the gradient.
     """
@@ -175,10 +173,39 @@ def _flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
     return size
 
 
-def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
+register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
 
 
-_register_flops()
+def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Logits of a frozen fp8 head: x [..., width] times the transpose of `codes` [vocabulary, width].
+
+    The gradient of x is a product in the compute dtype with the dequantized weight, made anew in each call. A softmax over a
+    vocabulary of 128k has most of its numbers near 1e-6 next to one near 1: e4m3 cannot hold that, and dropping the small ones
+    would push all hidden states the same way.
+    """
+    logits: Tensor = torch.ops.fxtune.fp8_head(x, codes.t(), scales)
+    return logits
+
+
+@torch.library.custom_op("fxtune::fp8_head", mutates_args=())
+def fp8_head(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x [..., width] times `weight`, the codes [width, vocabulary] with contiguous columns."""
+    rows = x.detach().flatten(0, -2)
+    return scaled_mm(quantize_rows(rows), weight.t(), scales).to(x.dtype).view(*x.shape[:-1], weight.shape[1])
+
+
+@fp8_head.register_fake
+def _(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1])
+
+
+def _head_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _head_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    weight, scales = ctx.saved_tensors
+    return gradient @ dequantize_weight(weight.t(), scales, gradient.dtype), None, None
+
+
+fp8_head.register_autograd(_head_backward, setup_context=_head_setup)

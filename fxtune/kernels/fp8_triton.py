@@ -1,11 +1,11 @@
-"""The Triton kernels of fp8.py: each row's scale and its codes, in one launch and one pass over memory.
+"""Triton kernels of fp8.py: the scale and the codes of each row, in one launch and one pass over memory.
 
     quantize_rows             a program takes one row
-    dequantize_rows           and back: a head's, each step
+    dequantize_rows           the inverse, for a head in each step
 
-The scale is known when the row's largest number is, so a row stays in registers in between where it fits, and is read again
-from the cache where it does not. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers are beyond int32.
-Imported only where there is a GPU: triton is no part of torch's CPU builds.
+The scale needs the row's largest number. In between a row stays in registers if it fits, and is read again from the cache if it
+does not. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where
+there is a GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 HELD = 8192
-"""Numbers of a row that a program of quantize_rows keeps in registers. On an H200 with 16 warps a row of 28,672 is read twice at
+"""Numbers of a row that quantize_rows keeps in registers. On an H200 with 16 warps a row of 28,672 is read twice at
 4.1 TB/s; with 16,384 numbers held it is 3.5."""
 
 
@@ -101,7 +101,7 @@ def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr
 
 @triton.jit
 def _scale(largest, smallest, POWERS: tl.constexpr):
-    """448 is e4m3's largest number. The next power of two: add all but one of the mantissa's steps, then drop the mantissa."""
+    """448 is the largest number of e4m3. Next power of two: add all but one step of the mantissa, then drop the mantissa."""
     scale = tl.maximum(largest * (1.0 / 448.0), smallest)
     if POWERS:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

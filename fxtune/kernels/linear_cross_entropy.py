@@ -54,7 +54,7 @@ class HeadOptions:
     chunk_rows: int | None = None
     """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
     fp8_scales: torch.Tensor | None = None
-    """float32 [1, vocabulary]. Given, `weight` holds the codes of a frozen fp8 head (fp8_ends.py), whose logits are an fp8 product."""
+    """float32 [1, vocabulary]. Given, `weight` holds the codes of a frozen fp8 head (techniques/quantized_modules.py), whose logits are an fp8 product."""
     by: str = CUBLAS
     """GEMM backend of 16-bit products without a third term (matmul.py)."""
 

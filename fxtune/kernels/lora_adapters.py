@@ -1,7 +1,7 @@
 """The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their gradients.
 
 On a GPU, and for 16-bit numbers, the kernels of lora_triton.py do it, where the group is small enough and has rows enough for
-them; elsewhere torch, in the same numeric order. Sums over rows are float32 until they are a gradient.
+them; elsewhere torch, in the same numeric order. AdapterGradients over rows are float32 until they are a gradient.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 ALIGN = 16
 """The padded rank is a multiple of this: 16 numbers of 2 bytes keep all rows at 32-byte boundaries."""
-WIDEST = 128
-"""The padded rank up to which lora_triton's products are used: beyond, an accumulator does not fit into registers."""
-FEWEST = 4096
-"""Rows from which they are used: one program treats 64 rows, and fewer do not fill a card."""
-MOST_SIBLINGS = 4
+MAX_RANK = 128
+"""The largest padded rank for lora_triton's products: the accumulator of a larger one does not fit into registers."""
+MIN_ROWS = 4096
+"""The fewest rows for them: a program takes 64 rows, and fewer rows do not fill a GPU."""
+MAX_SIBLINGS = 4
 
 
 @dataclass(frozen=True)
 class Adapters:
     """The trained half of a group, as the operators get it.
 
-    a: each sibling's lora_A [rank, in]; b: lora_B [out, rank]; any dtype. bias: none, or each sibling's [out].
-    scaling: each sibling's. dtype: what to compute in.
+    a, b: lora_A [rank, in] and lora_B [out, rank] of each sibling, in any dtype. bias: none, or [out] of each sibling.
+    scaling: of each sibling. dtype: the compute dtype.
     """
 
     a: Sequence[Tensor]
@@ -60,28 +60,21 @@ def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
 
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
-    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included, whose rows may lie apart."""
+    """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included. Rows may have gaps between them."""
     if (
-        a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MOST_SIBLINGS
-    ):  # the kernel's numbers are float32
+        a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS
+    ):  # the kernel computes in float32
         from fxtune.kernels.lora_triton import pack as launch
 
-        bias = torch.cat(list(adapters.bias)) if adapters.bias else None
-        launch(
-            [one.contiguous() for one in adapters.a],
-            [one.contiguous() for one in adapters.b],
-            adapters.scaling,
-            bias,
-            a,
-            b,
-        )
+        lora_a, lora_b = ([one.contiguous() for one in half] for half in (adapters.a, adapters.b))
+        launch(lora_a, lora_b, adapters.scaling, torch.cat(list(adapters.bias)) if adapters.bias else None, a, b)
         return
     a.zero_()
     b.zero_()
     row, column = 0, 0
     for one, two, scaling in zip(adapters.a, adapters.b, adapters.scaling, strict=True):
         a[column : column + len(one)].copy_(one)
-        # Scaled before it is rounded: peft scales the product, which for powers of two is the same.
+        # Scaled before it is rounded. peft scales the product, which is the same for powers of two.
         b[row : row + len(two), column : column + len(one)].copy_(two.detach() * scaling)
         row, column = row + len(two), column + len(one)
     if adapters.bias:
@@ -98,7 +91,7 @@ def project(
 ) -> Tensor:
     """x factor, [rows, R] in the compute dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R].
 
-    `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: the column of the product
+    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of the product
     that is `value` instead.
     """
     if by_triton(x, factor.shape[1]):
@@ -132,30 +125,30 @@ def add(
     return into if residual is None else into.add_(residual)
 
 
-class Sums:
-    """The gradients of a group's A and B, added up over tiles of the rows.
+class AdapterGradients:
+    """The gradients of a group's A and B, summed over tiles of the rows.
 
-    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R], of which each sibling's rows and ranks are its own.
+    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. Each sibling takes its own rows and ranks of them.
     """
 
     def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
-        """`wanted`: whether the gradients of A, and of B, are."""
+        """`wanted`: whether A, and B, need gradients."""
         self.adapters, self.wanted = adapters, wanted
         self.totals: list[Optional[Tensor]] = [None, None]
 
     def add(self, dyb: Tensor, x: Optional[Tensor], xa: Tensor, dy: Optional[Tensor]) -> None:
-        """Of some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals` already."""
+        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals` already."""
         for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
             if self.wanted[index] and wide is not None:
                 self.totals[index] = _outer(wide, narrow, self.totals[index])
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of each lora_A and of each lora_B, each a tensor of its own; an empty list of what is not wanted."""
+        """Of each lora_A and of each lora_B, each a tensor of its own; an empty list if they are not wanted."""
         adapters = self.adapters
         grads = [[one.new_empty(one.shape) for one in half] for half in (adapters.a, adapters.b)]
         da, db = self.totals
         some = db if da is None else da
-        if some is not None and some.is_cuda and some.dtype is torch.float32 and len(adapters.a) <= MOST_SIBLINGS:
+        if some is not None and some.is_cuda and some.dtype is torch.float32 and len(adapters.a) <= MAX_SIBLINGS:
             from fxtune.kernels.lora_triton import unpack as launch
 
             launch(da, db, adapters.scaling, grads[0], grads[1])
@@ -174,7 +167,7 @@ class Sums:
 
 
 def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
-    """wide^T narrow in parts to be summed, [parts, width, R], added to `into`; float32, or float64 for float64."""
+    """wide^T narrow in parts that are still to be summed, [parts, width, R], added to `into`; float32, or float64 for float64."""
     if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 
@@ -189,5 +182,5 @@ def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
 
 
 def by_triton(x: Tensor, width: int) -> bool:
-    """Whether the kernels of lora_triton.py are for a product of `x` [rows, ...] that is `width` wide."""
-    return x.is_cuda and x.dtype.itemsize == 2 and width <= WIDEST and len(x) >= FEWEST
+    """Whether lora_triton.py computes a product of `x` [rows, ...] that is `width` wide."""
+    return x.is_cuda and x.dtype.itemsize == 2 and width <= MAX_RANK and len(x) >= MIN_ROWS

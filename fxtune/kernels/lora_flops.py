@@ -1,7 +1,7 @@
-"""How many floating-point operations the operators of fused_lora.py take, for torch's FlopCounterMode.
+"""Floating-point operations of the operators of fused_lora.py, for torch's FlopCounterMode.
 
-A formula gets an operator's arguments with each tensor as its shape. What a padded rank adds, and what adds nothing but bytes
-(activations, packing), does not count.
+A formula gets an operator's arguments with each tensor as its shape. Padding of ranks does not count, nor does what only moves
+bytes (activations, packing).
 """
 
 from __future__ import annotations
@@ -11,59 +11,28 @@ from typing import Any
 
 
 def products(a: Sequence[Any], b: Sequence[Any]) -> tuple[int, int]:
-    """Multiplications a row of a group: of its frozen weights, and of its adapters, padding left out."""
+    """Multiplications for each row of a group: by its frozen weights, and by its adapters."""
     return sum(two[0] * a[0][1] for two in b), sum(one[0] * (one[1] + two[0]) for one, two in zip(a, b, strict=True))
 
 
 def linear(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """fxtune::lora_linear."""
     return 2 * x[0] * sum(products(a, b))
 
 
-def linear_backward(
-    dy: Any,
-    x: Any,
-    xa: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    base: Any,
-    scaling: Any,
-    kind: Any,
-    wanted: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """fxtune::lora_linear_backward. Gradients of A and B are counted, also where they are not wanted."""
+def linear_backward(dy: Any, x: Any, xa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
+    """Gradients of A and B are counted, also if they are not wanted."""
+    wanted = rest[4]
     frozen, adapters = products(a, b)
     return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
 
 
 def mlp(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """fxtune::lora_mlp."""
     return 2 * x[0] * (sum(products(a[:2], b[:2])) + sum(products(a[2:], b[2:])))
 
 
-def mlp_backward(
-    dy: Any,
-    x: Any,
-    gate_up: Any,
-    xa: Any,
-    pa: Any,
-    a: Any,
-    b: Any,
-    up: Any,
-    down: Any,
-    scaling: Any,
-    up_kind: Any,
-    down_kind: Any,
-    act: Any,
-    keep: Any,
-    tiles: Any,
-    wanted: Any,
-    **_: Any,
-) -> int:
-    """fxtune::lora_mlp_backward: without `keep` gate and up are computed again, and p A^T."""
+def mlp_backward(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
+    """Without `keep`, gate and up are computed again, and p A^T."""
+    keep, wanted = rest[6], rest[8]
     first, first_adapters = products(a[:2], b[:2])
     second, second_adapters = products(a[2:], b[2:])
     again = 0 if keep else first + first_adapters + a[2][0] * a[2][1]

@@ -1,15 +1,15 @@
-"""The Triton kernels of fused LoRA: what its adapters do besides riding in the frozen weights' matmul.
+"""Triton kernels of fused LoRA: what adapters need besides the frozen weights' matmul.
 
-    pack        A and B of all siblings, scaled and cast, into the places that the matmul reads: one small launch
+    pack        writes A and B of all siblings, scaled and cast, to where the matmul reads them: one small launch
     project     t = x F, rank wide, in one pass over x that also copies x, and t behind it, to where the matmul reads them
-    reduce      x^T t, as wide as x and a rank high: a sum over all rows, cut into parts so that it fills the card
-    add         y += t F, in one pass over y, with the residual stream where it is added next
+    reduce      x^T t, as wide as x and a rank high: a sum over all rows, cut into parts so that it fills the GPU
+    add         y += t F, in one pass over y, with the residual stream if that is added next
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
-project, reduce and add are bound by memory. cuBLAS takes such shapes for compute-bound ones: without a split of the sum a card
-of 132 processors gets 32 tiles. Parts are added up in a fixed order: the same bits each time. They are for 16-bit numbers (a
-tensor core's float32 is TF32, which nobody asked for here). At most SIBLINGS linears in a group. Imported only where there
-is a GPU: triton is no part of torch's CPU builds.
+project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: without a split of the sum a GPU of 132
+processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The kernels are for 16-bit
+numbers (on tensor cores float32 would be TF32) and at most SIBLINGS linears in a group. Import this module only where there is a
+GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 
 SIBLINGS = 4
 COLUMNS = 1024
-"""Columns of A that a program of pack treats."""
+"""Columns of A for each program of pack."""
 NUMBERS = 2048
-"""Numbers of B, and of all gradients, that a program of pack or unpack treats."""
+"""Numbers of B, and of all gradients, for each program of pack or unpack."""
 PROJECT = dict(ROWS=64, STEP=128, num_warps=4, num_stages=3)
 REDUCE = dict(COLUMNS=128, STEP=64, num_warps=4, num_stages=4)
 ADD = dict(ROWS=64, COLUMNS=128, TILES=1, num_warps=4)
-"""add: rows and columns of a tile, and tiles, one below the other, of a program."""
+"""add: rows and columns of a tile, and tiles, one below the other, for each program."""
 PROGRAMS = 264
-"""How many programs reduce() aims at: two for each of an H200's processors."""
+"""The number of programs that reduce() aims at: two for each processor of an H200."""
 LEAST_ROWS = 256
-"""A part of reduce() has at least so many rows."""
+"""The fewest rows of a part of reduce()."""
 
 
 def pack(
@@ -45,7 +45,7 @@ def pack(
     into_a: Tensor,
     into_b: Tensor,
 ) -> None:
-    """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] goes into the column after the ranks."""
+    """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] is the column after the ranks."""
     width = len(into_a)
     blocks = width * triton.cdiv(into_a.shape[1], COLUMNS)
     _for_siblings(
@@ -74,7 +74,7 @@ def unpack(
 ) -> None:
     """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled) lora_B.
 
-    None: leave those gradients as they are.
+    None: those gradients do not change.
     """
     some = da if da is not None else db
     assert some is not None
@@ -90,8 +90,8 @@ def _for_siblings(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scaling: Sequence[float],
-    whole_a: Tensor,
-    whole_b: Tensor,
+    total_a: Tensor,
+    total_b: Tensor,
     third: Tensor,
     number_a: int,
     number_b: int,
@@ -103,7 +103,7 @@ def _for_siblings(
     count, inner = len(a), a[0].shape[1]
     assert 0 < count <= SIBLINGS, count
     assert all(one.is_contiguous() for one in (*a, *b))
-    # The first sibling stands in for those that are not there; the kernels do not look at it.
+    # The first sibling fills the unused arguments; the kernels do not read them.
     a, b, scaling = ([*one, *[one[0]] * (SIBLINGS - count)] for one in (a, b, scaling))
     ranks, outs = [len(one) for one in a], [len(one) for one in b]
     out, rows = sum(outs[:count]), _rows(width)
@@ -114,8 +114,8 @@ def _for_siblings(
             *map(float, scaling),
             *ranks,
             *outs,
-            whole_a,
-            whole_b,
+            total_a,
+            total_b,
             third,
             number_a,
             number_b,
@@ -131,7 +131,7 @@ def _for_siblings(
 
 
 def _rows(width: int) -> int:
-    """Rows of the adapters' width that a small program treats."""
+    """Rows of the adapters' width for each program of pack and unpack."""
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
@@ -145,8 +145,8 @@ def project(
 ) -> Tensor:
     """x F [rows, R] in x's dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R] of any strides.
 
-    `left` [rows, width]: copy x there. `right` [rows, R]: write the product there, too. `ones`: a column of the product that
-    is `value` instead. R is a multiple of 16.
+    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of the product
+    that is `value` instead. R is a multiple of 16.
     """
     (rows, width), columns = x.shape, factor.shape[1]
     assert (x.stride(1), x.dtype.itemsize) == (1, 2), (x.stride(), x.dtype)
@@ -178,7 +178,7 @@ def project(
 def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
     """x^T t in parts, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
-    `into`: what an earlier call returned; the parts are added to it, however many rows each of the two calls has.
+    `into`: the result of an earlier call, with any number of rows; the parts are added to it.
     """
     (rows, width), columns = x.shape, t.shape[1]
     assert (x.stride(1), t.stride(1), x.dtype.itemsize) == (1, 1, 2), (x.stride(), t.stride(), x.dtype)
@@ -204,10 +204,10 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
 
 
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
-    """Write y + t F, added in float32 and rounded, to `out`, which may be y; out is returned.
+    """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
-    `residual`: is added to that, and the sum rounded again, as another operator would. Were it rounded once, with a y that has
-    been rounded before, then sums of y and residual that are ties would be decided by t F however small it is.
+    `residual` is added to that, and the sum is rounded again, as by an operator of its own. With one rounding, since y has been
+    rounded before, t F would decide sums of y and residual that are ties, however small it is.
 
     `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any
     strides.
@@ -328,7 +328,7 @@ def _pack_a(
 
 @triton.jit
 def _row(pointer, row, ranks, inner, columns):
-    """A sibling's row of A, or zeros where the row is another's."""
+    """A row of a sibling's A, or zeros if the row is another sibling's."""
     length = tl.where(row >= 0, tl.where(row < ranks, inner, 0), 0)
     return tl.load(pointer + row.to(tl.int64) * inner + columns, mask=columns < length, other=0.0).to(tl.float32)
 
@@ -387,7 +387,7 @@ def _pack_b(
 
 @triton.jit
 def _block(pointer, rows, columns, outs, ranks):
-    """A sibling's block of B, or zeros where rows or columns are another's."""
+    """A block of a sibling's B, or zeros where rows or columns are another sibling's."""
     mine = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
     return tl.load(pointer + rows.to(tl.int64) * ranks + columns, mask=mine, other=0.0).to(tl.float32)
 
@@ -414,8 +414,8 @@ def _unpack(
     o1,
     o2,
     o3,
-    whole_a,
-    whole_b,
+    total_a,
+    total_b,
     unused,
     parts_a,
     parts_b,
@@ -430,7 +430,7 @@ def _unpack(
 ):
     program = tl.program_id(0)
     if program < blocks_a:
-        _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, whole_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
+        _unpack_a(program, a0, a1, a2, a3, r0, r1, r2, r3, total_a, parts_a, inner, width, COUNT, ROWS, WIDTH)
     else:
         _unpack_b(
             program - blocks_a,
@@ -450,7 +450,7 @@ def _unpack(
             o1,
             o2,
             o3,
-            whole_b,
+            total_b,
             parts_b,
             out,
             width,
@@ -471,7 +471,7 @@ def _unpack_a(
     r1,
     r2,
     r3,
-    whole_a,
+    total_a,
     parts_a,
     inner,
     width,
@@ -479,14 +479,14 @@ def _unpack_a(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    value, rows, columns = _added(program, whole_a, parts_a, inner, width, ROWS, WIDTH)
-    _give(a0, rows, columns, inner, r0, 1, inner, value)
+    value, rows, columns = _added(program, total_a, parts_a, inner, width, ROWS, WIDTH)
+    _write(a0, rows, columns, inner, r0, 1, inner, value)
     if COUNT > 1:
-        _give(a1, rows, columns - r0, inner, r1, 1, inner, value)
+        _write(a1, rows, columns - r0, inner, r1, 1, inner, value)
     if COUNT > 2:
-        _give(a2, rows, columns - r0 - r1, inner, r2, 1, inner, value)
+        _write(a2, rows, columns - r0 - r1, inner, r2, 1, inner, value)
     if COUNT > 3:
-        _give(a3, rows, columns - r0 - r1 - r2, inner, r3, 1, inner, value)
+        _write(a3, rows, columns - r0 - r1 - r2, inner, r3, 1, inner, value)
 
 
 @triton.jit
@@ -508,7 +508,7 @@ def _unpack_b(
     o1,
     o2,
     o3,
-    whole_b,
+    total_b,
     parts_b,
     out,
     width,
@@ -516,19 +516,19 @@ def _unpack_b(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    value, rows, columns = _added(program, whole_b, parts_b, out, width, ROWS, WIDTH)
-    _give(b0, rows, columns, o0, r0, r0, 1, value * s0)
+    value, rows, columns = _added(program, total_b, parts_b, out, width, ROWS, WIDTH)
+    _write(b0, rows, columns, o0, r0, r0, 1, value * s0)
     if COUNT > 1:
-        _give(b1, rows - o0, columns - r0, o1, r1, r1, 1, value * s1)
+        _write(b1, rows - o0, columns - r0, o1, r1, r1, 1, value * s1)
     if COUNT > 2:
-        _give(b2, rows - o0 - o1, columns - r0 - r1, o2, r2, r2, 1, value * s2)
+        _write(b2, rows - o0 - o1, columns - r0 - r1, o2, r2, r2, 1, value * s2)
     if COUNT > 3:
-        _give(b3, rows - o0 - o1 - o2, columns - r0 - r1 - r2, o3, r3, r3, 1, value * s3)
+        _write(b3, rows - o0 - o1 - o2, columns - r0 - r1 - r2, o3, r3, r3, 1, value * s3)
 
 
 @triton.jit
 def _added(program, whole, parts, length, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of all parts [length, width] in this program's rows."""
+    """The sum of all parts [length, width] in the rows of this program."""
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     inside = (rows < length) & (columns < width)
@@ -539,8 +539,8 @@ def _added(program, whole, parts, length, width, ROWS: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _give(pointer, rows, columns, outs, ranks, down, across, value):
-    """Write what is this sibling's of a block, with the strides `down` and `across`."""
+def _write(pointer, rows, columns, outs, ranks, down, across, value):
+    """Write this sibling's part of a block, with the strides `down` and `across`."""
     mine = (rows >= 0) & (rows < outs) & (columns >= 0) & (columns < ranks)
     at = pointer + rows.to(tl.int64) * down + columns.to(tl.int64) * across
     tl.store(at, value.to(pointer.dtype.element_ty), mask=mine)
@@ -583,8 +583,8 @@ def _project(
         )
         total = tl.dot(x, factor, total)
         if LEFT:
-            # Read once more, from the cache: where x itself is stored, Triton (3.6 to 3.9) keeps a place too few for it in shared
-            # memory, and the tile after the next is loaded over what a product that is still under way reads.
+            # Read again, from the cache. If x itself were stored, Triton (3.6 to 3.9) would keep one buffer too few for it in
+            # shared memory, and load the tile after the next over the operand of a product that is still running.
             again = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(left_ptr + row * left_stride + across, again, mask=inside)
     total = tl.where(column == ones, value, total)
@@ -660,7 +660,7 @@ def _add(
         mask=(rank[:, None] < ranks) & (column < width),
         other=0.0,
     )
-    # From the last row on: a matmul has just written y, and the end of it is what the cache still has.
+    # From the last row on: a matmul has just written y, and the cache still holds its end.
     last = tl.num_programs(1) - 1 - tl.program_id(1)
     for tile in range(TILES):
         row = ((last * TILES + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]

@@ -1,13 +1,13 @@
-"""The Triton kernels of gated.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
+"""Triton kernels of swiglu.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
-Adding an adapter's second half to gate and up by a matmul of its own reads and writes the widest tensor of a layer once more:
-57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so here it adds the share, a few dozen
-multiplications a number, on tensor cores: a program keeps its columns' part of b and walks down the rows, or takes one tile of
-few rows. Backward the same is done, tile by tile, for the gradient of the product, which lacks the share of down_proj's adapter;
-of many rows and small ranks, where gradients of adapters are summed in passing, by gated_sums_triton.py.
+Adding an adapter's second half to gate and up by a matmul of its own would read and write the widest tensor of a layer once more:
+57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so it adds the adapter's product here, a few
+dozen multiplications a number, on tensor cores. A program keeps its columns of b and goes down the rows, or takes one tile if there
+are few rows. Backward the same is done, tile by tile, for the gradient of the product, to which down_proj's adapter adds. With
+many rows and small ranks swiglu_reduce_triton.py does it, which also sums the gradients of adapters.
 
-All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers are beyond int32. Imported only where there is a GPU:
-triton is no part of torch's CPU builds.
+All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where there is a
+GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import triton.language as tl
 from fxtune.kernels.activation import activation
 
 TILE = (64, 64, 4)
-"""Rows, columns and warps of a program."""
+"""Rows, columns and warps of each program."""
 WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
-"""Rows a step, columns a program, and steps whose loads are under way at once, where a program walks down the rows."""
+"""Rows a step, columns a program, and steps whose loads overlap, if a program goes down the rows."""
 WALK_ROWS = 512
-"""Rows that a program walks down; of fewer each tile is a program's."""
+"""Rows for each program that goes down the rows; with fewer rows each tile has a program."""
 RANKS = 64
-"""Columns of xa that are multiplied at once."""
+"""Columns of xa in one product."""
 
 Share = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,7 +33,7 @@ Share = tuple[torch.Tensor, torch.Tensor]
 def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) -> None:
     """`gate_up`: [rows, 2 width]; `out`: [rows, width], written; `share`: xa [rows, R] and b [2 width, R]. Rows contiguous."""
     (rows, width), (xa, b) = out.shape, share
-    _checked(gate_up, out, xa, b)
+    _check_shapes(gate_up, out, xa, b)
     if rows >= WALK_ROWS and xa.shape[1] <= RANKS:
         each = triton.cdiv(WALK_ROWS, WALK["ROWS"]) * WALK["ROWS"]
         _walk[(triton.cdiv(width, WALK["COLUMNS"]), triton.cdiv(rows, each))](
@@ -75,11 +75,11 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
 
 
 def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tensor, share: Share, above: Share) -> None:
-    """`out`: [rows, 2 width], written; `dp`: [rows, width], p afterwards. Its gradient is `dp + ya a`, of `above`: ya [rows, Q]
-    and a [Q, width].
+    """`out`: [rows, 2 width], written. `dp`: [rows, width], overwritten with p. `above`: ya [rows, Q] and a [Q, width]; ya a is added
+    to dp first.
     """
     (rows, width), (xa, b), (ya, a) = dp.shape, share, above
-    _checked(gate_up, dp, xa, b)
+    _check_shapes(gate_up, dp, xa, b)
     assert (out.shape, ya.shape, a.shape) == (gate_up.shape, (rows, len(a)), (len(a), width))
     assert out.stride(1) == ya.stride(1) == a.stride(1) == 1
     if rows:
@@ -111,7 +111,7 @@ def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tenso
         )
 
 
-def _checked(gate_up: torch.Tensor, out: torch.Tensor, xa: torch.Tensor, b: torch.Tensor) -> None:
+def _check_shapes(gate_up: torch.Tensor, out: torch.Tensor, xa: torch.Tensor, b: torch.Tensor) -> None:
     rows, width = out.shape
     assert (gate_up.shape, xa.shape, len(b)) == ((rows, 2 * width), (rows, b.shape[1]), 2 * width)
     assert gate_up.stride(1) == xa.stride(1) == b.stride(1) == out.stride(1) == 1
@@ -199,10 +199,10 @@ def _forward(
     gate, up = _gate_and_up(
         gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks, RANKS
     )
-    bent, _ = activation(gate, SILU)
+    activated, _ = activation(gate, SILU)
     tl.store(
         out_ptr + row * out_stride + column,
-        (bent * up).to(out_ptr.dtype.element_ty),
+        (activated * up).to(out_ptr.dtype.element_ty),
         mask=(row < rows) & (column < width),
     )
 
@@ -227,7 +227,7 @@ def _walk(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The forward pass for `each` rows and a block of columns, whose part of b stays on the processor."""
+    """The forward pass for `each` rows and a block of columns, whose part of b stays in registers."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
     b_at, held = b_ptr + column.to(tl.int64) * b_stride + rank[:, None], (rank[:, None] < ranks) & (column < width)
@@ -236,7 +236,7 @@ def _walk(
     first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Distances within a tile are int32, and only its beginning is beyond that: half the registers.
+        # Offsets within a tile are int32, and only that of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate_at = gate_up_ptr + at * gate_up_stride
@@ -244,8 +244,8 @@ def _walk(
         up = tl.load(gate_at + width + (step * gate_up_stride + column), mask=inside, other=0.0).to(tl.float32)
         xa_at = xa_ptr + at * xa_stride + (step * xa_stride + rank[None, :])
         xa = tl.load(xa_at, mask=below & (rank[None, :] < ranks), other=0.0)
-        bent, _ = activation(tl.dot(xa, b_gate, gate, input_precision="ieee"), SILU)
-        p = bent * tl.dot(xa, b_up, up, input_precision="ieee")
+        activated, _ = activation(tl.dot(xa, b_gate, gate, input_precision="ieee"), SILU)
+        p = activated * tl.dot(xa, b_up, up, input_precision="ieee")
         tl.store(out_ptr + at * out_stride + (step * out_stride + column), p.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -284,9 +284,9 @@ def _backward(
     gate, up = _gate_and_up(
         gate_up_ptr, gate_up_stride, xa_ptr, xa_stride, b_ptr, b_stride, row, column, rows, width, ranks, RANKS
     )
-    bent, slope = activation(gate, SILU)
+    activated, slope = activation(gate, SILU)
     out_ptr += row * out_stride + column
     tl.store(out_ptr, (dp * up * slope).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + width, (dp * bent).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # every thread has read its dp before one writes over it
-    tl.store(dp_ptr, (bent * up).to(dp_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + width, (dp * activated).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # every thread reads its dp before one overwrites it
+    tl.store(dp_ptr, (activated * up).to(dp_ptr.dtype.element_ty), mask=inside)

@@ -1,16 +1,17 @@
-"""The gated activation's backward kernel that also sums the gradients of the adapters beside it, over what it holds anyway.
+"""The gated activation's backward kernel that also sums gradients of adapters over the numbers that it computes.
 
-[dgate | dup] and p, which the kernels of gated_lora_triton.py write, are the widest tensors of a layer, and
-three gradients are sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A,
-p^T dyb. A pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
-columns and walks down the rows: what it has just computed is multiplied on tensor cores, from registers, and summed in float32.
-p is written for nobody, then, but where p A^T was not kept.
+[dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are sums over their
+rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A, p^T dyb. A pass over memory for each of
+them costs as much as the activation's gradient itself. Here a program keeps a block of columns and goes down the rows: it
+multiplies what it has just computed on tensor cores, from registers, and sums in float32. So p is written only if p A^T was not
+kept.
 
-The rows are cut into parts, so that a card is full, and each part has sums of its own, which lora_triton.unpack() adds up in a
-fixed order: the same bits each time. What is multiplied is rounded to 16 bits first, as it is in memory. Adapters' products that
-gate_up and dp still lack are added in passing; their second halves stay on the processor.
+The rows are cut into parts, so that the GPU is full. Each part has sums of its own, and lora_triton.unpack() adds them up in a fixed
+order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. The products of adapters that are
+still missing in gate_up and dp are added here; their second halves stay in registers.
 
-All other arithmetic is float32. Offsets are int64. Imported only where there is a GPU: triton is no part of torch's CPU builds.
+All other arithmetic is float32. Offsets are int64. Import this module only where there is a GPU: torch's CPU builds come without
+triton.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from torch import Tensor
 from fxtune.kernels.activation import activation
 
 NARROW = 16
-"""The largest rank whose sums fit into registers beside all of a shape's columns; up to twice that, it takes half of them."""
+"""The largest rank whose sums fit into registers with all columns of a program; up to twice that, with half of them."""
 WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
-"""The launch shape: rows a step, columns a program, steps whose loads are under way at once. 128 registers a thread: two
-programs a processor, of which one computes while the other waits.
+"""The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a processor, so
+that one computes while the other waits.
 """
-ROOM = 2**17
-"""Bytes of shared memory for four steps at once; a processor with less takes three."""
+SHARED_MEMORY = 2**17
+"""Bytes of shared memory that four steps need; a processor with less overlaps three."""
 SLOTS = 264
-"""Programs that run at once: two for each of an H200's processors. A constant, so that all cards add up in the same order."""
+"""Programs that run at once: two for each processor of an H200. A constant, so that all GPUs add up in the same order."""
 MOST_PARTS, LEAST_ROWS = 8, 512
 
 
@@ -53,11 +54,11 @@ def backward(
     [parts, width, Q], float32, as lora_triton.reduce() would.
 
     Args:
-        gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], p's gradient; becomes p with `keep_p`, else stays.
-        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. Rows of all of these contiguous, at any distance.
-        ranks: of gate, up and down, none above twice NARROW: of gate's and up's sums only their own columns are written.
-        totals: what an earlier call returned, to be added to, both or none.
-        seconds: b [2 width, R] and a [Q, width]: gate_up lacks xa b^T, and dp lacks dyb a.
+        gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], the gradient of p; overwritten with p if `keep_p`.
+        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All of these have contiguous rows with any gaps.
+        ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are written.
+        totals: the result of an earlier call, to which the sums are added; both or none.
+        seconds: b [2 width, R] and a [Q, width]: xa b^T is added to gate_up, and dyb a to dp.
     """
     rows, width = dp.shape
     assert gate_up.shape == out.shape == (rows, 2 * width)
@@ -69,7 +70,7 @@ def backward(
         shape["COLUMNS"] //= 2
     if (
         dp.is_cuda
-        and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < ROOM
+        and triton.runtime.driver.active.utils.get_device_properties(dp.device.index)["max_shared_mem"] < SHARED_MEMORY
     ):
         shape["STAGES"] = min(shape["STAGES"], 3)
     blocks = triton.cdiv(width, shape["COLUMNS"])
@@ -122,7 +123,7 @@ def _block(rank: int) -> int:
 
 
 def _parts(rows: int, blocks: int) -> int:
-    """Into how many parts to cut the rows: what leaves the fewest places empty in the last wave of programs."""
+    """The number of parts of the rows that leaves the fewest places empty in the last wave of programs."""
     most = max(min(MOST_PARTS, rows // LEAST_ROWS), 1)
     return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // SLOTS) * SLOTS / (blocks * parts), parts))
 
@@ -134,7 +135,7 @@ def _tile(pointer, stride, row, column, inside):
 
 @triton.jit
 def _store(pointer, row, column, across, total, width, ranks, ADD: tl.constexpr):
-    """Write a block of sums, [COLUMNS, RANKS]; `across`: numbers from one column's sums to the next's."""
+    """Write a block of sums, [COLUMNS, RANKS]. `across`: the distance between the sums of two columns."""
     inside = (column < width) & (row < ranks)
     at = pointer + column.to(tl.int64) * across + row
     if ADD:
@@ -198,7 +199,7 @@ def _backward(
     of_up = tl.zeros((COLUMNS, RANKS), tl.float32)
     of_down = tl.zeros((COLUMNS, DOWN), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Distances within a tile are int32, and only its beginning is beyond that: half the registers.
+        # Offsets within a tile are int32, and only that of its first row is int64: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate = _tile(gate_up_ptr + at * gate_up_stride, gate_up_stride, step, column, inside).to(tl.float32)
@@ -216,14 +217,14 @@ def _backward(
         to = out_ptr + at * out_stride
         tl.store(to + (step * out_stride + column), d_gate, mask=inside)
         tl.store(to + width + (step * out_stride + column), d_up, mask=inside)
-        # Adding nothing is a use of each sum, so the program waits for it. Else Triton (3.6 to 3.9) lets these products run on
-        # while the next rows are loaded to where they read xa and dyb: what registers read, too, gets a place too few for that.
+        # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) lets these products run while the
+        # next rows are loaded over the xa and dyb that they read: operands that registers read, too, get one buffer too few.
         of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
         of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
         of_down = tl.dot(tl.trans(p), dyb, of_down) + 0.0
         if (
             KEEP
-        ):  # After the products: for them all threads have met, so each has read the dp that one writes over here.
+        ):  # After the products, at which all threads have met, so each has read the dp that is overwritten here.
             tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import Batch
-from fxtune.kernels.fp8_ends import Fp8Head
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
@@ -34,6 +33,7 @@ from fxtune.system.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence, Switch
 from fxtune.techniques.liger.technique import Liger
+from fxtune.techniques.quantized_modules import Fp8Head
 
 LOGIT_FACTORS = {
     "logits_scaling": lambda value: 1.0 / value,  # Granite

@@ -29,20 +29,23 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.kernels.fp8_ends import Fp8Embedding, Fp8Head, embedding_of, end_bytes, head_of
-from fxtune.kernels.quantized import (
-    NF4_BLOCK,
-    SCALE_BLOCK,
-    bytes_per_weight,
-    dequantized,
-    is_quantized,
-    quantized,
-    stored_bytes,
-)
+from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK
 from fxtune.models.structure import observed, skeleton
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.quantized_modules import (
+    Fp8Embedding,
+    Fp8Head,
+    bytes_per_weight,
+    dequantized,
+    embedding_of,
+    end_bytes,
+    head_of,
+    is_quantized,
+    quantized,
+    stored_bytes,
+)
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts

@@ -107,7 +107,7 @@ def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base,
             "NaN or infinite numbers are in 1",
         ),
         (UP, lambda tensor: put(1e300)(tensor.double()), r"numbers too large for torch\.float32 are in 1"),
-        (UP, lambda tensor: (100 * tensor).int(), r"numbers of torch\.int32, which are no weights, are in 1"),
+        (UP, lambda tensor: (100 * tensor).int(), r"numbers of torch\.int32, which cannot be weights, are in 1"),
         (UP, lambda tensor: tensor.to(torch.complex64), r"numbers of torch\.complex64"),
     ],
     ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"],
@@ -248,7 +248,8 @@ def test_pickles_beside_an_adapter_are_named_and_left_alone(adapter, tmp_path):
     merge(adapter, tmp_path / "merged")
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(
-        StorageError, match=r"adapter_model\.safetensors is missing\. adapter_model\.bin beside it is a pickle"
+        StorageError,
+        match=r"adapter_model\.safetensors is missing\. adapter_model\.bin in the same folder is a pickle",
     ):
         merge(adapter, tmp_path / "again")
     assert not (tmp_path / "merged" / "adapter_model.bin").exists()

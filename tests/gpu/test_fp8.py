@@ -11,15 +11,14 @@ from torch.nn import functional as F
 
 from fxtune.distributed.world import World
 from fxtune.kernels import fp8
-from fxtune.kernels.fp8_ends import head_of
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
-from fxtune.kernels.quantized import dequantized, is_quantized
 from fxtune.kernels.swiglu import gated, gated_backward
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import Quantize, Type
+from fxtune.techniques.quantized_modules import dequantized, head_of, is_quantized
 
 
 @pytest.fixture(autouse=True)

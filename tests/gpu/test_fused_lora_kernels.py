@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fxtune.kernels import frozen_base, fused_lora, lora_adapters, lora_triton
 from fxtune.kernels.frozen_base import augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.quantized import dequantized, grouped, quantized
-from fxtune.kernels.swiglu import Passing, gated, gated_backward
+from fxtune.kernels.swiglu import FusedSums, gated, gated_backward
+from fxtune.techniques.quantized_modules import dequantized, grouped, quantized
 
 ROWS = (1, 100, 5000)
 """A token, too few for the Triton products, and enough for them with a part of a tile left over."""
@@ -173,7 +173,7 @@ def test_sums_taken_in_passing(rows, width, ranks):
     b, a = (torch.randn(*size, device="cuda").mul_(0.2).bfloat16() for size in ((2 * width, wide), (narrow, width)))
     b[:width, ranks[0] :] = b[width:, : ranks[0]] = b[:, both:] = a[ranks[2] :] = 0
     for act, keep_p in zip(ACTS, (True, False), strict=True):
-        ours, theirs, results = Passing(xa, dyb, ranks, keep_p), Passing(xa.cpu(), dyb.cpu(), ranks, True), []
+        ours, theirs, results = FusedSums(xa, dyb, ranks, keep_p), FusedSums(xa.cpu(), dyb.cpu(), ranks, True), []
         for one in (ours, theirs):
             own = [part.to(one.xa.device) for part in (gate_up, dp.clone(), torch.empty_like(gate_up), b, a)]
             for _ in range(2):
@@ -336,13 +336,15 @@ def test_the_gated_kernels_run_at_memorys_speed(monkeypatch):
         * rows
         * width
         / seconds(
-            lambda: gated_backward("silu", gate_up, dp, (xa, b), (dyb, a), out, Passing(xa, dyb, (16, 16, 16), False))
+            lambda: gated_backward(
+                "silu", gate_up, dp, (xa, b), (dyb, a), out, FusedSums(xa, dyb, (16, 16, 16), False)
+            )
         )
     )
     x, trained, fused, _ = llama_mlp()
     above, times = torch.randn_like(x), {True: [], False: []}
     for passing in (True, False) * 6:
-        monkeypatch.setattr(fused_lora, "sums_in_passing", lambda x, ranks, passing=passing: passing)
+        monkeypatch.setattr(fused_lora, "can_fuse_sums", lambda x, ranks, passing=passing: passing)
         times[passing].append(seconds(lambda: torch.autograd.grad(fused(), [x, *trained], above)))
     with_sums, apart = (statistics.median(times[passing]) for passing in (True, False))
     print(
@@ -390,7 +392,7 @@ def test_few_rows_take_cublas_and_the_results_agree(monkeypatch):
     parts, x = drawn(1024, [512, 256, 256], [16] * 3), inputs(5000, 1024)
     made, results = [augment(parts[0], [16] * 3)], []
     for fewest in (4096, 10**9):
-        monkeypatch.setattr(lora_adapters, "FEWEST", fewest)
+        monkeypatch.setattr(lora_adapters, "MIN_ROWS", fewest)
         y = lora_linear(x, *parts[1:3], made, parts[3])
         results.append([y, *torch.autograd.grad(y, [x, *parts[1], *parts[2]], torch.ones_like(y))])
     for one, other in zip(*results, strict=True):

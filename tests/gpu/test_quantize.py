@@ -9,13 +9,13 @@ import torch
 from support import reference
 
 from fxtune.distributed.world import World
-from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import Library, Quantize, Type
+from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized
 
 KINDS = {
     "nf4": ("nf4", "bitsandbytes"),

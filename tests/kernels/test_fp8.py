@@ -194,7 +194,7 @@ def test_the_triton_kernels_are_the_plain_ones(tmp_path):
 
 INTERPRETED = """
 import torch
-from fxtune.kernels import fp8, fp8_triton, gated, gated_lora_triton
+from fxtune.kernels import fp8, fp8_triton, swiglu, swiglu_lora_triton
 torch.manual_seed(0)
 fp8_triton.HELD = 1024
 compared = 0
@@ -213,17 +213,17 @@ for width in (5, 1024, 2500):
             made = fp8_triton.dequantize_rows(codes, scales, torch.empty(4, width))
             assert torch.equal(made, fp8.dequantize_rows(codes, scales))
             compared += 1
-for act in gated.ACTS:
+for act in swiglu.ACTS:
     for rows, width, rank, above in ((70, 200, 32, 16), (5, 64, 48, 96)):
         gate_up, dp = torch.randn(rows, 2 * width + 8)[:, :2 * width], torch.randn(rows, width + 3)[:, :width]
         share = torch.randn(rows, rank + 8)[:, :rank], 0.3 * torch.randn(2 * width, rank)
         more = torch.randn(rows, above), torch.randn(above, width)
         p, mine, theirs = (torch.empty(rows, size) for size in (width, 2 * width, 2 * width))
-        gated_lora_triton.forward(act, gate_up, p, share)
-        torch.testing.assert_close(p, gated.gated(act, gate_up, share, torch.empty_like(p)), rtol=1e-4, atol=1e-4)
+        swiglu_lora_triton.forward(act, gate_up, p, share)
+        torch.testing.assert_close(p, swiglu.gated(act, gate_up, share, torch.empty_like(p)), rtol=1e-4, atol=1e-4)
         other = dp.clone()
-        gated_lora_triton.backward(act, gate_up, dp, mine, share, more)
-        gated.gated_backward(act, gate_up, other, share, more, theirs)
+        swiglu_lora_triton.backward(act, gate_up, dp, mine, share, more)
+        swiglu.gated_backward(act, gate_up, other, share, more, theirs)
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dp, other, rtol=1e-4, atol=1e-4)
         compared += 1

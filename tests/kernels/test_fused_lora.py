@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.kernels import fused_lora
-from fxtune.kernels.frozen_base import Dense, augment, weight_views
+from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
-from fxtune.kernels.quantized import dequantized, grouped, quantized
+from fxtune.techniques.quantized_modules import dequantized, grouped, quantized
 
 OPERATORS = {
     "fxtune.lora_linear": fused_lora._linear,
@@ -374,15 +374,12 @@ def test_several_forward_passes_before_their_backward_passes_and_steps_between()
             y.sum().backward()
 
 
-def test_the_frozen_weights_are_views_and_stay_as_they_are():
-    kept = [torch.randn(out, 6) for out in (4, 5)]
-    made = augment(kept, [2, 3])
-    views = weight_views(made, [4, 5], 6)
-    assert {view.untyped_storage().data_ptr() for view in views} == {made.untyped_storage().data_ptr()}
+def test_frozen_weights_are_not_changed():
+    weights = [torch.randn(out, 6) for out in (4, 5)]
+    matrix = augment(weights, [2, 3])
     a, b = [torch.randn(rank, 6) for rank in (2, 3)], [torch.randn(out, rank) for out, rank in ((4, 2), (5, 3))]
-    lora_linear(torch.randn(7, 6), a, b, [made], [2.0, 1.0])
-    for view, weight in zip(views, kept, strict=True):
-        assert torch.equal(view, weight)
+    lora_linear(torch.randn(7, 6), a, b, [matrix], [2.0, 1.0])
+    assert torch.equal(matrix[:9, :6], torch.cat(weights))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -398,7 +395,7 @@ def test_what_is_kept_for_the_backward_pass(keep):
 def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(monkeypatch):
     """Products with frozen weights: two each way and gate_up once more. Operator by operator a checkpoint repeats both."""
     products = []
-    for name in ("apart", "whole", "apart_backward"):
+    for name in ("split", "full", "split_backward"):
         own = getattr(Dense, name)
         monkeypatch.setattr(
             Dense, name, lambda *given, own=own, name=name, **more: products.append(name) or own(*given, **more)
@@ -413,7 +410,7 @@ def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(mon
     for forward, times in ((run, 5), (torch.compile(run, fullgraph=True, backend="aot_eager"), 3)):
         products.clear()
         found = torch.autograd.grad(forward(x).sum(), [x, *trained])
-        assert (products.count("apart") + products.count("whole"), products.count("apart_backward")) == (times, 2)
+        assert (products.count("split") + products.count("full"), products.count("split_backward")) == (times, 2)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -470,16 +467,16 @@ def test_tiles_hold_less():
 
 def test_gate_and_up_of_a_tile_are_gone_when_the_next_one_s_are_made(monkeypatch):
     _, fused, _ = mlp(16, 40, [2, 3, 1])
-    own, made, alive = Dense.apart, [], []
+    own, made, alive = Dense.split, [], []
 
-    def apart(self, x):
+    def split(self, x):
         alive.append(sum(one() is not None for one in made))
         y, narrow = own(self, x)
         assert narrow._base is None  # it would keep what y is a part of
         made.append(weakref.ref(y))
         return y, narrow
 
-    monkeypatch.setattr(Dense, "apart", apart)
+    monkeypatch.setattr(Dense, "split", split)
     y = fused(inputs(100, 16), tiles=4)
     assert alive == [0] * 4
     y.sum().backward()

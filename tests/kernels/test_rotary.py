@@ -281,7 +281,7 @@ def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, 
     """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no
     matmul.)"""
     plain = trained(adapted(lora(r=16), family, rope=False))[0]
-    beside, copied = seen_by(monkeypatch, "beside"), seen_by(monkeypatch, "operand")
+    padded, copied = seen_by(monkeypatch, "padded"), seen_by(monkeypatch, "operand")
     model = adapted(lora(r=16), family)
     if compiled:
         for layer in decoder_layers(model):
@@ -289,7 +289,7 @@ def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, 
     mine = trained(model)[0]
     sizes = [getattr(decoder_layers(model)[0].self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
     room = 64 if family == "qwen2" else 48  # three ranks of 16, and a column for the biases
-    assert beside == [(sum(sizes), room)]
+    assert padded == [(sum(sizes), room)]
     assert not [one for one in copied if one[1]]
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

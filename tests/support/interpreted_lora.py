@@ -11,7 +11,7 @@ import torch
 
 from fxtune.kernels import lora_triton, swiglu_lora_triton, swiglu_reduce_triton
 from fxtune.kernels.lora_adapters import Adapters, pack
-from fxtune.kernels.swiglu import Passing, gated, gated_backward
+from fxtune.kernels.swiglu import FusedSums, gated, gated_backward
 
 lora_triton.COLUMNS, lora_triton.NUMBERS, lora_triton.PROGRAMS = 32, 256, 6
 swiglu_reduce_triton.WALK.update(ROWS=16, COLUMNS=32)
@@ -66,7 +66,7 @@ def passing(act: str, keep_p: bool, rows: int, width: int, ranks: tuple[int, int
     b[:width, gate:] = b[width:, :gate] = b[:, both:] = a[down:] = 0
     mine, theirs = apart(rows, 2 * width, 16, torch.float16), torch.empty(rows, 2 * width).half()
     first, second = dp.clone(), dp.clone()
-    wanted = Passing(xa, dyb, ranks, True)
+    wanted = FusedSums(xa, dyb, ranks, True)
     gated_backward(act, gate_up, second, (xa, b), (dyb, a), theirs, wanted)
     totals = None, None
     for part in (slice(0, 2 * rows // 3), slice(2 * rows // 3, rows)):

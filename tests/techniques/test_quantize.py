@@ -14,7 +14,6 @@ from support.runs import losses
 from fxtune.cli.merge import merge
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
@@ -23,6 +22,7 @@ from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.training import trainer
 
 KINDS = {

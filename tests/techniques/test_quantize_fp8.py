@@ -14,9 +14,7 @@ from support.architectures import CPU, built, facts_of, logits, lora, on_disk, r
 
 from fxtune.cli.merge import merge
 from fxtune.kernels.fp8 import dequantize_weight
-from fxtune.kernels.fp8_ends import head_of
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
-from fxtune.kernels.quantized import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.save import save_model
 from fxtune.objectives.language_model import LanguageModel
@@ -27,6 +25,14 @@ from fxtune.techniques.lora.technique import AdapterInit
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Autocast
 from fxtune.techniques.quantize import ComputeDtype, Library, Quantize, Type
+from fxtune.techniques.quantized_modules import (
+    bytes_per_weight,
+    dequantized,
+    head_of,
+    is_quantized,
+    quantized,
+    stored_bytes,
+)
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")

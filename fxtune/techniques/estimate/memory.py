@@ -54,11 +54,11 @@ from typing import TYPE_CHECKING
 
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
-from fxtune.kernels.quantized import bytes_per_weight
 from fxtune.models.dims import Shape
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing.offload import pinned_bytes
 from fxtune.techniques.checkpointing.plan import RecomputePlan
+from fxtune.techniques.quantized_modules import bytes_per_weight
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts

@@ -25,7 +25,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
-from fxtune.kernels.quantized import grouped
+from fxtune.techniques.quantized_modules import grouped
 
 ADAPTER = "default"
 """peft's name of the only adapter."""

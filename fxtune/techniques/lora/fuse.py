@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxtune.kernels.quantized import is_quantized
 from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.lora.families import OTHER, family_of, mlp_activation, observe_attentions, runs_on_given
 from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
 from fxtune.techniques.lora.fused_modules import fuse_attention, fuse_linear, fuse_mlp
+from fxtune.techniques.quantized_modules import is_quantized
 
 if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
-from fxtune.kernels.fused_lora import lora_linear, lora_mlp, room_of
+from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.techniques.checkpointing.tiled_mlp import save_input_first
 from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
@@ -80,10 +80,10 @@ def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
     )
 
 
-def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, room: bool = False) -> torch.Tensor:
+def _product(module: Any, linears: Sequence[Any], x: torch.Tensor, padded: bool = False) -> torch.Tensor:
     a, b, scaling = _adapters(linears)
     bias = [linear.base_layer.bias for linear in linears if linear.base_layer.bias is not None]
-    return lora_linear(x, a, b, module.frozen.tensors(), scaling, module.frozen.kind, bias, room)
+    return lora_linear(x, a, b, module.frozen.tensors(), scaling, module.frozen.kind, bias, padded)
 
 
 def _subclass(kind: Any, fused: str, forward: Callable[..., Any], **options: Any) -> Any:
@@ -139,11 +139,11 @@ def without_rope(kind: Any) -> Any:
     return with_rope_function(kind.forward, keep_unrotated, kind.__name__)
 
 
-def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], room: int = 0) -> Any:
+def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:
     """q and k, rotated, and v, each [rows, length, size], of their product. `sizes`: outputs of the projections."""
     heads, kv_heads = sizes[0] // attention.head_dim, sizes[1] // attention.head_dim
     cos, sin = angles
-    return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, room)]
+    return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, padding)]
 
 
 def fuse_attention(attention: Any, names: Sequence[str], value: str, rotate: bool = False) -> None:
@@ -155,7 +155,7 @@ def fuse_attention(attention: Any, names: Sequence[str], value: str, rotate: boo
     linears = [getattr(attention, name) for name in names]
     attention.fused_names, attention.fused_value = tuple(names), value
     bias = linears[0].get_base_layer().bias is not None
-    attention.fused_room = room_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
+    attention.fused_padding = padding_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)
     attention.frozen = FrozenWeights(linears)
     attention.__class__ = _attention_class(attention.__class__, rotate)
 
@@ -172,9 +172,9 @@ def _attention_class(kind: Any, rotate: bool) -> Any:
         sizes = [linear.out_features for linear in linears]
         angles = kwargs.get("position_embeddings")
         rotating = rotate and angles is not None
-        product = _product(self, linears, hidden_states, room=rotating and self.fused_room > 0)
+        product = _product(self, linears, hidden_states, padded=rotating and self.fused_padding > 0)
         if rotating:
-            results = rotated_parts(product, self, angles, sizes, self.fused_room)
+            results = rotated_parts(product, self, angles, sizes, self.fused_padding)
         else:
             # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
             results = [

@@ -27,7 +27,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.models.peft_adapter import start
+from fxtune.models.peft_adapter import load_adapter
 from fxtune.models.structure import observed, parameter_counts, skeleton
 from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Switch, Technique
@@ -204,7 +204,7 @@ class Lora(Technique):
         Raises ConfigError if the adapter was made with other options, StorageError if its weights do not fit.
         """
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        start(
+        load_adapter(
             model,
             adapter,
             {

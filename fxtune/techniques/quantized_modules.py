@@ -1,0 +1,314 @@
+"""Frozen linears, heads and embeddings whose weights are stored in 4 or 8 bits.
+
+nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal distribution
+(QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256. It is stored by
+bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes twice.
+
+int8: one scale for each output row. The matmul over what the library has stored is our own, since theirs do not suit training.
+bitsandbytes' rounds the activations to 8 bits too, and keeps them for a gradient that is not needed, out of checkpointing's
+reach. torchao's keeps each 16-bit weight from forward to backward, and with it the memory that quantizing saved.
+
+nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice as fast, and
+save no memory (kernels/fp8.py).
+
+The head and the token embeddings can be in fp8, too, the embeddings for memory, the head for speed and memory. Both are matrices
+[vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is dequantized row by row
+as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows; their rounding is noise of about
+0.04 of their size, and shows in the reported loss, also in that of an evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxtune.kernels import fp8
+from fxtune.kernels.fp8 import E4M3, quantize_rows
+from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
+
+
+def bytes_per_weight(kind: str, double: bool = True) -> float:
+    """Bytes that a quantized linear takes for each weight, scales included. fp8 includes the transpose.
+
+    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. The row scales of int8 and fp8, 4 bytes each, are
+    counted for rows of 4,096.
+    """
+    if kind in ("int8", "fp8"):
+        return (1 + 4 / 4096) * (2 if kind == "fp8" else 1)
+    scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if double else 4 / NF4_BLOCK
+    return 0.5 + scales
+
+
+def quantized(
+    linear: nn.Linear, kind: str, library: str, double: bool, compute: torch.dtype, device: torch.device
+) -> nn.Linear:
+    """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
+
+    `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of the
+    dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are accumulated in
+    float32 and rounded to bfloat16. `linear` does not change.
+    """
+    make = (
+        _fp8
+        if kind == "fp8"
+        else {
+            ("nf4", "bitsandbytes"): _nf4_bitsandbytes,
+            ("nf4", "torchao"): _nf4_torchao,
+            ("int8", "bitsandbytes"): _int8_bitsandbytes,
+            ("int8", "torchao"): _int8_torchao,
+        }[kind, library]
+    )
+    made = make(linear, linear.weight.detach().to(device), compute, double)
+    bias = linear.bias
+    made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    return made.train(linear.training)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether `module` is one that `quantized` made."""
+    return hasattr(module, "fxtune_quantized")
+
+
+@torch.no_grad()
+def dequantized(module: Any) -> Tensor:
+    """The weight of a quantized linear, [out, in] in its compute dtype."""
+    if isinstance(module, _Fp8):
+        return fp8.dequantize_weight(module.weight, module.scales, module.compute_dtype)
+    if hasattr(module, "codes"):
+        return int8_weight(module.codes, module.scale, module.compute_dtype)
+    if module.fxtune_quantized == "nf4/torchao":
+        return module.weight.to(module.compute_dtype)
+    weight: Tensor = bitsandbytes().functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    return weight.to(module.compute_dtype)
+
+
+def packed(module: Any) -> list[Tensor]:
+    """The tensors that a quantized linear stores, for an operator. kernels.quantized.unpack() reads them, except fp8's."""
+    if isinstance(module, _Fp8):
+        return [tensor.detach() for tensor in module.held()]
+    if hasattr(module, "codes"):
+        return [module.codes, module.scale]
+    weight = module.weight
+    if module.fxtune_quantized == "nf4/torchao":
+        return [
+            weight.quantized_data,
+            weight.quantized_scalers,
+            weight.quantization_factor,
+            weight.scaler_mean,
+            weight.nf4,
+        ]
+    state = weight.quant_state
+    return [weight.data, state.absmax, state.code] + (
+        [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else []
+    )
+
+
+@torch.no_grad()
+def grouped(modules: Sequence[Any]) -> list[Tensor]:
+    """The tensors that an operator takes for linears of one kind that read the same input (kernels/frozen_base.py).
+
+    In fp8 they are one stacked weight, since one product takes one matrix. Otherwise they are what each linear stores.
+    """
+    if len(modules) == 1 or not isinstance(modules[0], _Fp8):
+        return [tensor for module in modules for tensor in packed(module)]
+    codes, scales = torch.cat([one.weight for one in modules]), torch.cat([one.scales for one in modules], 1)
+    return list(fp8.with_transpose(codes, scales))
+
+
+def stored_bytes(module: Any) -> int:
+    """Bytes of a quantized linear's weight, scales included."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in packed(module))
+
+
+def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+    library = bitsandbytes().nn
+    made = library.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=compute,
+        compress_statistics=double,
+        quant_type="nf4",
+        device="meta",
+    )
+    made.weight = library.Params4bit(
+        weight, requires_grad=False, compress_statistics=double, quant_type="nf4", module=made
+    ).to(weight.device)
+    # Otherwise an evaluation on a CPU repacks the weight for good, for a kernel that has no backward.
+    made.support_avx512bf16_for_cpu = False
+    made.fxtune_quantized = "nf4/bitsandbytes"
+    return made
+
+
+def _nf4_torchao(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+    made: Any = _Cast(linear.in_features, linear.out_features, bias=False, device="meta")
+    tensor = torchao().NF4Tensor.from_tensor(weight, NF4_BLOCK, SCALE_BLOCK)
+    made.weight = nn.Parameter(tensor, requires_grad=False)
+    made.compute_dtype, made.fxtune_quantized = compute, "nf4/torchao"
+    return made
+
+
+def _int8_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+    library = bitsandbytes()
+    made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
+    # Not Int8Params.to(), which quantises what comes from a CPU and leaves what is on a card as it is.
+    codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
+    made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
+    made.init_8bit_state()  # where peft looks for the scales
+    return _with_codes(made, made.state.CB, made.state.SCB / 127, compute, "int8/bitsandbytes")
+
+
+def _int8_torchao(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+    made: Any = _Int8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(weight.float(), requires_grad=False)  # so that the scales are float32
+    torchao().quantize_(made, torchao().Int8WeightOnlyConfig(version=2))
+    made.weight.requires_grad_(False)
+    return _with_codes(made, made.weight.qdata, made.weight.scale.flatten(), compute, "int8/torchao")
+
+
+def _fp8(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
+    made = _Fp8(linear.in_features, linear.out_features, bias=False, device="meta")
+    made.compute_dtype, made.fxtune_quantized = compute, "fp8"
+    made.hold(fp8.quantize_weight(weight))
+    return made
+
+
+def _with_codes(made: Any, codes: Tensor, scale: Tensor, compute: torch.dtype, name: str) -> Any:
+    """Register what the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out]."""
+    made.register_buffer("codes", codes, persistent=False)
+    made.register_buffer("scale", scale, persistent=False)
+    made.compute_dtype, made.fxtune_quantized = compute, name
+    return made
+
+
+class _Cast(nn.Linear):
+    """Computes in its own dtype. torchao's tensors come before autocast, which does not reach them."""
+
+    compute_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
+
+
+class _Fp8(nn.Linear):
+    """A linear whose products are in fp8. `weight` holds the codes as uint8: peft would give adapters the dtype of a float."""
+
+    compute_dtype: torch.dtype
+    fxtune_quantized: str
+    scales: Tensor
+    back: Tensor
+    back_scales: Tensor
+
+    def hold(self, weight: fp8.Weight) -> None:
+        self.weight = nn.Parameter(weight.codes, requires_grad=False)
+        for name in ("scales", "back", "back_scales"):
+            self.register_buffer(name, getattr(weight, name), persistent=False)
+
+    def held(self) -> fp8.Weight:
+        return fp8.Weight(self.weight, self.scales, self.back, self.back_scales)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = fp8.linear(input.to(self.compute_dtype), self.held())
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
+
+
+class _Int8Forward:
+    """The forward pass of a linear with `codes` and `scale`."""
+
+    codes: Tensor
+    scale: Tensor
+    bias: Any
+    compute_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = _Int8Matmul.apply(input.to(self.compute_dtype), self.codes, self.scale)
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
+
+
+class _Int8(_Int8Forward, nn.Linear):
+    pass
+
+
+@functools.cache
+def _int8_class() -> Any:
+    """A bitsandbytes linear, so that peft adapts, merges and decomposes (DoRA) it."""
+    return type("Int8Linear", (_Int8Forward, bitsandbytes().nn.Linear8bitLt), {})
+
+
+class _Int8Matmul(torch.autograd.Function):
+    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient, and only the codes are kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        return F.linear(x, int8_weight(codes, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        codes, scale = ctx.saved_tensors
+        return gradient @ int8_weight(codes, scale, gradient.dtype), None, None
+
+
+class Fp8Embedding(nn.Embedding):
+    """nn.Embedding of codes; its output is in `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+    scales: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        codes, scales = F.embedding(input, self.weight), F.embedding(input, self.scales.view(-1, 1))
+        return (codes.view(E4M3).to(torch.float32) * scales).to(self.compute_dtype)
+
+
+class Fp8Head(nn.Linear):
+    """nn.Linear whose product is in fp8 and whose gradient is not; its output has the input's dtype."""
+
+    compute_dtype: torch.dtype
+    scales: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = fp8.head(input.to(self.compute_dtype), self.weight, self.scales)
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
+
+
+@torch.no_grad()
+def head_of(
+    linear: nn.Linear, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None = None
+) -> Fp8Head:
+    """A frozen fp8 head on `device` for `linear`, which does not change. `shared`: an embedding of the same matrix."""
+    made = Fp8Head(linear.in_features, linear.out_features, bias=False, device="meta")
+    bias = linear.bias
+    made.bias = None if bias is None else nn.Parameter(bias.detach().to(device, compute), requires_grad=False)
+    return _with_row_codes(made, linear.weight, compute, device, shared)
+
+
+@torch.no_grad()
+def embedding_of(embedding: nn.Embedding, compute: torch.dtype, device: torch.device) -> Fp8Embedding:
+    """Frozen fp8 embeddings on `device` for `embedding`, which does not change."""
+    made = Fp8Embedding(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+    made.padding_idx = embedding.padding_idx
+    return _with_row_codes(made, embedding.weight, compute, device, None)
+
+
+def end_bytes(module: Fp8Embedding | Fp8Head) -> int:
+    """Bytes of the codes and scales."""
+    return sum(one.numel() * one.element_size() for one in (module.weight, module.scales))
+
+
+def _with_row_codes(
+    made: Any, weight: Tensor, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None
+) -> Any:
+    if shared is None:
+        codes, scales = quantize_rows(weight.detach().to(device), powers=True)
+        made.weight = nn.Parameter(codes.view(torch.uint8), requires_grad=False)
+        made.register_buffer("scales", scales.view(1, -1), persistent=False)
+    else:
+        made.weight = shared.weight
+        made.register_buffer("scales", shared.scales, persistent=False)
+    made.compute_dtype = compute
+    return made

@@ -62,6 +62,23 @@ def test_5000_rows_of_128k_words(dtype, options):
         assert reference.relative(mine, theirs) < limit
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", reference.LIMITS)
+def test_log_probs_with_an_upstream_gradient_for_each_row(dtype, trained):
+    hidden, weight, labels, _ = drawn(3000, 512, dtype=getattr(torch, dtype), head=trained)
+    labels[::7] = -100
+    upstream = torch.randn(3000, device="cuda")
+    exact = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight)]
+    expected = reference_log_probs(*exact, labels)
+    log_probs = linear_log_probs(hidden, weight, labels, chunk_rows=700)
+    assert log_probs.dtype is torch.float32
+    assert reference.relative(log_probs, expected) < reference.LIMITS[dtype]
+    mine = torch.autograd.grad(log_probs, [hidden, weight][: 1 + trained], upstream)
+    theirs = torch.autograd.grad(expected, exact[: 1 + trained], upstream)
+    for one, other in zip(mine, theirs, strict=True):
+        assert reference.relative(one, other) < reference.LIMITS[dtype]
+
+
 @pytest.mark.parametrize("words", [5, 1000, 32001, 50257, 151936, 262144])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_vocabularies_of_all_sizes(words, bias):
@@ -74,14 +91,14 @@ def test_vocabularies_of_all_sizes(words, bias):
         assert reference.relative(mine, theirs) < 1e-5
 
 
-def test_the_chunk_cannot_be_seen():
+def test_chunk_size_does_not_change_the_loss():
     hidden, weight, labels, _ = drawn(3000, 512, dtype=torch.float32, head=False)
     wanted = linear_cross_entropy(hidden, weight, labels, chunk_rows=3000)
     for chunk in (128, 999, None):
         assert reference.relative(linear_cross_entropy(hidden, weight, labels, chunk_rows=chunk), wanted) < 1e-6
 
 
-def test_more_logits_than_int32_can_count():
+def test_more_logits_than_int32_can_index():
     """20,000 rows of 128k words at once: the last rows lie beyond 2^31 numbers."""
     hidden, weight, labels, _ = drawn(20000, 64, head=False)
     assert 20000 * WORDS > 2**31
@@ -95,7 +112,7 @@ def test_more_logits_than_int32_can_count():
     assert reference.relative(both[0][-500:], both[1][-500:]) < 1e-2
 
 
-def test_large_logits_and_a_label_outside():
+def test_large_logits_and_labels_outside_of_the_vocabulary():
     hidden, weight, labels, _ = drawn(64, 64, 1000, torch.float32, spread=1e4)
     losses, wanted = in_float32(hidden, weight, labels)
     loss = linear_cross_entropy(hidden, weight, labels)
@@ -123,10 +140,12 @@ def test_nothing_waits_for_the_device(trained):
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
     linear_cross_entropy(hidden, weight, labels).backward()  # kernels are compiled, libraries loaded
+    linear_log_probs(hidden, weight, labels).sum().backward()
     torch.cuda.synchronize()
     with no_waiting():
         loss = linear_cross_entropy(hidden, weight, labels)
         (loss / 1000).backward()
+        linear_log_probs(hidden, weight, labels).logsumexp(0).backward()
         with torch.no_grad():
             linear_cross_entropy(hidden, weight, labels)
             linear_log_probs(hidden, weight, labels)

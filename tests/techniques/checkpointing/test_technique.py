@@ -6,29 +6,25 @@ import gc
 import re
 import weakref
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from support.architectures import CPU, FAMILIES, built, enable, facts_of, lora, random_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from support.forecasts import TECHNIQUES, card
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.kernels import frozen_base, fused_lora
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
-from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.optim.optimizer import Optimizer
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.offload import Offload
-from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
+from fxtune.techniques.checkpointing.plan import LEVELS
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import cards, step_time
+from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -583,45 +579,6 @@ def test_known_names_are_accepted():
 
 # --- what fits: Llama-3-8B, LoRA r=16 on all linears, bfloat16, compiled, FlashAttention
 
-LLAMA = dict(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
-TECHNIQUES = {
-    "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"},
-    "compile": {},
-    "attention": {"backend": "flash4"},
-    "precision": {"autocast": "bfloat16"},
-    "liger": {"fused_linear_cross_entropy": "on"},
-}
-PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
-
-
-def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:
-    return Facts(
-        **{
-            "device": "cuda",
-            "device_name": "NVIDIA H200",
-            "capability": (9, 0),
-            "memory": int(gib * GIB),
-            "free_memory": int(gib * GIB),
-            "host_memory": int(host * GIB),
-            "model": LLAMA,
-            "dtype": "bfloat16",
-            "packing": True,
-            "sequence_length": length,
-            "rows": (length,),
-            "micro_batch_size": rows,
-            **known,
-            "techniques": enable(**known.get("techniques", TECHNIQUES)),
-        }
-    )
-
 
 def chosen(facts: Facts, **options) -> tuple[Checkpointing, str]:
     technique = Checkpointing(enabled=True, policy=Policy.auto, **options)
@@ -714,178 +671,6 @@ def test_options_chosen_by_auto_are_valid_in_a_recipe():
         assert again.policy is not Policy.auto
         assert again.resolve(card(gib, length)) is None
         assert forecast(card(gib, length), again.plan()) == forecast(card(gib, length), technique.plan())
-
-
-def test_lower_levels_take_less_memory_and_more_time():
-    for change in ({}, {"num_key_value_heads": 32}, {"intermediate_size": 4096}, {"hidden_size": 2048}):
-        for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
-            facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
-            kept = [forecast(facts, RecomputePlan(level)).kept for level in LEVELS]
-            times = [step_time.overhead(facts, RecomputePlan(level)) for level in LEVELS]
-            assert kept == sorted(kept)
-            assert times == sorted(times, reverse=True)
-            assert times[-1] == 0
-
-
-def test_offload_costs_time_only_if_copies_take_longer_than_a_layer():
-    """At 64k tokens a layer computes for 100 ms; 2.4 GB take 47 ms; at 4k it computes for 2 ms and they take 3."""
-
-    def late(length: int) -> float:
-        facts = card(139, length)
-        keeping = RecomputePlan("narrow", sent="kept")
-        extra = step_time.overhead(facts, keeping) - step_time.overhead(facts, RecomputePlan("narrow"))
-        return extra / (32 * step_time.layer_time(facts).forward)
-
-    assert late(65536) < 0.02
-    assert late(4096) > 0.05
-
-
-def test_recomputed_flops_are_those_that_torch_counts():
-    """FLOPs of a step by torch's counter: a level's are more than the next one's by what step_time.layer_time() says of it."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    flops = {}
-    for level in ("attention", "narrow", "wide", "everything"):
-        pipeline = Pipeline(checkpointing=Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"]))
-        model = built(pipeline, random_model("llama")).train()
-        with FlopCounterMode(display=False) as counter:
-            model(**make_probe(model)).logits.sum().backward()
-        flops[level] = counter.get_total_flops()
-    facts = replace(facts_of(random_model("llama")), rows=(24,))
-    layer = step_time.layer_time(facts)
-    card_flops = cards.CPU.matmul
-    assert flops["wide"] == flops["everything"]
-    assert flops["narrow"] - flops["wide"] == pytest.approx(2 * layer.wide * card_flops)  # two layers
-    assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)
-
-
-def test_forecast_follows_its_documented_formula():
-    """Bytes a token and layer: those of fxtune/techniques/estimate/memory.py, with two bytes a number."""
-    facts, cells = card(139, 65536, techniques=PEFT), 65536 * 32
-    adapters, lse = 2 * 7 * 16, 4 * 32
-    for level, floats in (
-        ("everything", 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336),
-        ("wide", 4 * 4096 + 2 * 1024 + 2 * 14336),
-        ("narrow", 4 * 4096 + 2 * 1024),
-    ):
-        assert forecast(facts, RecomputePlan(level)).kept == cells * (2 * floats + adapters + lse)
-    assert forecast(facts, RecomputePlan("input")).kept == cells * 2 * 4096 == 16 * GIB
-    assert forecast(facts, RecomputePlan("attention")).kept == cells * (4 * 4096 + lse)
-    sent = forecast(facts, RecomputePlan("input", sent="inputs"))
-    assert sent.kept == GIB  # two layers' inputs
-    assert sent.host == 31 * GIB // 2
-    assert forecast(facts, RecomputePlan("input", sent="inputs", senders=10)).kept == 11 * GIB  # the ten are gone
-    assert abs(forecast(facts, RecomputePlan("input")).weights - 8.03e9 * 2) < 0.2e9
-
-
-def test_layers_of_a_low_level_come_first_to_lower_the_peak():
-    """The first layers compute anew when the last ones' gate and up are free again: what that needs, nobody pays for."""
-    facts = card(139, 65536)
-    mixed = forecast(facts, RecomputePlan(mix=(("input", 16), ("wide", 16))))
-    wide = forecast(facts, RecomputePlan("wide"))
-    assert RecomputePlan(mix=(("wide", 2), ("attention", 1))).levels(5) == [
-        "input",
-        "input",
-        "attention",
-        "wide",
-        "wide",
-    ]
-    assert mixed.layer == wide.layer < forecast(facts, RecomputePlan("input")).layer
-    assert mixed.kept == (forecast(facts, RecomputePlan("input")).kept + wide.kept) // 2
-
-
-def peak_bytes(run) -> int:
-    """The most that `run` allocates at a time on the CPU, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        held = run()
-    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del held
-    return max(accumulate(changes))
-
-
-@pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
-def test_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles):
-    """Backward, in floats a token; the activation's own kernel, which on a CPU is plain torch, is left out."""
-    monkeypatch.setattr(fused_lora, "gated", lambda act, gate_up, share, out: out)
-    monkeypatch.setattr(fused_lora, "gated_backward", lambda act, gate_up, dp, share, above, out, *_: out)
-    h, i, r, rows = 64, 256, 16, 2048
-    a, b = (
-        [torch.ones(r, h), torch.ones(r, h), torch.ones(r, i)],
-        [torch.ones(i, r), torch.ones(i, r), torch.ones(h, r)],
-    )
-    up = [frozen_base.augment([torch.ones(i, h)] * 2, [r, r])]
-    down = [frozen_base.augment([torch.ones(h, i)], [r])]
-    options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
-    x, dy = torch.ones(rows, h), torch.ones(rows, h)
-    _, *kept = torch.ops.fxtune.lora_mlp(x, *options, None)
-    peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
-    shape = dict(
-        LLAMA,
-        hidden_size=h,
-        intermediate_size=i,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
-    facts = card(
-        139,
-        rows,
-        model=shape,
-        dtype="float32",
-        techniques={"lora": {"r": r, "target_modules": ["all-linear"], "fused": "on"}, "compile": {}},
-    )
-    said = forecast(facts, RecomputePlan("wide" if keep else "narrow", tiles=tiles)).layer / 4 / rows
-    assert peak == pytest.approx(said - 3 * h, rel=0.06)  # besides: dy, x, and what the norm before made x of
-
-
-def test_pinned_memory_is_taken_in_pieces():
-    """400,000 tokens' inputs are 3.05 GiB a layer, and a power of two would be 4."""
-    need = forecast(card(139, 400000), RecomputePlan("input", sent="inputs"))
-    assert 31 * 400000 * 8192 <= need.host < 1.03 * 31 * 400000 * 8192
-
-
-def test_forecast_of_weights_depends_on_quantization_and_adapters():
-    facts = card(24, 8192)
-    small = replace(facts, techniques=enable(**TECHNIQUES, quantize={"type": "nf4"}))
-    assert forecast(small, RecomputePlan()).weights < 0.4 * forecast(facts, RecomputePlan()).weights
-    full = replace(facts, techniques=enable(compile={}), dtype="float32")
-    assert forecast(full, RecomputePlan()).trained > 8e9 * 12
-
-
-@pytest.mark.parametrize(("kind", "adapted"), [("llama", False), ("llama", True), ("mixtral", False)])
-def test_forecast_of_muons_moments_matches_its_state(kind, adapted):
-    """Embedding, head, norms and experts are AdamW's."""
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=3000,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    if adapted:
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
-    optimizer = Optimizer(model, OptimizerConfig(name=OptimizerName.muon))
-    gradients = 0
-    for parameter in optimizer.names:
-        parameter.grad = torch.ones_like(parameter)
-        gradients += parameter.nbytes
-    optimizer.step(1e-3, torch.tensor(True))
-    facts = card(
-        24,
-        64,
-        model=config.to_dict(),
-        dtype="float32",
-        optimizer="muon",
-        techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {},
-    )
-    moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
-    assert forecast(facts, RecomputePlan()).trained == pytest.approx(gradients + moments, rel=0.005)  # but for routers
 
 
 @pytest.mark.parametrize(

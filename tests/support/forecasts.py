@@ -1,0 +1,47 @@
+"""Facts of a card that trains an 8B Llama, for the memory and step-time estimates."""
+
+from __future__ import annotations
+
+from support.architectures import enable
+
+from fxtune.system.units import GIB
+from fxtune.techniques.facts import Facts
+
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+TECHNIQUES = {
+    "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"},
+    "compile": {},
+    "attention": {"backend": "flash4"},
+    "precision": {"autocast": "bfloat16"},
+    "liger": {"fused_linear_cross_entropy": "on"},
+}
+PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
+
+
+def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:
+    return Facts(
+        **{
+            "device": "cuda",
+            "device_name": "NVIDIA H200",
+            "capability": (9, 0),
+            "memory": int(gib * GIB),
+            "free_memory": int(gib * GIB),
+            "host_memory": int(host * GIB),
+            "model": LLAMA,
+            "dtype": "bfloat16",
+            "packing": True,
+            "sequence_length": length,
+            "rows": (length,),
+            "micro_batch_size": rows,
+            **known,
+            "techniques": enable(**known.get("techniques", TECHNIQUES)),
+        }
+    )

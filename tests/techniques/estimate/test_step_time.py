@@ -1,0 +1,58 @@
+"""Step-time estimates: levels, transfers, and FLOPs that torch counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.architectures import built, facts_of, random_model
+from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
+
+from fxtune.techniques.checkpointing.plan import LEVELS, RecomputePlan
+from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.estimate import cards, step_time
+from fxtune.techniques.estimate.memory import forecast
+from fxtune.techniques.pipeline import Pipeline, make_probe
+
+
+def test_lower_levels_take_less_memory_and_more_time():
+    for change in ({}, {"num_key_value_heads": 32}, {"intermediate_size": 4096}, {"hidden_size": 2048}):
+        for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
+            facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
+            kept = [forecast(facts, RecomputePlan(level)).kept for level in LEVELS]
+            times = [step_time.overhead(facts, RecomputePlan(level)) for level in LEVELS]
+            assert kept == sorted(kept)
+            assert times == sorted(times, reverse=True)
+            assert times[-1] == 0
+
+
+def test_offload_costs_time_only_if_transfers_outlast_computation():
+    """At 64k tokens a layer computes for 100 ms and its 2.4 GB take 47 ms; at 4k it computes for 2 ms and they take 3."""
+
+    def late(length: int) -> float:
+        facts = card(139, length)
+        keeping = RecomputePlan("narrow", sent="kept")
+        extra = step_time.overhead(facts, keeping) - step_time.overhead(facts, RecomputePlan("narrow"))
+        return extra / (32 * step_time.layer_time(facts).forward)
+
+    assert late(65536) < 0.02
+    assert late(4096) > 0.05
+
+
+def test_recomputed_flops_equal_torch_s_counter():
+    """Between two levels the FLOPs of a step differ by layer_time()'s share of that level."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = {}
+    for level in ("attention", "narrow", "wide", "everything"):
+        pipeline = Pipeline(checkpointing=Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"]))
+        model = built(pipeline, random_model("llama")).train()
+        with FlopCounterMode(display=False) as counter:
+            model(**make_probe(model)).logits.sum().backward()
+        flops[level] = counter.get_total_flops()
+    facts = replace(facts_of(random_model("llama")), rows=(24,))
+    layer = step_time.layer_time(facts)
+    card_flops = cards.CPU.matmul
+    assert flops["wide"] == flops["everything"]
+    assert flops["narrow"] - flops["wide"] == pytest.approx(2 * layer.wide * card_flops)  # two layers
+    assert flops["attention"] - flops["narrow"] == pytest.approx(2 * layer.narrow * card_flops)

@@ -1,4 +1,4 @@
-"""fp8 on a card: rows quantised as plain torch does, products near float32's, models near their 16-bit selves, and faster."""
+"""fp8 on a card: rows quantized as plain torch does, products near float32's, models near their 16-bit selves, and faster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random(*size: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("width", [16, 100, 4096, 14336, 17000, 28672])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("powers", [False, True])
-def test_rows_are_quantised_as_plain_torch_does(width, dtype, powers):
+def test_rows_are_quantized_as_in_plain_torch(width, dtype, powers):
     whole = (torch.randn(37, width + 24, device="cuda") * torch.logspace(-30, 20, 37, device="cuda")[:, None]).to(
         dtype
     )
@@ -50,13 +50,13 @@ def test_rows_are_quantised_as_plain_torch_does(width, dtype, powers):
 
 @pytest.mark.parametrize("width", [16, 4096, 6000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_are_dequantised_as_on_a_cpu(width, dtype):
+def test_weights_are_dequantized_as_on_a_cpu(width, dtype):
     weight = fp8.quantize_weight(random(300, width, scale=0.02))
     found = fp8.dequantize_weight(weight.codes, weight.scales, dtype)
     assert torch.equal(found.cpu(), fp8.dequantize_weight(weight.codes.cpu(), weight.scales.cpu(), dtype))
 
 
-def test_what_is_not_finite_stays_so():
+def test_nonfinite_numbers_stay():
     x = random(4, 4096)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
     codes, scales = fp8.quantize_rows(x)
@@ -66,7 +66,7 @@ def test_what_is_not_finite_stays_so():
     assert not finite[1].any()
 
 
-def test_rows_beyond_2_gib_of_numbers():
+def test_rows_beyond_int32():
     free = torch.cuda.mem_get_info()[0]
     rows = 2**31 // 28672 + 100
     if free < 4 * rows * 28672:
@@ -81,7 +81,7 @@ def test_rows_beyond_2_gib_of_numbers():
 
 @pytest.mark.parametrize("rows", [0, 1, 24, 700, 4096])
 @pytest.mark.parametrize(("inward", "outward"), [(4096, 6144), (14336, 4096), (1024, 16), (16, 2816)])
-def test_products_against_float32_of_what_was_quantised(rows, inward, outward):
+def test_products_match_float32_of_the_quantized_factors(rows, inward, outward):
     x, weight = random(rows, inward), fp8.quantize_weight(random(outward, inward, scale=0.02))
     codes = fp8.quantize_rows(x)
     made = fp8.scaled_mm(codes, weight.codes, weight.scales)
@@ -132,7 +132,7 @@ def on_cpu(tensors):
 
 
 @pytest.mark.parametrize("rows", [700, 4100])
-def test_a_group_of_linears_computes_what_it_does_on_a_cpu(rows):
+def test_a_group_matches_the_cpu(rows):
     """Also with as many rows as its own kernels are for."""
     a, b, weight = group(1024, (1024, 256, 256), 16)
     x = random(rows, 1024).requires_grad_()
@@ -147,7 +147,7 @@ def test_a_group_of_linears_computes_what_it_does_on_a_cpu(rows):
 
 
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 3)])
-def test_an_mlp_computes_what_it_does_on_a_cpu(keep, tiles):
+def test_an_mlp_matches_the_cpu(keep, tiles):
     a, b, up = group(512, (1408, 1408), 16)
     a_down, b_down, down = group(1408, (512,), 16)
     a, b = a + a_down, b + b_down
@@ -164,14 +164,14 @@ def test_an_mlp_computes_what_it_does_on_a_cpu(keep, tiles):
         assert reference.relative(one.cpu(), other) < 1.5 * reference.LIMITS["bfloat16"]
 
 
-def pipeline(fused: str = "auto", compiled: bool = False, quantised: bool = True) -> Pipeline:
+def pipeline(fused: str = "auto", compiled: bool = False, quantized: bool = True) -> Pipeline:
     made = Pipeline()
     made.attention.backend = "sdpa"
     made.lora.enabled = True
     made.lora.fused = type(made.lora.fused)(fused)
     made.precision.autocast = type(made.precision.autocast)("bfloat16")
     made.compile.enabled = compiled
-    made.quantize = Quantize(quantised, Type.fp8)
+    made.quantize = Quantize(quantized, Type.fp8)
     return made
 
 
@@ -189,7 +189,7 @@ def passed(model, made, given) -> reference.Result:
 
 
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_a_whole_model_is_near_bfloat16_of_the_same_weights_fused_and_not(shape):
+def test_a_model_is_near_bfloat16_of_the_same_weights(shape):
     """Products of fp8 are 0.037 from exact ones, which two layers of random weights do not heal."""
     given = reference.batch(shape)
     results = {}
@@ -197,7 +197,7 @@ def test_a_whole_model_is_near_bfloat16_of_the_same_weights_fused_and_not(shape)
         ours, made, evidence, _ = reference.build(pipeline(fused), shape, given)
         assert [one.acted for one in evidence if one.technique == "quantize"] == [True] * 4
         results[fused] = passed(ours, made, given)
-    plain, made, _, _ = reference.build(pipeline("off", quantised=False), shape, given)
+    plain, made, _, _ = reference.build(pipeline("off", quantized=False), shape, given)
     theirs = dict(ours.named_modules())
     with torch.no_grad():
         for name, module in plain.named_modules():
@@ -244,12 +244,12 @@ WIDE = dict(
 )
 
 
-def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_bit_memory_and_train():
+def test_wide_layers_are_built_in_little_more_than_their_16_bit_memory():
     """Against the same steps in bfloat16 from the same start: the loss falls as far."""
     given = reference.batch(WIDE, lengths=(700, 600, 748))
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=WIDE)
     ends = {}
-    for quantised in (False, True):
+    for quantized in (False, True):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -258,10 +258,10 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
         facts = Facts.of(
             world, model=hf_config.to_dict(), dtype="bfloat16", packing=True, sequence_length=2048, rows=(2048,)
         )
-        chosen, _ = pipeline(quantised=quantised).resolved(facts)
+        chosen, _ = pipeline(quantized=quantized).resolved(facts)
         built = chosen.build(model, hf_config, world, 0)
         weights = sum(parameter.numel() * parameter.element_size() for parameter in built.parameters())
-        if quantised:
+        if quantized:
             linears = [module for module in built.modules() if is_quantized(module)]
             weights += sum(module.back.numel() for module in linears)
             one = 14336 * 4096 * 2
@@ -280,14 +280,14 @@ def test_layers_as_wide_as_an_8b_model_s_are_built_in_little_more_than_their_16_
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        ends[quantised] = losses
+        ends[quantized] = losses
         del built, optimizer, loss
     assert ends[True][-1] < ends[True][0]
     assert ends[True][-1] == pytest.approx(ends[False][-1], abs=0.02 * ends[False][0])
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 4112])
-def test_a_head_in_fp8_computes_what_it_does_on_a_cpu(vocabulary):
+def test_an_fp8_head_matches_the_cpu(vocabulary):
     """Also where rows of logits are padded, as those of 4,112 words are."""
     source = torch.nn.Linear(1024, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
     hidden, labels = random(700, 1024, scale=3.0).requires_grad_(), torch.randint(0, vocabulary, (700,), device="cuda")
@@ -306,7 +306,7 @@ def test_a_head_in_fp8_computes_what_it_does_on_a_cpu(vocabulary):
     assert reference.relative(results[0][1], results[1][1]) < 2 * reference.LIMITS["bfloat16"]
 
 
-def test_a_model_with_its_ends_in_fp8():
+def test_a_model_with_fp8_embeddings_and_head():
     given, asked = reference.batch("llama"), pipeline()
     asked.quantize.head = asked.quantize.embeddings = True
     ours, made, evidence, _ = reference.build(asked, "llama", given)
@@ -333,8 +333,8 @@ def milliseconds(run) -> float:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="for Hopper and newer"
 )
-def test_it_is_faster_than_bfloat16():
-    """A frozen linear of an 8B model's MLP over 16k tokens, forward and backward, activations quantised in each."""
+def test_fp8_is_faster_than_bfloat16():
+    """A frozen linear of an 8B model's MLP over 16k tokens, forward and backward, activations quantized in each."""
     x, dy = random(16384, 4096).requires_grad_(), random(16384, 14336)
     weight = random(14336, 4096, scale=0.02)
     stored = fp8.quantize_weight(weight)

@@ -82,7 +82,7 @@ def nearer(mine, theirs, exact, x, trained, slack: float = 1.05) -> None:
     [([512, 256, 256], [16, 16, 16]), ([512], [8]), ([160, 96], [3, 5]), ([512, 512], [100, 100])],
     ids=["qkv", "one", "odd", "wide"],
 )
-def test_groups(outs, ranks, dtype, rows):
+def test_groups_match_float32(outs, ranks, dtype, rows):
     kind = getattr(torch, dtype)
     parts, x = drawn(768, outs, ranks, kind), inputs(rows, 768, kind)
     exact = x.detach().float().requires_grad_()
@@ -103,7 +103,7 @@ def test_groups(outs, ranks, dtype, rows):
 @pytest.mark.parametrize("dtype", reference.LIMITS)
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 3)])
 @pytest.mark.parametrize("act", ACTS)
-def test_mlps(act, keep, tiles, dtype, rows):
+def test_mlps_match_float32(act, keep, tiles, dtype, rows):
     kind = getattr(torch, dtype)
     up, down = drawn(768, [1504, 1504], [16, 8], kind), drawn(1504, [768], [16], kind)
     x = inputs(rows, 768, kind)
@@ -115,7 +115,7 @@ def test_mlps(act, keep, tiles, dtype, rows):
     nearer(mine, plain_mlp(x, up, down, act), (plain_mlp(exact, exactly(up), exactly(down), act), exact), x, [*a, *b])
 
 
-def test_no_rows_at_all():
+def test_no_rows():
     up, down = drawn(64, [128, 128], [16, 8]), drawn(128, [64], [16])
     a, b, scaling = ([*one, *other] for one, other in zip(up[1:], down[1:], strict=True))
     x = inputs(0, 64)
@@ -132,7 +132,7 @@ def test_no_rows_at_all():
     ("kind", "library"),
     [("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "bitsandbytes"), ("int8", "torchao"), ("fp8", "none")],
 )
-def test_over_quantised_weights(kind, library):
+def test_quantized_weights(kind, library):
     """As near to what the stored weights stand for as plain linears over those; fp8 rounds activations to 3 bits, too."""
     if library != "none":
         pytest.importorskip(library)
@@ -163,7 +163,7 @@ def test_over_quantised_weights(kind, library):
 @pytest.mark.parametrize(
     ("rows", "width", "ranks"), [(5000, 1504, (16, 16, 16)), (4099, 200, (16, 8, 4)), (4096, 136, (3, 20, 32))]
 )
-def test_sums_taken_in_passing(rows, width, ranks):
+def test_fused_sums(rows, width, ranks):
     """Of g = [dgate | dup] and p, against float32 on the CPU; then of other rows on top."""
     both = sum(ranks[:2])
     wide, narrow = -(-both // 16) * 16, -(-ranks[2] // 16) * 16
@@ -188,7 +188,7 @@ def test_sums_taken_in_passing(rows, width, ranks):
         assert reference.relative(of_a[:, : ranks[2]], exact_a[:, : ranks[2]]) < 3e-3
 
 
-def test_more_numbers_than_int32_can_count():
+def test_more_than_int32_numbers():
     """80,000 rows of 2 x 14336: the last rows lie beyond 2^31 numbers."""
     rows, width = 80000, 14336
     assert rows * 2 * width > 2**31
@@ -220,7 +220,7 @@ def test_more_numbers_than_int32_can_count():
 @pytest.mark.parametrize(
     ("rows", "width", "ranks"), [(4096, 4096, 16), (5000, 6144, 48), (4099, 1000, 128), (80000, 28672, 32)]
 )
-def test_what_adapters_add_is_rounded_and_leaves_what_lies_between_two_rows(rows, width, ranks):
+def test_add_rounds_and_leaves_gaps_between_rows(rows, width, ranks):
     """Rows that lie apart, both ways in which a factor may lie, the residual stream, and more numbers than int32 can count."""
     whole, stream = (torch.randn(rows, width + room, device="cuda", dtype=torch.bfloat16) for room in (16, 8))
     narrow, factor = (
@@ -241,7 +241,7 @@ def test_what_adapters_add_is_rounded_and_leaves_what_lies_between_two_rows(rows
             assert more is not None or ((whole[part, :width] - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-2).all()
 
 
-def test_the_same_bits_each_time():
+def test_results_are_the_same_bits_each_time():
     up, down = drawn(1024, [2048, 2048], [16, 16]), drawn(2048, [1024], [16])
     a, b, scaling = ([*one, *other] for one, other in zip(up[1:], down[1:], strict=True))
     made, x = ([augment(up[0], [16, 16])], [augment(down[0], [16])]), inputs(9000, 1024)
@@ -293,7 +293,7 @@ def llama_mlp(rows: int = 16384):
 
 
 @pytest.mark.timed
-def test_an_mlp_takes_little_more_than_its_matmuls():
+def test_an_mlp_takes_little_more_time_than_its_matmuls():
     """Llama-3-8B's, 16,384 tokens, forward and backward: six products of 1.9 TFLOP each."""
     x, trained, fused, linear_by_linear = llama_mlp()
     above = torch.randn_like(x)
@@ -316,7 +316,7 @@ def test_an_mlp_takes_little_more_than_its_matmuls():
 
 
 @pytest.mark.timed
-def test_the_gated_kernels_run_at_memorys_speed(monkeypatch):
+def test_gated_kernels_run_at_memory_bandwidth(monkeypatch):
     """As an MLP calls them: rows apart, adapters added and, backward, gradients of adapters summed in passing.
 
     What sums in passing are worth shows in a whole MLP. Kernel by kernel they look as slow as a pass for each of them: by
@@ -356,7 +356,7 @@ def test_the_gated_kernels_run_at_memorys_speed(monkeypatch):
     assert with_sums < apart
 
 
-def test_what_an_mlp_holds():
+def test_memory_of_an_mlp():
     """Kept: x A^T, p A^T and, if it is wanted, gate_up. At work: two buffers as wide as gate_up, in tiles a share of them."""
     wide = 16384 * 28672 * 2
     for options, kept, most in (
@@ -377,7 +377,7 @@ def test_what_an_mlp_holds():
 
 @pytest.mark.parametrize("ranks", [16, 32, 48, 64, 112])
 @pytest.mark.parametrize("rows", [4096, 5000])
-def test_narrow_products_are_exact_and_the_same_each_time(rows, ranks):
+def test_narrow_products_are_exact_and_deterministic(rows, ranks):
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
     factor = torch.randn(ranks, 1024 + ranks, device="cuda", dtype=torch.bfloat16)[:, :1024].t()
     exact = x.float() @ factor.float()
@@ -388,7 +388,7 @@ def test_narrow_products_are_exact_and_the_same_each_time(rows, ranks):
         assert torch.equal(buffer, torch.cat([x, found], 1))
 
 
-def test_few_rows_take_cublas_and_the_results_agree(monkeypatch):
+def test_few_rows_use_cublas_with_the_same_results(monkeypatch):
     parts, x = drawn(1024, [512, 256, 256], [16] * 3), inputs(5000, 1024)
     made, results = [augment(parts[0], [16] * 3)], []
     for fewest in (4096, 10**9):

@@ -1,6 +1,6 @@
 """Fused adapters in whole models on a card: as near to float32 as plain peft, faster than it, and no byte of the base twice.
 
-The operators themselves are tested in test_fused_lora.py.
+The operators themselves are tested in test_fused_lora_kernels.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pipeline(fused: Switch, compiled: bool = False, policy: Policy | None = None
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma"])
-def test_it_is_as_near_to_float32_as_peft(shape, compiled):
+def test_fused_is_as_accurate_as_peft(shape, compiled):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
@@ -68,7 +68,7 @@ def test_it_is_as_near_to_float32_as_peft(shape, compiled):
     assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
 
 
-def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
+def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
     """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew: by quack's products, not by cuBLAS's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found, fold = [], residual_pass.fold
@@ -92,7 +92,7 @@ def test_the_residual_stream_is_added_by_what_is_fused(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_checkpointing_changes_no_more_than_rounding(options, compiled):
+def test_checkpointing_changes_only_rounding(options, compiled):
     """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
     treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
     if compiled:
@@ -109,7 +109,7 @@ def whole(compiled: bool) -> reference.Result:
     return reference.ours(pipeline(Switch.on, compiled), "llama", reference.batch("llama"), lora=True)
 
 
-def test_the_frozen_weights_are_stored_once():
+def test_frozen_weights_are_stored_once():
     given = reference.batch(LAYERS_OF_8B, (64, 64))
     sizes = {}
     for fused in (Switch.off, Switch.on):
@@ -148,7 +148,7 @@ def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]
 
 @pytest.mark.timed
 @pytest.mark.parametrize("policy", [None, Policy.selective, Policy.full])
-def test_a_compiled_step_is_faster_and_holds_no_more(policy):
+def test_a_compiled_step_is_faster_and_needs_no_more_memory(policy):
     given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)
     found = {}
     for fused in (Switch.off, Switch.on):
@@ -165,7 +165,7 @@ def test_a_compiled_step_is_faster_and_holds_no_more(policy):
     assert our_peak <= 1.01 * plain_peak
 
 
-def test_generation_is_that_of_peft():
+def test_generation_matches_peft():
     given = reference.batch("llama", (64, 64))
     ids = torch.arange(3, 19, device="cuda").view(2, 8)
     answers = []

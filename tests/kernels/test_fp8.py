@@ -33,7 +33,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 @settings(max_examples=60, deadline=None)
 @example(3, 1, -88, False, 1)  # a row next to the smallest scale
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(-90, 90), st.booleans(), st.integers(0, 2**31))
-def test_a_number_keeps_its_sign_and_three_bits_wherever_its_row_lies(rows, width, magnitude, powers, seed):
+def test_quantizing_keeps_sign_and_three_bits(rows, width, magnitude, powers, seed):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=draw) * 2.0**magnitude
     codes, scales = fp8.quantize_rows(x, powers)
@@ -56,7 +56,7 @@ def test_a_number_keeps_its_sign_and_three_bits_wherever_its_row_lies(rows, widt
         assert torch.equal(wide(again, scales_again), found), "what is there already is not moved"
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
+def test_zeros_and_nonfinite_numbers_stay():
     x = torch.randn(4, 64)
     x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
     codes, scales = fp8.quantize_rows(x)
@@ -66,7 +66,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
     assert product.isfinite().all(1).tolist() == [True, False, False, True]
 
 
-def test_rows_may_lie_apart_and_there_may_be_none():
+def test_rows_with_gaps_and_no_rows():
     whole = torch.randn(6, 100)
     for one, other in zip(
         fp8.quantize_rows(whole[:, 8:72]), fp8.quantize_rows(whole[:, 8:72].contiguous()), strict=True
@@ -76,7 +76,7 @@ def test_rows_may_lie_apart_and_there_may_be_none():
     assert fp8.scaled_mm(fp8.quantize_rows(torch.empty(0, 64)), made.codes, made.scales).shape == (0, 32)
 
 
-def test_a_weight_and_its_transpose_are_the_same_numbers():
+def test_a_weight_and_its_transpose_hold_the_same_numbers():
     made, stands_for = weight(96, 160)
     assert apart(wide(made.back, made.back_scales).t(), stands_for) < 1e-3
     assert apart(stands_for, 0.02 * torch.randn(96, 160, generator=torch.Generator().manual_seed(0))) < 0.03
@@ -87,7 +87,7 @@ def test_a_weight_and_its_transpose_are_the_same_numbers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_is_as_far_from_exact_as_its_input_s_rounding_forward_and_backward(dtype):
+def test_a_linear_is_exact_but_for_rounding_its_input(dtype):
     made, stands_for = weight(96, 160)
     x = torch.randn(3, 50, 160, dtype=dtype, requires_grad=True)
     dy = torch.randn(3, 50, 96, dtype=dtype)
@@ -100,7 +100,7 @@ def test_a_linear_is_as_far_from_exact_as_its_input_s_rounding_forward_and_backw
         assert 0.01 < apart(found, given_.float() @ factor) < 0.04
 
 
-def test_noise_has_no_direction():
+def test_rounding_noise_averages_out():
     """What e4m3 loses averages out over rows: the mean of many products is nearer than each of them."""
     made, stands_for = weight(32, 64)
     x = torch.randn(4096, 64) + 0.5
@@ -109,7 +109,7 @@ def test_noise_has_no_direction():
     assert error.mean(0).norm() < 0.1 * error.norm(dim=1).mean()
 
 
-def test_nothing_but_the_weight_is_kept_for_the_backward_pass():
+def test_only_the_weight_is_kept_for_the_backward_pass():
     made, _ = weight(96, 160)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -119,7 +119,7 @@ def test_nothing_but_the_weight_is_kept_for_the_backward_pass():
     }
 
 
-def test_the_operator_holds_what_torch_asks_of_one_and_traces_without_a_break():
+def test_operator_passes_opcheck_and_compiles():
     made, _ = weight(96, 160)
     given_ = (torch.randn(5, 160, requires_grad=True), made.codes.t(), made.scales, made.back.t(), made.back_scales)
     torch.library.opcheck(torch.ops.fxtune.fp8_linear.default, given_)
@@ -132,7 +132,7 @@ def test_the_operator_holds_what_torch_asks_of_one_and_traces_without_a_break():
     assert torch.equal(ours.grad, plain.grad)
 
 
-def test_flops_are_those_of_the_product():
+def test_flops_are_counted():
     from torch.utils.flop_counter import FlopCounterMode
 
     made, _ = weight(96, 160)
@@ -153,7 +153,7 @@ def plain(x: torch.Tensor, frozen: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     return x @ frozen.t() + 2 * (x @ a.t() @ b.t())
 
 
-def test_a_group_with_adapters_adds_them_unquantised():
+def test_adapters_of_a_group_are_not_quantized():
     made, stands_for = weight(96, 160)
     a, b = adapters(160, (64, 32), 1)
     x = torch.randn(50, 160)
@@ -167,7 +167,7 @@ def test_a_group_with_adapters_adds_them_unquantised():
 @pytest.mark.parametrize(
     ("act", "keep", "tiles"), [("silu", True, 1), ("silu", False, 1), ("gelu_pytorch_tanh", False, 3)]
 )
-def test_an_mlp_with_adapters_and_its_gradients_are_near_the_dequantised_one_s(act, keep, tiles):
+def test_an_mlp_with_adapters_is_near_the_dequantized_one(act, keep, tiles):
     up, up_weight = weight(2 * 96, 64)
     down, down_weight = weight(64, 96, seed=3)
     (a, b), (a_down, b_down) = adapters(64, (96, 96), 1), adapters(96, (64,), 2)
@@ -186,7 +186,7 @@ def test_an_mlp_with_adapters_and_its_gradients_are_near_the_dequantised_one_s(a
         assert apart(mine, theirs) < 0.05
 
 
-def test_the_triton_kernels_are_the_plain_ones(tmp_path):
+def test_triton_kernels_match_the_plain_reference(tmp_path):
     script = tmp_path / "interpreted.py"
     script.write_text(INTERPRETED)
     assert interpreted(script) == ["16", "compared"]

@@ -137,7 +137,7 @@ sizes = st.integers(1, 33)
     bias=st.booleans(),
     data=st.data(),
 )
-def test_any_group_is_pefts(rows, inner, outs, bias, data):
+def test_any_group_matches_peft(rows, inner, outs, bias, data):
     ranks = [data.draw(st.integers(1, 9)) for _ in outs]
     model, fused, trained = group(
         inner, outs, ranks, bias, torch.float64
@@ -156,14 +156,14 @@ def test_any_group_is_pefts(rows, inner, outs, bias, data):
     keep=st.booleans(),
     tiles=st.integers(1, 7),
 )
-def test_any_mlp_is_pefts_kept_or_not_and_in_tiles(rows, hidden, width, ranks, act, keep, tiles):
+def test_any_mlp_matches_peft_with_keep_and_tiles(rows, hidden, width, ranks, act, keep, tiles):
     model, fused, trained = mlp(hidden, width, ranks, act, torch.float64)
     x = inputs(rows, hidden, dtype=torch.float64)
     compare(fused(x, keep=keep, tiles=tiles), model(x), [x, *trained], 1e-12)
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_in_float32_it_is_pefts_too(keep):
+def test_float32_matches_peft(keep):
     model, fused, trained = group(64, [48, 16, 16], [8, 4, 4], True)
     x = inputs(50, 64)
     compare(fused(x), model(x), [x, *trained])
@@ -173,7 +173,7 @@ def test_in_float32_it_is_pefts_too(keep):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", ["group", "mlp"])
-def test_in_16_bits_it_is_no_further_from_float32_than_peft(what, dtype):
+def test_16_bits_are_as_accurate_as_peft(what, dtype):
     """Peft under autocast, which is how it trains: without, it computes adapters in float32."""
     make = (
         (lambda dtype: group(67, [33, 40], [3, 5], True, dtype))
@@ -210,7 +210,7 @@ def test_in_16_bits_it_is_no_further_from_float32_than_peft(what, dtype):
         ("int8", "torchao", True),
     ],
 )
-def test_over_quantised_weights_it_is_plain_lora_over_what_they_stand_for(kind, library, double):
+def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, double):
     pytest.importorskip(library)
     torch.manual_seed(0)
     stored = [
@@ -251,7 +251,7 @@ def test_gradcheck_in_float64():
         )
 
 
-def test_torchs_own_check_of_operators():
+def test_operators_pass_opcheck():
     """Schema, fake implementation, gradients and compilation agree with what the operators do."""
     _, linears = adapted(Siblings(6, [4, 5], True), [2, 3])
     own, x = halves(linears), inputs(7, 6)
@@ -281,7 +281,7 @@ def test_torchs_own_check_of_operators():
 
 
 @pytest.mark.parametrize("frozen", ["x", "a", "b", "adapters", "all"])
-def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(frozen):
+def test_frozen_inputs_have_no_gradient_and_cost_no_matmul(frozen):
     for parts, width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         model, fused, trained = parts
         a, b = trained[: len(trained) // 2], trained[len(trained) // 2 :]
@@ -302,7 +302,7 @@ def test_what_is_frozen_has_no_gradient_and_costs_no_matmul(frozen):
                 assert (7, 6) not in seen.products, "dx of something that takes no gradient"
 
 
-def test_under_autocast_everything_is_computed_in_its_dtype():
+def test_autocast_sets_the_compute_dtype():
     for (model, fused, trained), width in ((group(64, [64, 32], [4, 8]), 64), (mlp(64, 96, [4, 8, 2]), 64)):
         x = inputs(50, width)
         with torch.autocast("cpu", torch.bfloat16):
@@ -318,7 +318,7 @@ def test_under_autocast_everything_is_computed_in_its_dtype():
             assert (one - other).norm() < 0.02 * other.norm()
 
 
-def test_without_gradients_the_result_is_the_same_and_nothing_is_kept():
+def test_no_grad_gives_the_same_result_and_keeps_nothing():
     for (model, fused, _), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         for rows in (1, 7):  # one: a token of generation
             x = inputs(rows, width)
@@ -352,7 +352,7 @@ def test_any_leading_dimensions_and_strides(shape):
         torch.testing.assert_close(one, other)
 
 
-def test_several_forward_passes_before_their_backward_passes_and_steps_between():
+def test_several_forward_passes_before_their_backward_passes():
     """Nothing of one call is left in the buffer for another: neither other inputs, nor other adapters, nor old ones."""
     for (model, fused, trained), width in ((group(6, [4, 5], [2, 3]), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         xs = [inputs(7, width) for _ in range(2)]
@@ -383,7 +383,7 @@ def test_frozen_weights_are_not_changed():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_is_kept_for_the_backward_pass(keep):
+def test_tensors_kept_for_the_backward_pass(keep):
     """Of activations: x, its product with A and, if it is wanted, gate_up. Never p."""
     _, fused, _ = mlp(16, 40, [2, 3, 1])
     x, kept = inputs(11, 16), []
@@ -392,7 +392,7 @@ def test_what_is_kept_for_the_backward_pass(keep):
     assert [shape for shape in kept if shape[0] == 11] == [(11, 16)] + [(11, 80), (11, 16), (11, 16)] * keep
 
 
-def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(monkeypatch):
+def test_checkpoints_recompute_and_the_compiler_drops_unused_products(monkeypatch):
     """Products with frozen weights: two each way and gate_up once more. Operator by operator a checkpoint repeats both."""
     products = []
     for name in ("split", "full", "split_backward"):
@@ -415,7 +415,7 @@ def test_checkpoints_recompute_and_the_compiler_leaves_out_what_nobody_needs(mon
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_as_one_graph_it_is_what_it_is():
+def test_one_compiled_graph_gives_the_same_result():
     for (model, fused, trained), width in ((group(6, [4, 5], [2, 3], True), 6), (mlp(6, 8, [2, 3, 1]), 6)):
         compiled = torch.compile(lambda x, fused=fused: fused(x * 2) + 1, fullgraph=True, backend="aot_eager")
         for rows in (7, 9, 1):
@@ -444,7 +444,7 @@ def test_flops_are_counted():
     assert counted.get_total_flops() == 6 * frozen + 3 * sum(adapters) + again
 
 
-def test_memory_that_was_something_else_before_cannot_be_seen():
+def test_uninitialized_memory_does_not_leak_into_results():
     """oneDNN reads beyond rows that lie apart, and nan times zero is nan."""
     _, fused, _ = mlp(66, 129, [2, 3, 1], dtype=torch.bfloat16)
     x = inputs(301, 66, dtype=torch.bfloat16)
@@ -457,7 +457,7 @@ def test_memory_that_was_something_else_before_cannot_be_seen():
         assert x.grad.isfinite().all()
 
 
-def test_tiles_hold_less():
+def test_tiles_need_less_memory():
     _, fused, _ = mlp(16, 40, [2, 3, 1])
     for tiles, rows in ((1, 1000), (5, 200)):
         with Calls() as seen:
@@ -465,14 +465,14 @@ def test_tiles_hold_less():
         assert max(numbers for numbers in seen.sizes) <= max(rows * (80 + 16), 1000 * 16)
 
 
-def test_gate_and_up_of_a_tile_are_gone_when_the_next_one_s_are_made(monkeypatch):
+def test_a_tile_is_freed_before_the_next_one(monkeypatch):
     _, fused, _ = mlp(16, 40, [2, 3, 1])
     own, made, alive = Dense.split, [], []
 
     def split(self, x):
         alive.append(sum(one() is not None for one in made))
         y, narrow = own(self, x)
-        assert narrow._base is None  # it would keep what y is a part of
+        assert narrow._base is None  # a view would keep y alive
         made.append(weakref.ref(y))
         return y, narrow
 
@@ -510,12 +510,12 @@ class Calls(TorchDispatchMode):
         return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
 
 
-def test_the_triton_kernels_are_the_plain_ones():
+def test_triton_kernels_match_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_lora.py") == ["36", "compared"]
 
 
 @pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])
-def test_updates_too_small_for_a_sum_in_bfloat16_act(size, by_peft, monkeypatch):
+def test_updates_too_small_for_a_bfloat16_sum_act(size, by_peft, monkeypatch):
     """A result in bfloat16 plus an adapter's first steps is mostly that result: it has no smaller bits, so that what is less than
     half of its last one is lost, always. Over dense weights the sum is made before anything is rounded, that with the residual
     stream of compiled layers as well, and an update acts in the mean as it should: what it changes is held against what it would

@@ -41,7 +41,7 @@ def test_only_adapters_get_gradients_in_every_family(family):
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_it_starts_as_its_base_and_plain_peft_loads_what_was_trained(kind, dtype, base, tmp_path):
+def test_it_starts_as_its_base_and_plain_peft_loads_the_trained_adapter(kind, dtype, base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -87,13 +87,13 @@ def test_the_adapter_is_drawn_from_the_seed():
         ({"family": "gemma", "modules_to_save": ["lm_head"]}, "one tensor"),
     ],
 )
-def test_what_cannot_act_is_refused_before_a_weight_is_loaded(options, reason):
+def test_invalid_options_are_refused_before_weights_load(options, reason):
     assert reason in refused(**options)
     assert refused() == ""
     assert refused(target_modules=["q_proj", "v_proj"]) == ""
 
 
-def test_a_frozen_adapter_or_a_thawed_base_is_noticed():
+def test_frozen_adapters_and_trained_base_weights_are_an_error():
     pipeline = lora()
     model = built(pipeline, random_model("llama"))
     model.get_base_model().lm_head.weight.requires_grad_(True)
@@ -104,7 +104,7 @@ def test_a_frozen_adapter_or_a_thawed_base_is_noticed():
         pipeline.prove(model, make_probe(model))
 
 
-def test_an_adapter_that_does_not_start_as_its_base_is_noticed():
+def test_adapters_that_change_the_base_at_the_start_are_an_error():
     pipeline = lora()
     model = trained(built(pipeline, random_model("llama")))
     with pytest.raises(ConfigError, match="the model starts as its base; seen: 0 of 14 matrices B are zero"):
@@ -127,7 +127,7 @@ def test_training_starts_from_an_adapter(base, adapter):
     assert not torch.equal(logits(first), logits(second))
 
 
-def test_an_adapter_of_other_options_is_refused_key_by_key(base, adapter):
+def test_different_adapter_options_are_refused_key_by_key(base, adapter):
     pipeline = lora(r=8, alpha=16.0, rslora=True)
     with pytest.raises(ConfigError) as caught:
         built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
@@ -144,7 +144,7 @@ def test_an_adapter_of_other_options_is_refused_key_by_key(base, adapter):
         built(pipeline, ModelConfig(path=str(base), adapter=str(adapter)))
 
 
-def test_an_adapter_that_is_broken_or_of_another_base_is_refused(base, adapter, tmp_path):
+def test_damaged_adapters_and_those_of_another_base_are_refused(base, adapter, tmp_path):
     model = ModelConfig(path=str(base), adapter=str(adapter))
     weights = load_file(adapter / "adapter_model.safetensors")
     name = sorted(weights)[0]

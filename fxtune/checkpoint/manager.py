@@ -251,12 +251,12 @@ class Checkpoints:
                 passed_over.append(f"{path.name}: {reason}")
                 continue
             for text in passed_over:
-                self.note(f"Checkpoint {text}. It is passed over for the newest whole one, {path.name}.")
+                self.note(f"Checkpoint {text}. It is passed over for the newest complete one, {path.name}.")
             self._step = found.state.step
             return found
         if passed_over:
             raise StorageError(
-                f"No whole checkpoint in {self.folder}:\n"
+                f"No complete checkpoint in {self.folder}:\n"
                 + "\n".join(f"  {text}" for text in passed_over)
                 + f"\nStart the run anew with {HOW_TO_START_ANEW}, or bring an intact copy of a checkpoint back."
             )

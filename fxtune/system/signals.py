@@ -155,7 +155,7 @@ def _exit_on_second_signal(pipe: int) -> None:
             now = time.monotonic()
             if first is not None and now - first > DOUBLE:
                 stop = Stopped(
-                    signal.Signals(number), "came again, so this ended at once. What was saved before is whole."
+                    signal.Signals(number), "came again, so this ended at once. Earlier checkpoints are intact."
                 )
                 os.write(2, f"\nfxtune: {stop}\n".encode())
                 os._exit(stop.exit_code)

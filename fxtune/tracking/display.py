@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -120,7 +120,10 @@ class PlainDisplay(Display):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
-        words = [f"step={step}/{self._pace.total}", *(f"{name}={text}" for name, text in figures(metrics).items())]
+        words = [
+            f"step={step}/{self._pace.total}",
+            *(f"{shape.name}={text}" for shape, text in figures(metrics).items()),
+        ]
         left = self._pace.left()
         if left is not None and "train/loss" in metrics:
             words.append(f"left={clock_time(left)}")
@@ -203,79 +206,63 @@ class LiveDisplay(PlainDisplay):
 
     def _parts(self) -> list[Text]:
         parts = []
-        for name, text in figures(self._latest).items():
-            hidden = name in ("tokens", "supervised_tokens", "step_s", "reserved_gib") or name.startswith(
-                "checkpoint_"
-            )
-            if hidden or (name == "skipped" and text == "0"):
-                continue  # only in metrics.jsonl, to leave room for the others
+        for shape, text in figures(self._latest, live=True).items():
+            name = shape.name
+            if name == "skipped" and text == "0":
+                continue
             style = "bold" if name == "loss" else ""
-            parts.append(Text.assemble((LABELS.get(name, name) + " ", "dim"), (_human(name, text), style)))
+            parts.append(Text.assemble(((shape.label or name) + " ", "dim"), (_human(name, text), style)))
         if len(self._losses.values) > 2 and unicode():
             spark = Text(sparkline(self._losses.values, 24), "green")
             parts.insert(1, spark)
         return parts
 
 
-# Short names of metrics, in the order of a line. Other metrics follow under their own names.
-NAMES = {
-    "train/loss": "loss",
-    "train/lr": "lr",
-    "train/grad_norm": "grad_norm",
-    "train/tokens_per_second": "tok/s",
-    "train/mfu": "mfu",
-    "train/memory_gib": "mem_gib",
-    "train/memory_reserved_gib": "reserved_gib",
-    "train/data_wait": "data_wait",
-    "train/step_seconds": "step_s",
-    "train/epoch": "epoch",
-    "train/tokens": "tokens",
-    "train/supervised_tokens": "supervised_tokens",
-    "train/skipped_steps": "skipped",
-    "eval/loss": "eval_loss",
-    "eval/perplexity": "eval_perplexity",
-    "questions/exact_match": "exact_match",
-}
-LABELS = {
-    "grad_norm": "grad",
-    "mem_gib": "mem",
-    "data_wait": "data wait",
-    "eval_loss": "eval loss",
-    "eval_perplexity": "perplexity",
-    "exact_match": "exact match",
-    "mfu": "MFU",
-}
-FORMATS = {
-    "loss": ".4f",
-    "eval_loss": ".4f",
-    "eval_perplexity": ".3f",
-    "lr": ".2e",
-    "grad_norm": ".3g",
-    "tok/s": ".0f",
-    "mfu": ".3f",
-    "mem_gib": ".2f",
-    "reserved_gib": ".2f",
-    "data_wait": ".3f",
-    "step_s": ".3f",
-    "epoch": ".2f",
-    "tokens": ".0f",
-    "supervised_tokens": ".0f",
-    "skipped": ".0f",
-    "exact_match": ".3f",
-}
+class Column(NamedTuple):
+    name: str
+    format: str
+    label: str = ""
+    """The name in the live display; empty: `name`."""
+    live: bool = True
+    """Whether the live display shows it, too."""
 
 
-def figures(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics by their short names, as texts without spaces, in the order of NAMES."""
+COLUMNS = {
+    "train/loss": Column("loss", ".4f"),
+    "train/lr": Column("lr", ".2e"),
+    "train/grad_norm": Column("grad_norm", ".3g", "grad"),
+    "train/tokens_per_second": Column("tok/s", ".0f"),
+    "train/mfu": Column("mfu", ".3f", "MFU"),
+    "train/memory_gib": Column("mem_gib", ".2f", "mem"),
+    "train/memory_reserved_gib": Column("reserved_gib", ".2f", live=False),
+    "train/data_wait": Column("data_wait", ".3f", "data wait"),
+    "train/step_seconds": Column("step_s", ".3f", live=False),
+    "train/epoch": Column("epoch", ".2f"),
+    "train/tokens": Column("tokens", ".0f", live=False),
+    "train/supervised_tokens": Column("supervised_tokens", ".0f", live=False),
+    "train/skipped_steps": Column("skipped", ".0f"),
+    "eval/loss": Column("eval_loss", ".4f", "eval loss"),
+    "eval/perplexity": Column("eval_perplexity", ".3f", "perplexity"),
+    "questions/exact_match": Column("exact_match", ".3f", "exact match"),
+}
+"""Metrics in the order of a line. Others follow under their own names."""
+
+
+def column(metric: str) -> Column:
+    default = Column("_".join(metric.replace("/", " ").split()), ".4g", live=not metric.startswith("checkpoint/"))
+    return COLUMNS.get(metric, default)
+
+
+def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
+    """The metrics as texts without spaces, in the order of COLUMNS. `live`: only those for the live display."""
     shown = {}
-    ordered = [name for name in NAMES if name in metrics] + [name for name in metrics if name not in NAMES]
-    for name in ordered:
-        if name == "train/step":
+    for metric in [*(name for name in COLUMNS if name in metrics), *(name for name in metrics if name not in COLUMNS)]:
+        shape = column(metric)
+        if metric == "train/step" or (live and not shape.live):
             continue
-        short = NAMES.get(name, "_".join(name.replace("/", " ").split()))
-        number = math.nan if metrics[name] is None else _number(metrics[name])
-        text = str(plain(metrics[name])) if number is None else format(number, FORMATS.get(short, ".4g"))
-        shown[short] = "_".join(text.split())
+        number = math.nan if metrics[metric] is None else _number(metrics[metric])
+        text = str(plain(metrics[metric])) if number is None else format(number, shape.format)
+        shown[shape] = "_".join(text.split())
     return shown
 
 

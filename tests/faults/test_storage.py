@@ -327,7 +327,7 @@ def test_checkpoint_with_forged_files_is_skipped_with_the_reason(tmp_path, monke
     assert checkpoints.load_newest({"w": torch.zeros(873)}).state.step == 1
     assert len(notes) == 1
     assert re.search(why, notes[0]), notes
-    assert notes[0].endswith("It is passed over for the newest whole one, step-00000001.")
+    assert notes[0].endswith("It is passed over for the newest complete one, step-00000001.")
     assert not Path("exploded").exists()
 
 

@@ -63,7 +63,7 @@ def test_every_stretch_of_rows_is_within_one_row_of_the_share(drawn):
     assert sorted(result.tolist()) == list(range(len(tokens)))
     total, share = int(tokens.sum()), int(long.sum())
     ahead = np.concatenate([[0], np.cumsum(long[result] * total - tokens[result] * share)])
-    assert ahead.max() - ahead.min() <= tokens.max() * total  # over all pairs of a beginning and an end
+    assert ahead.max() - ahead.min() <= tokens.max() * total  # for all pairs of a start and an end
     assert ahead[-1] == 0
 
 
@@ -113,7 +113,7 @@ def test_epochs_have_the_declared_share_and_repeat_a_document_last(tables, share
         counts.update(epoch.segments.tolist())
         long += int(length[epoch.segments[stream.long[epoch.segments]]].sum())
         tokens += int(length[epoch.segments].sum())
-        assert abs(long - share * total * (number + 1)) <= LENGTH + 1  # the last document is whole
+        assert abs(long - share * total * (number + 1)) <= LENGTH + 1  # the last document is not split
         assert abs(tokens - total * (number + 1)) <= LENGTH + 16 + 2
         for kind in (stream.long, ~stream.long):
             mine = [counts[segment] for segment in np.flatnonzero(kind).tolist()]
@@ -175,7 +175,7 @@ def test_fingerprint_depends_on_the_mix_and_is_unchanged_without_one():
     ]
     assert len(set(prints)) == 4
     assert training(data, sequence_length=LENGTH, mix=MixConfig(None, 17)).fingerprint == prints[3]
-    assert prints[3] == "c773476eedd9a35d2572ebd77c15c2d2"  # as it was before there were mixes
+    assert prints[3] == "c773476eedd9a35d2572ebd77c15c2d2"  # as before there was a mix
     assert mixed(data, 0.5, max_steps=3).fingerprint == prints[0]
 
 

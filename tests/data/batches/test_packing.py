@@ -21,7 +21,7 @@ def pack(lengths: np.ndarray, capacity: int, order: np.ndarray | None = None) ->
 
 
 def naive_rows(lengths: np.ndarray, capacity: int) -> int:
-    """Best-fit decreasing, one document at a time: how many rows it needs."""
+    """Rows that best-fit decreasing needs, one document at a time."""
     rooms: list[int] = []
     rows = 0
     for length in sorted(lengths.tolist(), reverse=True):
@@ -56,7 +56,7 @@ def test_permutation_moves_documents_and_keeps_the_pattern(lengths, seed):
     assert (offsets == expected).all()
     assert (lengths[docs] == slots).all()
     assert sorted(docs.tolist()) == list(range(len(lengths)))
-    again, _ = packing_pattern(lengths[order], CAPACITY)  # a histogram knows no order
+    again, _ = packing_pattern(lengths[order], CAPACITY)  # a histogram has no order
     assert (again == slots).all()
 
 

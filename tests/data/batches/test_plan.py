@@ -40,7 +40,7 @@ def split_batch(plan: Plan, step: int, micro: int):
         padded = len(starts) - len(pieces)
         assert padded in (0, 1)
         for piece, start, end in zip(pieces, starts, ends, strict=False):
-            if not plan.stream.settings.packing:  # a single document's padding has no start of its own
+            if not plan.stream.settings.packing:  # the padding after a single document has no start
                 assert (batch.input_ids[row, start + piece.length :] == PAD).all()
                 assert (batch.targets[row, start + piece.length - 1 :] == IGNORE_INDEX).all()
                 end = start + piece.length
@@ -104,7 +104,7 @@ def test_epoch_has_every_document_once_complete_and_separate(tables, shape, size
 def test_batch_is_a_function_of_plan_seed_and_step(tables, shape, max_steps):
     plan = training(tables, max_steps=max_steps, epochs=5, **shape)
     rebuilt = training(tables, max_steps=max_steps, epochs=5, **shape)
-    for step in np.random.default_rng(0).permutation(plan.steps).tolist():  # asked in any order, against in order
+    for step in np.random.default_rng(0).permutation(plan.steps).tolist():  # any order gives the same batches
         assert same(rebuilt.batch(step, 0), plan.batch(step, 0))
     assert all(
         same(one, other) for one, other in zip(batches(plan), batches(pickle.loads(pickle.dumps(plan))), strict=True)
@@ -263,7 +263,7 @@ def test_held_out_documents_are_chosen_by_content():
         micro_batch_size=2,
         held_out=True,
     )
-    assert not sides[0] - ids(larger)  # raising the share keeps what was held out
+    assert not sides[0] - ids(larger)  # a larger share keeps the documents held out before
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -15,7 +15,7 @@ from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.read.formats import RowFormat
 from fxtune.errors import DataError
 
-# Short, since the alphabets of a byte-level tokenizer are covered by test_template.py: kind, bos, eos, others.
+# (kind, bos, eos, others). Few, because test_template.py covers the alphabets of byte-level tokenizers.
 STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]
 CHAT = {"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}
 
@@ -165,7 +165,7 @@ def test_template_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
     document = encoded(Encoder(tokenizer, RowFormat.messages, str(file)), CHAT)
     assert tokenizer.decode(document.ids) == "[user]\ntwo<|im_end|>[assistant]\nfour<|im_end|>"
     assert learned(document, tokenizer) == "four<|im_end|>"
-    # Without a generation prompt the model has to write its own header, so it learns to.
+    # Without a generation prompt the model must write its own header, so it learns the header.
     file.write_text(turns)
     document = encoded(Encoder(tokenizer, RowFormat.messages, str(file)), CHAT)
     assert learned(document, tokenizer) == "[assistant]\nfour<|im_end|>"

@@ -90,7 +90,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
     )
 )
 def test_quoted_tokens_are_tokenized_in_their_context(parts):
-    """As by the tokenizer itself, asked to take no special token for one, between those that the template writes."""
+    """Between the template's special tokens, the ids equal those of the tokenizer without special tokens."""
     tokenizer = families.tokenizer("chatml")
     text = "".join(parts)
     begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -175,7 +175,7 @@ def test_unigram_vocabulary_with_the_special_token_writes_text():
 
 
 def test_token_that_opens_an_assistant_turn_counts_as_special():
-    """DeepSeek's tokenizers have their turns' openings among the tokens that are added, and do not call them special."""
+    """In DeepSeek's tokenizers the tokens that open turns are added tokens, but not special ones."""
     tokenizer = copy.deepcopy(families.tokenizer("chatml"))
     tokenizer.add_tokens(["<|User|>", "<|Assistant|>", "<think>", "</think>"])
     tokenizer.chat_template = (

@@ -90,7 +90,7 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
 
 
 def supervised_text(family: str, messages: list[dict], tools: list[dict] | None = None) -> list[str]:
-    """The supervised stretches of the stock template's text, decoded from their tokens."""
+    """The supervised parts of the published template's text, decoded from their tokens."""
     tokenizer = families.tokenizer(family)
     encoder, row = Encoder(tokenizer, RowFormat.messages), {"messages": messages, "tools": tools}
     (document,) = encoder.encode([row])
@@ -136,7 +136,7 @@ TWO_TURNS = [
 )
 def test_published_templates_supervise_exactly_the_answers(family: str, expected: list[str]) -> None:
     found = supervised_text(family, TWO_TURNS)
-    if family in ("mistral", "phi3", "zephyr"):  # their tokenizers write a space of their own before a first word
+    if family in ("mistral", "phi3", "zephyr"):  # their tokenizers add a space before the first word
         found = [one.lstrip(" ").replace("\n ", "\n") for one in found]
     assert [one.replace(" <", "<") if family in ("phi3", "zephyr") else one for one in found] == expected
 
@@ -154,7 +154,7 @@ def test_qwen3_reasoning_is_supervised_if_the_template_keeps_it() -> None:
 
 
 def test_answer_inside_a_user_turn_is_not_supervised() -> None:
-    """Llama-3.1 takes the first message for the user's, whoever's it is, and writes it behind the tools."""
+    """Llama-3.1 writes the first message, of whatever role, as the user's, after the tools."""
     turns = [
         {"role": "assistant", "content": "it is four."},
         {"role": "user", "content": "two and two"},
@@ -212,7 +212,7 @@ def test_mark_ends_after_the_end_of_turn_token() -> None:
 
 
 def test_misplaced_marks_are_not_used() -> None:
-    """Inside a macro the tracker counts from where the macro was called, so the mark would fall on the header."""
+    """Inside a macro, positions count from the call of the macro, so the mark would cover the header."""
     source = (
         "{% macro say(m) %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
         "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endmacro %}"
@@ -231,7 +231,7 @@ def test_marks_on_some_turns_only_are_not_used() -> None:
 
 
 def test_header_of_the_next_turn_is_no_end_of_turn() -> None:
-    """GLM's kind of template: nothing closes a turn but the next one's tag, which the user's side writes."""
+    """As in GLM: only the tag of the next turn closes a turn, and the user's side writes that tag."""
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     assert found(source) == ["a"]
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
@@ -255,7 +255,7 @@ def test_content_with_the_sentinels_characters() -> None:
 
 
 def test_reasoning_prompt_that_earlier_turns_lack() -> None:
-    """QwQ's kind: the generation prompt opens <think>, finished turns have no trace of it, users quote the prompt."""
+    """As in QwQ: the generation prompt opens <think>, finished turns lack it, and users quote the prompt."""
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content }}</s>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
@@ -342,7 +342,7 @@ def test_template_silent_before_the_assistant_supervises_no_user() -> None:
 
 
 def test_reasoning_with_a_header_that_changes_each_turn() -> None:
-    """No prompt is a prefix of the whole here, so what is certain is supervised: from the reasoning on."""
+    """No generation prompt is a prefix of the text, so the certain part is supervised: from the reasoning on."""
     source = "{{ messages|length }}" + PLAIN.replace(
         "{{ m.content }}", "{{ '<think>' + m.thinking + '</think>' if m.thinking }}{{ m.content }}"
     )

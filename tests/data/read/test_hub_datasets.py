@@ -37,7 +37,7 @@ def test_unreachable_hub_is_one_error_without_retries(monkeypatch):
 
 
 def test_offline_cache_serves_the_requested_revision(tmp_path, monkeypatch):
-    """The cache is laid out as datasets leaves it after a download."""
+    """The cache has the layout that `datasets` leaves after a download."""
     import datasets
 
     made = datasets.load_dataset(

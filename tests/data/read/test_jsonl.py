@@ -38,7 +38,7 @@ def test_unreadable_row_has_line_and_reason(tmp_path):
     st.sampled_from(["\n", "\r\n"]),
 )
 def test_shards_of_any_size_give_the_lines_of_the_file(tmp_path, texts, shard_bytes, last_newline, newline):
-    """Each line that is not blank comes once, in order, under its own number, wherever the file is cut."""
+    """Each line that is not blank is read once, in order, with its line number, wherever the file is cut."""
     body = newline.join(json.dumps({"text": text}, ensure_ascii=False) if text.strip(" ") else text for text in texts)
     path = tmp_path / "a.jsonl"
     path.write_bytes((body + newline * last_newline).encode())

@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def table_of(tokenizer, tmp_path):
-    """Tokenise a path with the given settings, in a cache of the test's own."""
+    """Tokenize a path with the given settings, with a cache in tmp_path."""
 
     def call(
         path, quarantine=None, progress=False, workers=1, on_bad_row=OnBadRow.error, chat_template=None, **source
@@ -48,6 +48,6 @@ def table_of(tokenizer, tmp_path):
 
 @pytest.fixture
 def many_shards(monkeypatch):
-    """Files of a few kilobytes go through worker processes, in many shards."""
+    """Files of a few kilobytes are cut into many shards and go to worker processes."""
     monkeypatch.setattr(sources, "SHARD_BYTES", 500)
     monkeypatch.setattr(tokens, "IN_PROCESS_BYTES", 0)

@@ -50,7 +50,7 @@ def test_damaged_table_is_rebuilt(table_of, tmp_path, damage):
         (table.folder / "table.json").write_text('{"sizes": ')
     elif damage == "missing":
         (table.folder / "supervised.npy").unlink()
-    else:  # a process died while it wrote
+    else:  # a process died while it wrote the table
         table.folder.rename(table.folder.with_name(table.folder.name + ".staging"))
         (table.folder.with_name(table.folder.name + ".staging") / "table.json").unlink()
     assert np.array_equal(table_of(path).ids, whole)

@@ -21,7 +21,7 @@ def times(factor):
 
 
 def slowly(factor, task):
-    time.sleep(0.02 * (task % 3))  # so that they end in another order
+    time.sleep(0.02 * (task % 3))  # so that tasks end in another order
     if task == 13:
         raise ValueError("thirteen")
     return factor * task
@@ -65,7 +65,7 @@ def test_task_error_is_raised_in_its_place():
 def test_worker_killed_while_sending_raises_worker_died():
     results = map_in_order(letters, None, [LARGE] * 9, 2)
     assert len(next(results)) == LARGE
-    time.sleep(0.5)  # both are writing, and nobody reads
+    time.sleep(0.5)  # both workers are blocked in writing
     os.kill(children()[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDied):
         list(results)

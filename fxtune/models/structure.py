@@ -7,17 +7,14 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    pass
-
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a causal language model, first to last, adapters or not: what one checkpoints and compiles."""
+    """The decoder layers of a causal language model, with or without adapters, first to last."""
     depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -26,17 +23,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
-    """The model of this config (`Facts.model`) without its weights, or None where only the author's own code can build it.
+    """The model of this config (`Facts.model`) on the meta device, or None if only code that comes with the model can build it.
 
-    To be read only: whoever asks for the same config gets the same model.
+    Do not change it: every caller with the same config gets the same model.
     """
     from transformers import CONFIG_MAPPING
 
-    return (
-        _skeleton(json.dumps(config, sort_keys=True, default=str))
-        if config.get("model_type") in CONFIG_MAPPING
-        else None
-    )
+    known = config.get("model_type") in CONFIG_MAPPING
+    return _skeleton(json.dumps(config, sort_keys=True, default=str)) if known else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -51,7 +45,7 @@ def _skeleton(architecture: str) -> nn.Module:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The decoder inside a causal language model, adapters or not: tokens in, the last hidden states out, no head."""
+    """The decoder of a causal language model, with or without adapters: tokens in, last hidden states out, no head."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     found: nn.Module = base.get_decoder()
     return found
@@ -74,7 +68,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[None]:
-    """Look at a model without changing it: no dropout, and the training flag and the random state as before."""
+    """Switch dropout off, and restore the training flag and the random state afterwards."""
     was_training = model.training
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

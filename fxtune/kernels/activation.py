@@ -1,4 +1,5 @@
-"""The activation of a gated MLP inside Triton kernels: one formula for those of gated_lora_triton.py and gated_sums_triton.py.
+"""The activation of a gated MLP inside Triton kernels: one formula for swiglu_lora_triton.py and
+swiglu_reduce_triton.py.
 
 Imported only where there is a GPU: triton is no part of torch's CPU builds.
 """

@@ -1,22 +1,26 @@
-"""Frozen linears in fp8: weights and activations as e4m3 with a scale to each row, multiplied at twice the speed of bfloat16.
+"""Frozen linears in fp8: weights and activations as e4m3 with a scale to each row, multiplied at twice the speed of
+bfloat16.
 
-A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on tensor cores in e4m3 (3 bits of mantissa, 4
-of exponent, up to 448). Results are bfloat16, times the scale of their row (of x or dy) and of their column (of the weight). A
-scale is a row's largest number over 448, so an outlier costs only its own row. On an H200 these products run at 1,000 to 1,300
-TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
+A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on tensor cores in e4m3 (3 bits
+of mantissa, 4 of exponent, up to 448). Results are bfloat16, times the scale of their row (of x or dy) and of their
+column (of the weight). A scale is a row's largest number over 448, so an outlier costs only its own row. On an H200
+these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
 
-Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a matrix of its own:
-both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two. That costs nothing (a
-floating-point format has the same relative precision at each scale) and makes W^T the same numbers as W, so the backward pass is
-that of the weights of the forward pass. (Except numbers some 2,000 times smaller than their column's largest, which lose bits.)
+Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
+matrix of its own: both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are
+powers of two. That costs nothing (a floating-point format has the same relative precision at each scale) and makes W^T
+the same numbers as W, so the backward pass is that of the weights of the forward pass. (Except numbers some 2,000
+times smaller than their column's largest, which lose bits.)
 
-Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; on a CPU, for
-tests, plain torch multiplies the dequantized matrices in float32). Rows of zeros get the scale SMALLEST; NaN and infinity stay.
-Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred direction.
+Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; on a
+CPU, for tests, plain torch multiplies the dequantized matrices in float32). Rows of zeros get the scale SMALLEST; NaN
+and infinity stay. Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
+direction.
 
-Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv 2412.19437).
-Next step: Blackwell's tensor cores take a scale for each 32 numbers of a row (mxfp8, e8m0 scales) at the same speed. That would be
-another pair of quantize_rows() and scaled_mm(), with scales in the layout of torch's `ScalingType.BlockWise1x32`.
+Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv
+2412.19437). Next step: Blackwell's tensor cores take a scale for each 32 numbers of a row (mxfp8, e8m0 scales) at the
+same speed. That would be another pair of quantize_rows() and scaled_mm(), with scales in the layout of torch's
+`ScalingType.BlockWise1x32`.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class Weight(NamedTuple):
 
 @torch.no_grad()
 def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
-    """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes * scales.
+    """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
+    scales.
 
     `x`: any floating dtype, with contiguous rows and any gaps. `powers`: round scales up to a power of two.
     """
@@ -78,7 +83,9 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """dequantize_rows() for scales that are powers of two, without a float32 copy in between where bfloat16 holds the result."""
+    """dequantize_rows() for scales that are powers of two, without a float32 copy in between where bfloat16 holds the
+    result.
+    """
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
 
@@ -91,7 +98,9 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def quantize_weight(weight: Tensor) -> Weight:
-    """Quantize a weight [out, in] of any floating dtype. Needs two bfloat16 copies of it for a moment besides the result."""
+    """Quantize a weight [out, in] of any floating dtype. Needs two bfloat16 copies of it for a moment besides the
+    result.
+    """
     return with_transpose(*quantize_rows(weight, powers=True))
 
 
@@ -104,10 +113,11 @@ def with_transpose(codes: Tensor, scales: Tensor) -> Weight:
 
 
 def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """The product of `x`, a result of quantize_rows(), and the transpose of `codes`: bfloat16 [rows, n], in `out` if given.
+    """The product of `x`, a result of quantize_rows(), and the transpose of `codes`: bfloat16 [rows, n], in `out` if
+    given.
 
-    `x`: e4m3 [rows, k] and float32 [rows, 1]. `codes`: e4m3 or uint8 [n, k]; `scales`: float32 [1, n]; both are copied unless
-    contiguous. k and n are multiples of 16.
+    `x`: e4m3 [rows, k] and float32 [rows, 1]. `codes`: e4m3 or uint8 [n, k]; `scales`: float32 [1, n]; both are copied
+    unless contiguous. k and n are multiples of 16.
     """
     (left, left_scales), right = x, codes.contiguous().view(E4M3)
     shape = len(left), len(right)
@@ -179,9 +189,9 @@ register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
 def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Logits of a frozen fp8 head: x [..., width] times the transpose of `codes` [vocabulary, width].
 
-    The gradient of x is a product in the compute dtype with the dequantized weight, made anew in each call. A softmax over a
-    vocabulary of 128k has most of its numbers near 1e-6 next to one near 1: e4m3 cannot hold that, and dropping the small ones
-    would push all hidden states the same way.
+    The gradient of x is a product in the compute dtype with the dequantized weight, made anew in each call. A softmax
+    over a vocabulary of 128k has most of its numbers near 1e-6 next to one near 1: e4m3 cannot hold that, and dropping
+    the small ones would push all hidden states the same way.
     """
     logits: Tensor = torch.ops.fxtune.fp8_head(x, codes.t(), scales)
     return logits

@@ -3,9 +3,9 @@
     quantize_rows             a program takes one row
     dequantize_rows           the inverse, for a head in each step
 
-The scale needs the row's largest number. In between a row stays in registers if it fits, and is read again from the cache if it
-does not. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where
-there is a GPU: torch's CPU builds come without triton.
+The scale needs the row's largest number. In between a row stays in registers if it fits, and is read again from the
+cache if it does not. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import
+this module only where there is a GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ HELD = 8192
 
 
 def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, smallest: float, powers: bool) -> None:
-    """`x`: [rows, width], each row contiguous; `codes`: e4m3 of that shape, written; `scales`: float32 [rows], written."""
+    """`x`: [rows, width], each row contiguous; `codes`: e4m3 of that shape, written; `scales`: float32 [rows],
+    written.
+    """
     rows, width = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     assert scales.is_contiguous()
@@ -42,7 +44,9 @@ def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sm
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """`codes` e4m3 [rows, width] times `scales`, float32, one for each row; written to `into` and returned. All contiguous."""
+    """`codes` e4m3 [rows, width] times `scales`, float32, one for each row; written to `into` and returned. All
+    contiguous.
+    """
     rows, width = codes.shape
     assert all(one.is_contiguous() for one in (codes, scales, into))
     if rows:
@@ -101,7 +105,9 @@ def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr
 
 @triton.jit
 def _scale(largest, smallest, POWERS: tl.constexpr):
-    """448 is the largest number of e4m3. Next power of two: add all but one step of the mantissa, then drop the mantissa."""
+    """448 is the largest number of e4m3. Next power of two: add all but one step of the mantissa, then drop the
+    mantissa.
+    """
     scale = tl.maximum(largest * (1.0 / 448.0), smallest)
     if POWERS:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -1,9 +1,10 @@
 """The frozen half of fused LoRA: products with the weights of a group of linears, for each way of storing them.
 
-A group is one linear, or siblings that read the same input (q, k, v; gate, up). W [out, in] is their weights stacked by rows.
-`A` [R, in] stacks the siblings' lora_A; `B` [out, R] has scaling * lora_B of each sibling in its own rows and columns. Both are in
-the compute dtype and are made from the float32 parameters in each call. R is the sum of the ranks, padded with zeros to a
-multiple of ALIGN. A bias of the frozen linears is one more column of B, opposite a column of ones in x A^T.
+A group is one linear, or siblings that read the same input (q, k, v; gate, up). W [out, in] is their weights stacked
+by rows. `A` [R, in] stacks the siblings' lora_A; `B` [out, R] has scaling * lora_B of each sibling in its own rows and
+columns. Both are in the compute dtype and are made from the float32 parameters in each call. R is the sum of the
+ranks, padded with zeros to a multiple of ALIGN. A bias of the frozen linears is one more column of B, opposite a
+column of ones in x A^T.
 
 `Base` is the interface of a kind of weights. For a group whose result is read as it is:
 
@@ -23,24 +24,24 @@ All of these use three methods that a kind defines:
     forward(operand, xa)            -> x W^T + xa B^T       without the second term if xa is None
     backward(operand, dyb)          -> dy W + dyb A         likewise; operand is that of (dy, B)
 
-An `Operand` is what a kind makes of activations before it multiplies them: the activations in the compute dtype, and a padded
-buffer, or an fp8 copy with its scales. To add a kind: subclass Base and name it in fused_lora.base_of().
+An `Operand` is what a kind makes of activations before it multiplies them: the activations in the compute dtype, and a
+padded buffer, or an fp8 copy with its scales. To add a kind: subclass Base and name it in fused_lora.base_of().
 
 kind                tensors                                 product
 dense, dense/cute   [M]: W with room for A and B, augment()     one matmul, see below
 nf4/..., int8/...   quantized.packed() of each sibling          W is dequantized for the call, B is added to y afterwards
 fp8                 the four of a fp8.Weight of the group       two fp8 operands, B is added to y afterwards
 
-M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, accumulated in float32 and rounded once, and
-[dy | dy B] M[:, :in] is dx. A result in bfloat16 has no bits for what an adapter adds in its first steps: adding (x A^T) B^T to a
-rounded result would lose it (or, with the residual stream in it, would decide ties, so that it acts by more than its size). So
-the one rounding is worth the copy of an x that has no padding, although that is more memory traffic than a pass over y if x is
-the wider one.
+M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, accumulated in float32 and
+rounded once, and [dy | dy B] M[:, :in] is dx. A result in bfloat16 has no bits for what an adapter adds in its first
+steps: adding (x A^T) B^T to a rounded result would lose it (or, with the residual stream in it, would decide ties, so
+that it acts by more than its size). So the one rounding is worth the copy of an x that has no padding, although that
+is more memory traffic than a pass over y if x is the wider one.
 
-Where the activation kernels add the second halves, in float32 too, the first halves ride along in the product: x M[:, :in]^T is
-[x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more; what a matmul's last tile computes
-beyond W's columns is free. full_backward() does the same if dy is no narrower than dx, and adds (dy B) A in a pass, unless dy is
-padded or there is a bias.
+Where the activation kernels add the second halves, in float32 too, the first halves ride along in the product: x M[:,
+:in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more; what a
+matmul's last tile computes beyond W's columns is free. full_backward() does the same if dy is no narrower than dx, and
+adds (dy B) A in a pass, unless dy is padded or there is a bias.
 
 Writing A and B into M has no visible effect: only a call that has just written them reads them.
 """
@@ -59,8 +60,10 @@ from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
 DENSE = "dense"
 DENSE_CUTE = f"{DENSE}/{CUTE}"
-"""`dense` whose large products run by quack's kernel (kernels/matmul.py). The kind, an argument of the operators, selects the GEMM
-backend: a compiled graph has it as a constant of each call, and two models of one process may differ in it."""
+"""`dense` whose large products run by quack's kernel (kernels/matmul.py). The kind, an argument of the operators,
+selects the GEMM backend: a compiled graph has it as a constant of each call, and two models of one process may differ
+in it.
+"""
 
 
 def is_dense(kind: str) -> bool:
@@ -135,19 +138,25 @@ class Base:
     def full(
         self, x: Tensor, residual: Optional[Tensor] = None, out: Optional[Tensor] = None, padded: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """x W^T + xa B^T + residual, [rows, out], written to `out` if given, and xa. `padded`: as for full_backward()."""
+        """x W^T + xa B^T + residual, [rows, out], written to `out` if given, and xa. `padded`: as for
+        full_backward().
+        """
         operand, xa = (self.padded if padded else self.operand)(x, self.a.t())
         return add_adapter(self.forward(operand, None, out), xa, self.b.t(), residual=residual), xa
 
     def full_backward(self, dy: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
-        """dy W + dyb A, [rows, in], and dyb. `padded`: dy's rows may have padding behind them, which may be overwritten."""
+        """dy W + dyb A, [rows, in], and dyb. `padded`: dy's rows may have padding behind them, which may be
+        overwritten.
+        """
         operand, dyb = (self.padded if padded else self.operand)(dy, self.b)
         return self.backward(operand, dyb), dyb
 
     def project(
         self, x: Tensor, factor: Tensor, left: Optional[Tensor] = None, right: Optional[Tensor] = None
     ) -> Tensor:
-        """x factor, [rows, R], with a column of ones opposite the bias (zeros in dy B). `left`, `right`: as in project()."""
+        """x factor, [rows, R], with a column of ones opposite the bias (zeros in dy B). `left`, `right`: as in
+        project().
+        """
         ones = sum(self.adapters.ranks) if self.adapters.bias else None
         return project(x, factor, left, right, ones, 0.0 if factor is self.b else 1.0)
 
@@ -180,7 +189,9 @@ class Dense(Base):
         return Operand(x, buffer), self.project(x, factor, left, right)
 
     def padded(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """If the padding is R wide, x is a buffer's left part already. (On a CPU the padding is finite, see buffer().)"""
+        """If the padding is R wide, x is a buffer's left part already. (On a CPU the padding is finite, see
+        buffer().)
+        """
         rows, width = x.shape
         row = width + self.adapters.width
         end = (x.storage_offset() + rows * row) * x.itemsize
@@ -252,8 +263,8 @@ class Fp8(Base):
     """Weights in fp8; `tensors`: the four of a fp8.Weight of the whole group.
 
     Activations are quantized once for all siblings, forward and backward. The adapters' products take the activations
-    themselves, so what is trained sees no fp8. That reads them twice, in two launches: on an H200 one launch for both took 99 to
-    181 us, and the two take 85.
+    themselves, so what is trained sees no fp8. That reads them twice, in two launches: on an H200 one launch for both
+    took 99 to 181 us, and the two take 85.
     """
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
@@ -281,14 +292,16 @@ def add_adapter(
     out: Optional[Tensor] = None,
     residual: Optional[Tensor] = None,
 ) -> Tensor:
-    """product + narrow factor + residual, in place, or in `out`, which may be the product; the product alone if narrow is None."""
+    """product + narrow factor + residual, in place, or in `out`, which may be the product; the product alone if narrow
+    is None.
+    """
     return product if narrow is None else add(product, narrow, factor, out, residual)
 
 
 def spaced(like: Tensor, rows: int, width: int) -> Tensor:
     """An uninitialized [rows, width], on a GPU with ALIGN numbers between rows.
 
-    The size of a row is a multiple of 8 KiB in many models; programs that go down columns would then hit the same memory banks.
-    (There is no gap on a CPU, see Dense.buffer().)
+    The size of a row is a multiple of 8 KiB in many models; programs that go down columns would then hit the same
+    memory banks. (There is no gap on a CPU, see Dense.buffer().)
     """
     return like.new_empty(rows, width + ALIGN)[:, :width] if like.is_cuda else like.new_empty(rows, width)

@@ -1,25 +1,26 @@
 """LoRA over frozen linears as two operators, a group of linears and a whole gated MLP, forward and backward.
 
-`fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x. `fxtune::lora_mlp` is
-down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an adapter costs several passes over
-activations: the casts, a product that is added to the output, a scaled copy of it, and the same again backward. Here a group
-reads x once more for x A^T, and dy once more for dy B. An MLP over a dense base does not: both ride in the frozen products as
-columns, and only down_proj's input is read once more. What adapters add is added by the activation's kernels, by down's product, or
-in one pass over something hidden_size wide. Gradients of A and B read x and dy once more. frozen_base.py holds the frozen half, and
-shows how A and B ride along in its products; `kind` selects it.
+`fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x.
+`fxtune::lora_mlp` is down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an
+adapter costs several passes over activations: the casts, a product that is added to the output, a scaled copy of it,
+and the same again backward. Here a group reads x once more for x A^T, and dy once more for dy B. An MLP over a dense
+base does not: both ride in the frozen products as columns, and only down_proj's input is read once more. What adapters
+add is added by the activation's kernels, by down's product, or in one pass over something hidden_size wide. Gradients
+of A and B read x and dy once more. frozen_base.py holds the frozen half, and shows how A and B ride along in its
+products; `kind` selects it.
 
-Kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide; of an MLP also gate_up (gate and up side by
-side), the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it again, and sums over p and over
-the gradient of gate_up while it makes them (kernels/swiglu.py: FusedSums). With `keep=False` gate_up is not kept either but
-computed again from x (down's product never is). With `tiles` > 1 an MLP takes its rows tile by tile, forward and backward, so
-that no tensor of 2 * intermediate_size has more rows than a tile.
+Kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide; of an MLP also gate_up (gate and
+up side by side), the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it again, and
+sums over p and over the gradient of gate_up while it makes them (kernels/swiglu.py: FusedSums). With `keep=False`
+gate_up is not kept either but computed again from x (down's product never is). With `tiles` > 1 an MLP takes its rows
+tile by tile, forward and backward, so that no tensor of 2 * intermediate_size has more rows than a tile.
 
-They are operators and not autograd functions, backward passes included: torch.compile puts them into its graph as they are, so
-memory and time are the same compiled and not; checkpointing policies can name them; and a recomputation leaves out an operator
-whose results nobody uses.
+They are operators and not autograd functions, backward passes included: torch.compile puts them into its graph as they
+are, so memory and time are the same compiled and not; checkpointing policies can name them; and a recomputation leaves
+out an operator whose results nobody uses.
 
-Gradients of A and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in the compute
-dtype, autocast's or x's. Frozen inputs cost nothing. Any number of rows works, zero included.
+Gradients of A and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in
+the compute dtype, autocast's or x's. Frozen inputs cost nothing. Any number of rows works, zero included.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def lora_linear(
         base: the frozen weights in the layout of `kind` (kernels/frozen_base.py): for `dense` [augment(weights, ranks)].
         scaling: of each linear, alpha / rank in peft.
         bias: none, or of each linear [out_i], frozen; then augment() is called with bias=True.
-        padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then has padding
-            behind each row, where the backward pass puts dy B, so that dy is not copied.
+        padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then has
+            padding behind each row, where the backward pass puts dy B, so that dy is not copied.
 
     Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
@@ -137,7 +138,8 @@ def _linear(
 ) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> y [rows, out] and xa = x A^T [rows, padded rank], which the backward pass needs.
 
-    `residual` [rows, out] is added to y. It has no gradient here: techniques/compile/residual_pass.py puts it in, after autograd.
+    `residual` [rows, out] is added to y. It has no gradient here: techniques/compile/residual_pass.py puts it in,
+    after autograd.
     """
     with torch.autocast(x.device.type, enabled=False):
         group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
@@ -168,8 +170,8 @@ def _linear_backward(
     wanted: list[bool],
     padded: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(dx, da, db). `wanted`: of x, a and b; the others are returned empty. `padded`: dy's rows may have padding behind them, which
-    may be overwritten.
+    """(dx, da, db). `wanted`: of x, a and b; the others are returned empty. `padded`: dy's rows may have padding
+    behind them, which may be overwritten.
     """
     with torch.autocast(x.device.type, enabled=False):
         adapters = Adapters(a, b, bias, scaling, x.dtype)
@@ -343,7 +345,9 @@ def _halves(
 def _fused_sums(
     first: Base, second: Base, sums: Sequence[AdapterGradients], xa: Tensor, dyb: Tensor, keep_p: bool
 ) -> Optional[FusedSums]:
-    """Sums over the rows of [dgate | dup] and p that the kernel which makes these can take; otherwise each is a pass over them."""
+    """Sums over the rows of [dgate | dup] and p that the kernel which makes these can take; otherwise each is a pass
+    over them.
+    """
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
     if all(sums[0].wanted) and can_fuse_sums(xa, (gate, up, down)):
         return FusedSums(xa, dyb, (gate, up, down), keep_p, (sums[0].totals[1], sums[1].totals[0]))

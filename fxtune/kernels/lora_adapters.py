@@ -1,7 +1,9 @@
-"""The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their gradients.
+"""The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their
+gradients.
 
-On a GPU, and for 16-bit numbers, the kernels of lora_triton.py do it, where the group is small enough and has rows enough for
-them; elsewhere torch, in the same numeric order. AdapterGradients over rows are float32 until they are a gradient.
+On a GPU, and for 16-bit numbers, the kernels of lora_triton.py do it, where the group is small enough and has rows
+enough for them; elsewhere torch, in the same numeric order. AdapterGradients over rows are float32 until they are a
+gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Adapters:
 
 
 def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of ALIGN."""
+    """Columns of x A^T: the siblings' ranks, a column of ones where there is a bias, and zeros to a multiple of
+    ALIGN.
+    """
     return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
@@ -91,8 +95,8 @@ def project(
 ) -> Tensor:
     """x factor, [rows, R] in the compute dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R].
 
-    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of the product
-    that is `value` instead.
+    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of
+    the product that is `value` instead.
     """
     if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch
@@ -111,8 +115,8 @@ def project(
 def add(
     y: Tensor, narrow: Tensor, factor: Tensor, out: Optional[Tensor] = None, residual: Optional[Tensor] = None
 ) -> Tensor:
-    """y + narrow factor + residual, rounded after each of the two sums: `y` and `residual` [rows, width] with contiguous rows,
-    `narrow` [rows, R], `factor` [R, width].
+    """y + narrow factor + residual, rounded after each of the two sums: `y` and `residual` [rows, width] with
+    contiguous rows, `narrow` [rows, R], `factor` [R, width].
 
     In place, or written to `out` of y's shape, which may be y.
     """
@@ -137,7 +141,9 @@ class AdapterGradients:
         self.totals: list[Optional[Tensor]] = [None, None]
 
     def add(self, dyb: Tensor, x: Optional[Tensor], xa: Tensor, dy: Optional[Tensor]) -> None:
-        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals` already."""
+        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals`
+        already.
+        """
         for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
             if self.wanted[index] and wide is not None:
                 self.totals[index] = _outer(wide, narrow, self.totals[index])
@@ -167,7 +173,9 @@ class AdapterGradients:
 
 
 def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
-    """wide^T narrow in parts that are still to be summed, [parts, width, R], added to `into`; float32, or float64 for float64."""
+    """wide^T narrow in parts that are still to be summed, [parts, width, R], added to `into`; float32, or float64 for
+    float64.
+    """
     if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 

@@ -1,7 +1,7 @@
 """Floating-point operations of the operators of fused_lora.py, for torch's FlopCounterMode.
 
-A formula gets an operator's arguments with each tensor as its shape. Padding of ranks does not count, nor does what only moves
-bytes (activations, packing).
+A formula gets an operator's arguments with each tensor as its shape. Padding of ranks does not count, nor does what
+only moves bytes (activations, packing).
 """
 
 from __future__ import annotations

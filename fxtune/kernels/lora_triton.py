@@ -6,10 +6,10 @@
     add         y += t F, in one pass over y, with the residual stream if that is added next
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
-project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: without a split of the sum a GPU of 132
-processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The kernels are for 16-bit
-numbers (on tensor cores float32 would be TF32) and at most SIBLINGS linears in a group. Import this module only where there is a
-GPU: torch's CPU builds come without triton.
+project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: without a split of the sum a
+GPU of 132 processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The
+kernels are for 16-bit numbers (on tensor cores float32 would be TF32) and at most SIBLINGS linears in a group. Import
+this module only where there is a GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def unpack(
     grad_a: Sequence[Tensor],
     grad_b: Sequence[Tensor],
 ) -> None:
-    """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled) lora_B.
+    """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled)
+    lora_B.
 
     None: those gradients do not change.
     """
@@ -145,8 +146,8 @@ def project(
 ) -> Tensor:
     """x F [rows, R] in x's dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R] of any strides.
 
-    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of the product
-    that is `value` instead. R is a multiple of 16.
+    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of
+    the product that is `value` instead. R is a multiple of 16.
     """
     (rows, width), columns = x.shape, factor.shape[1]
     assert (x.stride(1), x.dtype.itemsize) == (1, 2), (x.stride(), x.dtype)
@@ -206,11 +207,11 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
     """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
-    `residual` is added to that, and the sum is rounded again, as by an operator of its own. With one rounding, since y has been
-    rounded before, t F would decide sums of y and residual that are ties, however small it is.
+    `residual` is added to that, and the sum is rounded again, as by an operator of its own. With one rounding, since y
+    has been rounded before, t F would decide sums of y and residual that are ties, however small it is.
 
-    `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of any
-    strides.
+    `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of
+    any strides.
     """
     (rows, width), ranks = y.shape, len(factor)
     assert (t.shape, factor.shape[1], y.stride(1), t.stride(1), y.dtype.itemsize) == ((rows, ranks), width, 1, 1, 2)

@@ -1,8 +1,8 @@
 """Weights packed in 4 or 8 bits, dequantized for one use. The linears that hold them: techniques/quantized_modules.py.
 
-A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before the
-matmul, forward and again backward, and nothing in 16 bits outlives the operator. That costs one pass over the weight each
-time, and the matmul itself runs at full speed: at 16k tokens an H200 spends 50 times longer in it.
+A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
+the matmul, forward and again backward, and nothing in 16 bits outlives the operator. That costs one pass over the
+weight each time, and the matmul itself runs at full speed: at 16k tokens an H200 spends 50 times longer in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ NF4_BLOCK, SCALE_BLOCK = 64, 256
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Dequantize `tensors`, the packed() of a linear whose fxtune_quantized is `kind`, to `out` [out, in], contiguous."""
+    """Dequantize `tensors`, the packed() of a linear whose fxtune_quantized is `kind`, to `out` [out, in],
+    contiguous.
+    """
     if kind.startswith("int8/"):
         torch.mul(tensors[0], tensors[1].unsqueeze(1), out=out)
     elif kind == "nf4/torchao":
@@ -61,7 +63,9 @@ def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Non
 
 
 def int8_weight(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """codes [out, in] * scale [out], rounded once. Written to `out`, it is one kernel without a float32 copy in between."""
+    """codes [out, in] * scale [out], rounded once. Written to `out`, it is one kernel without a float32 copy in
+    between.
+    """
     return torch.mul(codes, scale.unsqueeze(1), out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 

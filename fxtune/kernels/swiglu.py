@@ -1,12 +1,14 @@
-"""act(gate) * up and its gradient, in one pass each over the inner tensors of a gated MLP (SwiGLU, GeGLU: arXiv 2002.05202).
+"""act(gate) * up and its gradient, in one pass each over the inner tensors of a gated MLP (SwiGLU, GeGLU: arXiv
+2002.05202).
 
-`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor of the caller
-whose rows may have gaps between them, such as the left part of a buffer that the next matmul reads. All arithmetic is float32, and
-each result is rounded once. On a GPU Triton kernels do it (swiglu_lora_triton.py); elsewhere torch does, in the same order.
+`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor of
+the caller whose rows may have gaps between them, such as the left part of a buffer that the next matmul reads. All
+arithmetic is float32, and each result is rounded once. On a GPU Triton kernels do it (swiglu_lora_triton.py);
+elsewhere torch does, in the same order.
 
-What adapters add to gate and up, and backward to the gradient of p, is given as two factors and added here: a matmul would read
-and write these widest tensors of a layer once more. The backward pass can also sum over the rows of what it makes, for the
-gradients of adapters (`FusedSums`, swiglu_reduce_triton.py).
+What adapters add to gate and up, and backward to the gradient of p, is given as two factors and added here: a matmul
+would read and write these widest tensors of a layer once more. The backward pass can also sum over the rows of what it
+makes, for the gradients of adapters (`FusedSums`, swiglu_reduce_triton.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Share = tuple[Tensor, Tensor]
 """Two factors of a product that is still to be added."""
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 MIN_ROWS, MAX_RANK = 4096, 32
-"""On a GPU FusedSums are taken of so many rows or more, and up to this rank: sums of a larger one do not fit into registers."""
+"""On a GPU FusedSums are taken of so many rows or more, and up to this rank: sums of a larger one do not fit into
+registers.
+"""
 
 
 @dataclass
@@ -39,8 +43,9 @@ class FusedSums:
     keep_p: bool
     """Whether p is needed, too; otherwise dp may stay as it is."""
     totals: tuple[Optional[Tensor], Optional[Tensor]] = field(default=(None, None))
-    """The sums in parts that are still to be added up, [parts, 2 width, R] and [parts, width, Q], float32 or float64. Both are None,
-    or what an earlier call left here, to which the sums of these rows are added."""
+    """The sums in parts that are still to be added up, [parts, 2 width, R] and [parts, width, Q], float32 or float64.
+    Both are None, or what an earlier call left here, to which the sums of these rows are added.
+    """
 
 
 def can_fuse_sums(x: Tensor, ranks: tuple[int, int, int]) -> bool:
@@ -65,10 +70,11 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
 def gated_backward(
     act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: Optional[FusedSums] = None
 ) -> Tensor:
-    """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p afterwards.
+    """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p
+    afterwards.
 
-    `share` as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp`. `sums`: sums to take, too; its xa and dyb
-    are those of share and above.
+    `share` as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp`. `sums`: sums to take, too;
+    its xa and dyb are those of share and above.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if sums is not None:

@@ -1,13 +1,14 @@
 """Triton kernels of swiglu.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
-Adding an adapter's second half to gate and up by a matmul of its own would read and write the widest tensor of a layer once more:
-57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so it adds the adapter's product here, a few
-dozen multiplications a number, on tensor cores. A program keeps its columns of b and goes down the rows, or takes one tile if there
-are few rows. Backward the same is done, tile by tile, for the gradient of the product, to which down_proj's adapter adds. With
-many rows and small ranks swiglu_reduce_triton.py does it, which also sums the gradients of adapters.
+Adding an adapter's second half to gate and up by a matmul of its own would read and write the widest tensor of a layer
+once more: 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so it adds the adapter's
+product here, a few dozen multiplications a number, on tensor cores. A program keeps its columns of b and goes down the
+rows, or takes one tile if there are few rows. Backward the same is done, tile by tile, for the gradient of the
+product, to which down_proj's adapter adds. With many rows and small ranks swiglu_reduce_triton.py does it, which also
+sums the gradients of adapters.
 
-All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where there is a
-GPU: torch's CPU builds come without triton.
+All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where
+there is a GPU: torch's CPU builds come without triton.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Share = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) -> None:
-    """`gate_up`: [rows, 2 width]; `out`: [rows, width], written; `share`: xa [rows, R] and b [2 width, R]. Rows contiguous."""
+    """`gate_up`: [rows, 2 width]; `out`: [rows, width], written; `share`: xa [rows, R] and b [2 width, R]. Rows
+    contiguous.
+    """
     (rows, width), (xa, b) = out.shape, share
     _check_shapes(gate_up, out, xa, b)
     if rows >= WALK_ROWS and xa.shape[1] <= RANKS:
@@ -75,8 +78,8 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
 
 
 def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tensor, share: Share, above: Share) -> None:
-    """`out`: [rows, 2 width], written. `dp`: [rows, width], overwritten with p. `above`: ya [rows, Q] and a [Q, width]; ya a is added
-    to dp first.
+    """`out`: [rows, 2 width], written. `dp`: [rows, width], overwritten with p. `above`: ya [rows, Q] and a [Q,
+    width]; ya a is added to dp first.
     """
     (rows, width), (xa, b), (ya, a) = dp.shape, share, above
     _check_shapes(gate_up, dp, xa, b)

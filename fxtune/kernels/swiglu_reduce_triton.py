@@ -1,17 +1,17 @@
 """The gated activation's backward kernel that also sums gradients of adapters over the numbers that it computes.
 
-[dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are sums over their
-rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A, p^T dyb. A pass over memory for each of
-them costs as much as the activation's gradient itself. Here a program keeps a block of columns and goes down the rows: it
-multiplies what it has just computed on tensor cores, from registers, and sums in float32. So p is written only if p A^T was not
-kept.
+[dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are
+sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A, p^T dyb. A
+pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
+columns and goes down the rows: it multiplies what it has just computed on tensor cores, from registers, and sums in
+float32. So p is written only if p A^T was not kept.
 
-The rows are cut into parts, so that the GPU is full. Each part has sums of its own, and lora_triton.unpack() adds them up in a fixed
-order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. The products of adapters that are
-still missing in gate_up and dp are added here; their second halves stay in registers.
+The rows are cut into parts, so that the GPU is full. Each part has sums of its own, and lora_triton.unpack() adds them
+up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. The products
+of adapters that are still missing in gate_up and dp are added here; their second halves stay in registers.
 
-All other arithmetic is float32. Offsets are int64. Import this module only where there is a GPU: torch's CPU builds come without
-triton.
+All other arithmetic is float32. Offsets are int64. Import this module only where there is a GPU: torch's CPU builds
+come without triton.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from torch import Tensor
 from fxtune.kernels.activation import activation
 
 NARROW = 16
-"""The largest rank whose sums fit into registers with all columns of a program; up to twice that, with half of them."""
+"""The largest rank whose sums fit into registers with all columns of a program; up to twice that, with half of
+them.
+"""
 WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
-"""The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a processor, so
-that one computes while the other waits.
+"""The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a
+processor, so that one computes while the other waits.
 """
 SHARED_MEMORY = 2**17
 """Bytes of shared memory that four steps need; a processor with less overlaps three."""
 SLOTS = 264
-"""Programs that run at once: two for each processor of an H200. A constant, so that all GPUs add up in the same order."""
+"""Programs that run at once: two for each processor of an H200. A constant, so that all GPUs add up in the same
+order.
+"""
 MOST_PARTS, LEAST_ROWS = 8, 512
 
 
@@ -50,12 +54,12 @@ def backward(
     seconds: tuple[Tensor, Tensor],
     keep_p: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of down,
-    [parts, width, Q], float32, as lora_triton.reduce() would.
+    """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of
+    down, [parts, width, Q], float32, as lora_triton.reduce() would.
 
     Args:
         gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], the gradient of p; overwritten with p if `keep_p`.
-        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All of these have contiguous rows with any gaps.
+        xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All of these have contiguous rows, any gaps.
         ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are written.
         totals: the result of an earlier call, to which the sums are added; both or none.
         seconds: b [2 width, R] and a [Q, width]: xa b^T is added to gate_up, and dyb a to dp.

@@ -1,7 +1,8 @@
-"""Loads an adapter that peft saved, from a folder or the hub: compares its options with the recipe's, and loads its weights.
+"""Loads an adapter that peft saved, from a folder or the hub: compares its options with the recipe's, and loads its
+weights.
 
-Any difference is an error. peft itself builds what an adapter's config says, whatever the recipe says. It drops keys that it does
-not know, only warns of missing weights, ignores weights that have no place in the model, and accepts NaN.
+Any difference is an error. peft itself builds what an adapter's config says, whatever the recipe says. It drops keys
+that it does not know, only warns of missing weights, ignores weights that have no place in the model, and accepts NaN.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _PEFT_ONLY = (
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the weights of `adapter` (a folder or a hub id) into `model`, and record it in `model.adapter_start`.
 
-    `options`: of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises ConfigError if
-    the adapter was made with other options, StorageError if it is damaged or does not fit.
+    `options`: of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
+    ConfigError if the adapter was made with other options, StorageError if it is damaged or does not fit.
     """
     origin = locate_adapter(adapter)
     fetch_adapter(origin, adapter, key="model.adapter")
@@ -62,7 +63,9 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Make the two files of an adapter local. `key`, `name`: as the user wrote them. Raises StorageError if one is missing."""
+    """Make the two files of an adapter local. `key`, `name`: as the user wrote them. Raises StorageError if one is
+    missing.
+    """
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
         raise StorageError(
@@ -76,7 +79,8 @@ def fetch_adapter(origin: Origin, name: str, key: str) -> None:
 def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     """The options in an adapter's adapter_config.json. `key`, `name`: as the user wrote them.
 
-    Raises StorageError for a file that cannot be read, ConfigError for options that are invalid or that peft would ignore.
+    Raises StorageError for a file that cannot be read, ConfigError for options that are invalid or that peft would
+    ignore.
     """
     file = origin.folder / CONFIG
     place = f"{key}={name}: {file}"
@@ -137,7 +141,9 @@ def _unknown_options(theirs: dict[str, Any]) -> list[str]:
 
 
 def _require_same_options(theirs: dict[str, Any], options: Mapping[str, Any], ours: Any, adapter: str) -> None:
-    """Raise ConfigError unless the adapter has the recipe's `options`. `ours`: the LoraConfig that peft has for them."""
+    """Raise ConfigError unless the adapter has the recipe's `options`. `ours`: the LoraConfig that peft has for
+    them.
+    """
     if theirs.get("peft_type") != "LORA":
         raise ConfigError(
             f"model.adapter={adapter} cannot be trained here: it is a {_short(theirs.get('peft_type'))} adapter, "
@@ -178,7 +184,9 @@ def _require_same_options(theirs: dict[str, Any], options: Mapping[str, Any], ou
 
 
 def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
-    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all of them fit and are finite numbers."""
+    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all of them fit and are finite
+    numbers.
+    """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -233,7 +241,8 @@ def _require_finite(
 def _drop_base_weights(
     stored: dict[str, torch.Tensor], model: nn.Module, wanted: Mapping[str, torch.Tensor], place: str
 ) -> None:
-    """Remove the base's weights from `stored`: with an adapter on an embedding or a head, peft saves the base's weight, too.
+    """Remove the base's weights from `stored`: with an adapter on an embedding or a head, peft saves the base's
+    weight, too.
 
     Raises StorageError if they are not those of `model`: the adapter belongs to the weights in its file.
     """

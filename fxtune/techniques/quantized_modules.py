@@ -1,20 +1,21 @@
 """Frozen linears, heads and embeddings whose weights are stored in 4 or 8 bits.
 
-nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal distribution
-(QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256. It is stored by
-bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes twice.
+nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
+distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256. It
+is stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes twice.
 
-int8: one scale for each output row. The matmul over what the library has stored is our own, since theirs do not suit training.
-bitsandbytes' rounds the activations to 8 bits too, and keeps them for a gradient that is not needed, out of checkpointing's
-reach. torchao's keeps each 16-bit weight from forward to backward, and with it the memory that quantizing saved.
+int8: one scale for each output row. The matmul over what the library has stored is our own, since theirs do not suit
+training. bitsandbytes' rounds the activations to 8 bits too, and keeps them for a gradient that is not needed, out of
+checkpointing's reach. torchao's keeps each 16-bit weight from forward to backward, and with it the memory that
+quantizing saved.
 
-nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice as fast, and
-save no memory (kernels/fp8.py).
+nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
+as fast, and save no memory (kernels/fp8.py).
 
-The head and the token embeddings can be in fp8, too, the embeddings for memory, the head for speed and memory. Both are matrices
-[vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is dequantized row by row
-as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows; their rounding is noise of about
-0.04 of their size, and shows in the reported loss, also in that of an evaluation.
+The head and the token embeddings can be in fp8, too, the embeddings for memory, the head for speed and memory. Both
+are matrices [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is
+dequantized row by row as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows;
+their rounding is noise of about 0.04 of their size, and shows in the reported loss, also in that of an evaluation.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from fxtune.kernels.quantized import NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_
 def bytes_per_weight(kind: str, double: bool = True) -> float:
     """Bytes that a quantized linear takes for each weight, scales included. fp8 includes the transpose.
 
-    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. The row scales of int8 and fp8, 4 bytes each, are
-    counted for rows of 4,096.
+    `kind`: nf4, int8 or fp8. `double`: whether nf4's scales are quantized, too. The row scales of int8 and fp8, 4
+    bytes each, are counted for rows of 4,096.
     """
     if kind in ("int8", "fp8"):
         return (1 + 4 / 4096) * (2 if kind == "fp8" else 1)
@@ -49,9 +50,9 @@ def quantized(
 ) -> nn.Linear:
     """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
 
-    `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of the
-    dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are accumulated in
-    float32 and rounded to bfloat16. `linear` does not change.
+    `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of
+    the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
+    accumulated in float32 and rounded to bfloat16. `linear` does not change.
     """
     make = (
         _fp8
@@ -88,7 +89,9 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized linear stores, for an operator. kernels.quantized.unpack() reads them, except fp8's."""
+    """The tensors that a quantized linear stores, for an operator. kernels.quantized.unpack() reads them, except
+    fp8's.
+    """
     if isinstance(module, _Fp8):
         return [tensor.detach() for tensor in module.held()]
     if hasattr(module, "codes"):
@@ -196,7 +199,9 @@ class _Cast(nn.Linear):
 
 
 class _Fp8(nn.Linear):
-    """A linear whose products are in fp8. `weight` holds the codes as uint8: peft would give adapters the dtype of a float."""
+    """A linear whose products are in fp8. `weight` holds the codes as uint8: peft would give adapters the dtype of a
+    float.
+    """
 
     compute_dtype: torch.dtype
     fxtune_quantized: str
@@ -241,7 +246,9 @@ def _int8_class() -> Any:
 
 
 class _Int8Matmul(torch.autograd.Function):
-    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient, and only the codes are kept for it."""
+    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient, and only the codes are kept
+    for it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:

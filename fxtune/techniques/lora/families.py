@@ -1,17 +1,18 @@
 """Which modules of a model can run as one operator: names and order by model family, and a check by numbers.
 
-A module is a candidate if it has adapted linears of the right names. Nothing says what its code does with them, so it is run:
+A module is a candidate if it has adapted linears of the right names. Nothing says what its code does with them, so it
+is run:
 
-- An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears is run on a
-  CPU, forward and backward, and compared with that formula for each known activation. The inputs are small and large, so that
-  a clamp shows; the copy is in training mode, so that dropout shows.
-- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. This is seen in
-  one forward pass of the model on eight tokens. Then its code runs again with the projections' results handed out, and its
-  output must be the same.
+- An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears runs
+  on a CPU, forward and backward, and is compared with that formula for each known activation. The inputs are small and large,
+  so that a clamp shows; the copy is in training mode, so that dropout shows.
+- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. This
+  is seen in one forward pass of the model on eight tokens. Then its code runs again with the projections' results handed out, and
+  its output must be the same.
 
-A family that is not in the table has the names of Llama, and is fused if the numbers agree. Numbers cannot show whether a norm
-stands between the projections and RoPE: a norm whose weights are all one commutes with a rotation. So only a family in the
-table may have q and k rotated in the operator.
+A family that is not in the table has the names of Llama, and is fused if the numbers agree. Numbers cannot show
+whether a norm stands between the projections and RoPE: a norm whose weights are all one commutes with a rotation. So
+only a family in the table may have q and k rotated in the operator.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def family_of(model: Any) -> Family:
 
 
 def mlp_activation(mlp: nn.Module, names: Sequence[str]) -> str | None:
-    """The activation of an MLP that computes down(act(gate(x)) * up(x)), found by numbers; None if it computes anything else.
+    """The activation of an MLP that computes down(act(gate(x)) * up(x)), found by numbers; None if it computes
+    anything else.
 
     `names`: of gate, up and down. The module's own weights are neither read nor needed: it may be on the meta device.
     """
@@ -118,7 +120,9 @@ class AttentionCall:
 
 
 def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
-    """Run `model` on a few tokens, and return the first call of each candidate. `candidates`: projections by attention."""
+    """Run `model` on a few tokens, and return the first call of each candidate. `candidates`: projections by
+    attention.
+    """
     calls: dict[Any, AttentionCall] = {}
     done: set[Any] = set()
 

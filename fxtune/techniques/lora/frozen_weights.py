@@ -1,16 +1,18 @@
-"""The frozen weights of a fused group of linears: one module, `FrozenWeights`, owns them in the layout that the operator reads.
+"""The frozen weights of a fused group of linears: one module, `FrozenWeights`, owns them in the layout that the
+operator reads.
 
 A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
-parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving and
-merging: their `weight` becomes a property that returns a view of the group's parameter. So `state_dict()` and
-`load_state_dict()` have peft's names (`q_proj.base_layer.weight`), and the group's own parameter does not appear there.
+parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving
+and merging: their `weight` becomes a property that returns a view of the group's parameter. So `state_dict()` and
+`load_state_dict()` have peft's names (`q_proj.base_layer.weight`), and the group's own parameter does not appear
+there.
 
 A view can be changed in place. Replacing its memory (`weight.data = other`) has no effect, and assigning a parameter
 (`linear.weight = ...`) raises an error.
 
-Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with room for the adapters; `fp8` is four tensors, the codes and
-their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their linears, one for each;
-the group only refers to them.
+Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with room for the adapters; `fp8` is four tensors, the
+codes and their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their
+linears, one for each; the group only refers to them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def storage_kind(linear: Any) -> str:
 
 
 class FrozenWeights(nn.Module):
-    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input; see the module's docstring."""
+    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input; see the module's
+    docstring.
+    """
 
     weight: nn.Parameter
 
@@ -142,8 +146,8 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
 
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
-    """Let a linear have its view as a parameter for a while, for code that looks for one. What is put in its place is copied
-    into the view.
+    """Let a linear have its view as a parameter for a while, for code that looks for one. What is put in its place is
+    copied into the view.
     """
     view = base.weight
     parameters = dict(base._parameters)

@@ -1,10 +1,10 @@
 """Fuses the adapters of a PeftModel: fewer, larger operators in place of peft's linear by linear.
 
-peft wraps each frozen linear in a module of its own. That is right for names, saving and merging, and slow to run. So the
-modules stay, and the modules that call them change (fused_modules.py): a gated MLP whose three linears are adapted runs as one
-operator of kernels/fused_lora.py, the projections of an attention that read the same hidden states as one, and any other
-adapted linear as one by itself. families.py says which modules these are. A group's frozen weights become one parameter
-(frozen_weights.py), one group at a time, and nothing is stored twice.
+peft wraps each frozen linear in a module of its own. That is right for names, saving and merging, and slow to run. So
+the modules stay, and the modules that call them change (fused_modules.py): a gated MLP whose three linears are adapted
+runs as one operator of kernels/fused_lora.py, the projections of an attention that read the same hidden states as one,
+and any other adapted linear as one by itself. families.py says which modules these are. A group's frozen weights
+become one parameter (frozen_weights.py), one group at a time, and nothing is stored twice.
 
 If adapters are switched off or merged (peft's disable_adapter(), merge_adapter()), the modules' own forward runs.
 """
@@ -74,7 +74,9 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
-    """Whether techniques.lora will run MLPs as one operator each. `model`: a skeleton() of it, None if there is none."""
+    """Whether techniques.lora will run MLPs as one operator each. `model`: a skeleton() of it, None if there is
+    none.
+    """
     lora = facts.techniques.lora
     if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or obstacle(facts) or model is None:
         return False
@@ -191,8 +193,8 @@ def is_fused_mlp(module: Any) -> bool:
 
 
 def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and (in, out) of each linear that runs with others in one operator `fxtune::lora_linear`. `out` is the group's, since
-    the operator is known by the sizes of all its linears together.
+    """Name and (in, out) of each linear that runs with others in one operator `fxtune::lora_linear`. `out` is the
+    group's, since the operator is known by the sizes of all its linears together.
     """
     for module in model.modules():
         if getattr(module, "fused", None) == "attention":

@@ -1,7 +1,9 @@
-"""Selects the GEMM backend for frozen weights of fused adapters and for the head: cuBLAS, or quack's kernel (kernels/matmul.py).
+"""Selects the GEMM backend for frozen weights of fused adapters and for the head: cuBLAS, or quack's kernel
+(kernels/matmul.py).
 
-Whether quack's kernel is available is known before a weight is loaded (`obstacle`). Whether it compiles is known when the model
-is built (`enable`). That it runs is observed by torch's profiler on one of the model's own weights (`observe`).
+Whether quack's kernel is available is known before a weight is loaded (`obstacle`). Whether it compiles is known when
+the model is built (`enable`). That it runs is observed by torch's profiler on one of the model's own weights
+(`observe`).
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def enable(model: Any, optional: bool) -> str | None:
-    """Compile quack's kernel for the dtype that autocast has here, and use it for the fused groups of `model` and its head.
+    """Compile quack's kernel for the dtype that autocast has here, and use it for the fused groups of `model` and its
+    head.
 
     If it does not compile: with `optional`, leave the model as it is and return the reason; else raise HardwareError.
     """
@@ -86,8 +89,8 @@ def enable(model: Any, optional: bool) -> str | None:
 
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
-    """Multiply by a weight of the model as its operators do, forward and backward. Returns what ran, and whether it was quack's
-    kernel; None if no group's weight is large enough for it.
+    """Multiply by a weight of the model as its operators do, forward and backward. Returns what ran, and whether it
+    was quack's kernel; None if no group's weight is large enough for it.
 
     It takes the smallest weight that is large enough, since the check needs memory of its own.
     """

@@ -1,17 +1,18 @@
 """Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Off: full fine-tuning.
 
-A frozen linear W gets a trained addition: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so the model
-starts as its base. Adapters are float32 also over a bfloat16 base. They are small (0.5 % of an 8B model at r=16), and bfloat16
-has 8 bits of mantissa, so it would round away an update of 1/256 of a weight or less. `precision.autocast` makes their
-matmuls fast again.
+A frozen linear W gets a trained addition: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so
+the model starts as its base. Adapters are float32 also over a bfloat16 base. They are small (0.5 % of an 8B model at
+r=16), and bfloat16 has 8 bits of mantissa, so it would round away an update of 1/256 of a weight or less.
+`precision.autocast` makes their matmuls fast again.
 
-PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their product from
-the frozen weight, so they too start as their base. Whoever loads such an adapter repeats the factorization.
+PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their
+product from the frozen weight, so they too start as their base. Whoever loads such an adapter repeats the
+factorization.
 
-In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same input, and
-a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py). It is the same mathematics, with the adapters'
-products in the dtype of the base (accumulated in float32), as under autocast. `matmul` selects the GEMM backend for frozen
-weights and the head (gemm_backend.py).
+In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same
+input, and a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py). It is the same mathematics, with
+the adapters' products in the dtype of the base (accumulated in float32), as under autocast. `matmul` selects the GEMM
+backend for frozen weights and the head (gemm_backend.py).
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 ROUNDINGS = 8
-"""Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each layer
-rounds."""
+"""Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
+layer rounds.
+"""
 
 
 class AdapterInit(str, Enum):
@@ -73,11 +75,14 @@ class Lora(Technique):
     init: AdapterInit = AdapterInit.default
     """`default`: A uniform, B zero; `gaussian`: A normal, B zero; `pissa`, `olora`: from the weights themselves."""
     fused: Switch = Switch.auto
-    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a step takes
-    up to a quarter longer with it). Linears that cannot be fused run as in peft."""
+    """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a
+    step takes up to a quarter longer with it). Linears that cannot be fused run as in peft.
+    """
     matmul: Matmul = Matmul.auto
-    """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a kernel of
-    quack-kernels for Hopper that does large products in 2 to 7 % less time. `auto`: cute where it is available."""
+    """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a
+    kernel of quack-kernels for Hopper that does large products in 2 to 7 % less time. `auto`: cute where it is
+    available.
+    """
 
     def __post_init__(self) -> None:
         # Whether `auto` became on, or cute: then a model with nothing to fuse, or a kernel that does not compile, is no error.
@@ -159,8 +164,8 @@ class Lora(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         """Wrap the model in a PeftModel and freeze the base. The random state of the caller decides A.
 
-        Afterwards `matmul` is the backend in use, also if `auto` had chosen a kernel that does not compile. Another one rounds
-        differently, so a resumed run must have the same (training/resume_check.py).
+        Afterwards `matmul` is the backend in use, also if `auto` had chosen a kernel that does not compile. Another
+        one rounds differently, so a resumed run must have the same (training/resume_check.py).
         """
         import peft
 
@@ -293,7 +298,9 @@ class Lora(Technique):
 
 
 def _train_in_float32(adapted: Any) -> None:
-    """Give the copies that modules_to_save trains float32 weights, between two casts: peft leaves them in the base's dtype."""
+    """Give the copies that modules_to_save trains float32 weights, between two casts: peft leaves them in the base's
+    dtype.
+    """
     from peft.utils import ModulesToSaveWrapper
 
     dtype = next(

@@ -1,7 +1,7 @@
 """Errors that a user can fix. Each class has an exit code; each message says what is wrong, where, and what to change.
 
-They are `ValueError`s: a value from the user is wrong. A bug of fxtune stays an `AssertionError`, or whatever Python raised, with
-its traceback.
+They are `ValueError`s: a value from the user is wrong. A bug of fxtune stays an `AssertionError`, or whatever Python
+raised, with its traceback.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class HardwareError(UserError):
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out. The message says what to change; before it is shown, half as many rows are tried (system/oom.py)."""
+    """Memory ran out. The message says what to change; before it is shown, half as many rows are tried
+    (system/oom.py)."""
 
 
 class NumbersError(UserError):
@@ -66,8 +67,8 @@ class CheckError(UserError):
 class Stopped(KeyboardInterrupt):
     """A signal told this process to end, and it ends in an orderly way. Not a UserError, because nothing is wrong.
 
-    It derives from KeyboardInterrupt, which libraries let pass. The exit code tells a scheduler to run the command again:
-    EX_TEMPFAIL of sysexits.h.
+    It derives from KeyboardInterrupt, which libraries let pass. The exit code tells a scheduler to run the command
+    again: EX_TEMPFAIL of sysexits.h.
     """
 
     def __init__(self, number: signal.Signals, outcome: str = "") -> None:
@@ -88,8 +89,9 @@ FILE, FOLDER = "a file", "a folder"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """The kind of file at `path`, links followed, in words for a message: FILE, FOLDER, or one that must not be opened, because
-    reading a pipe waits for a writer and some devices never end. None if nothing is there or it cannot be seen."""
+    """The kind of file at `path`, links followed, in words for a message: FILE, FOLDER, or one that must not be
+    opened, because reading a pipe waits for a writer and some devices never end. None if nothing is there or it cannot
+    be seen."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # ValueError: a name that no file can have
@@ -114,7 +116,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown `word`: "; did you mean `lora`?", or ". There are: lora, rope.", or a full stop."""
+    """The end of a message about an unknown `word`: "; did you mean `lora`?", or ". There are: lora, rope.", or a full
+    stop."""
     known = list(known)
     close = nearest(word, known, cutoff)
     if close is not None:

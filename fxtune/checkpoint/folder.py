@@ -2,9 +2,9 @@
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
-It is written under a name that begins with a dot, synced and renamed. Names that begin with a dot are unfinished work, which the
-next save removes. `aside-step-00000120` is no longer a checkpoint of the run; only the user removes it (see set_aside). Nothing
-that is read here is code, and no name in a file is used as a path.
+It is written under a name that begins with a dot, synced and renamed. Names that begin with a dot are unfinished work,
+which the next save removes. `aside-step-00000120` is no longer a checkpoint of the run; only the user removes it (see
+set_aside). Nothing that is read here is code, and no name in a file is used as a path.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def write(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
 ) -> Path:
-    """Write the checkpoint of `step`, in place of one that is there, and return its path. Raises OSError and leaves nothing.
+    """Write the checkpoint of `step`, in place of one that is there, and return its path. Raises OSError and leaves
+    nothing.
 
     `recipe`: a digest of what the run learns by. `state`: JSON.
     """
@@ -111,7 +112,8 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it stays on the disk and is no checkpoint of the run; returns the new path. Raises OSError."""
+    """Rename a checkpoint so that it stays on the disk and is no checkpoint of the run; returns the new path. Raises
+    OSError."""
     aside, number = path.with_name(f"aside-{path.name}"), 1
     while aside.is_symlink() or aside.exists():
         number += 1
@@ -120,7 +122,8 @@ def set_aside(path: Path) -> Path:
 
 
 def damage_of(path: Path) -> Damage | None:
-    """Why the checkpoint at `path` is not complete and unchanged, or None: each file of its manifest as it was written, no other."""
+    """Why the checkpoint at `path` is not complete and unchanged, or None: each file of its manifest as it was
+    written, no other."""
     if path.is_symlink():
         return Damage("it is a link")
     try:

@@ -1,11 +1,12 @@
 """Copies of tensors in host memory, so that a checkpoint is written while training goes on.
 
-On a GPU a side stream copies into pinned buffers, which the next copy reuses. The copy overlaps the next forward and backward
-pass, which only read weights. The optimizer's update has to wait for it on the device: `wait_on_device`. On a CPU tensors are
-cloned.
+On a GPU a side stream copies into pinned buffers, which the next copy reuses. The copy overlaps the next forward and
+backward pass, which only read weights. The optimizer's update has to wait for it on the device: `wait_on_device`. On a
+CPU tensors are cloned.
 
-The cost is as much host memory as is saved (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB). A host with
-less than twice that free copies nothing (`take` returns None), and the checkpoint is written while the loop waits.
+The cost is as much host memory as is saved (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB).
+A host with less than twice that free copies nothing (`take` returns None), and the checkpoint is written while the
+loop waits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fxtune.system.host import memory
 from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
 
 BLOCK = 64 * 2**20
-"""Small tensors share pinned blocks of this many bytes: each pinned allocation is slow, and torch rounds it up to a power of two."""
+"""Small tensors share pinned blocks of this many bytes: each pinned allocation is slow, and torch rounds it up to a
+power of two."""
 ALIGNMENT = 64
 
 Tensors = dict[Any, torch.Tensor]
@@ -37,7 +39,8 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._device: torch.device | None = None
         self._sources: list[torch.Tensor] = []
-        """Kept alive until they are copied: some exist only for the copy, and their memory must not be reused before."""
+        """Kept alive until they are copied: some exist only for the copy, and their memory must not be reused
+        before."""
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> Tensors | None:
         """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them."""

@@ -1,17 +1,17 @@
 """The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
-A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (folder.py has its files). A batch is a
-function of (data plan, seed, step), and the step seeds dropout: apart from the integer `step`, neither random states nor positions
-in the data have to be saved.
+A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (folder.py has its files). A batch
+is a function of (data plan, seed, step), and the step seeds dropout: apart from the integer `step`, neither random
+states nor positions in the data have to be saved.
 
-The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and prunes, and at most
-one save is in flight. The loop's thread reports each failure once and training goes on; the next save that is due tries again.
-Only a run whose last save failed ends with an error (`wait`).
+The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and prunes,
+and at most one save is in flight. The loop's thread reports each failure once and training goes on; the next save that
+is due tries again. Only a run whose last save failed ends with an error (`wait`).
 
-A checkpoint is usable if each file of its manifest, and no other, is there as it was written, and if it has this run's recipe and
-fits the model. The newest usable one is loaded, and each newer one is reported with the reason. When the run then saves, a newer
-one is removed if its bytes are known to be lost and otherwise set aside: another version of fxtune, or the same one once the disk
-works again, may read it.
+A checkpoint is usable if each file of its manifest, and no other, is there as it was written, and if it has this run's
+recipe and fits the model. The newest usable one is loaded, and each newer one is reported with the reason. When the
+run then saves, a newer one is removed if its bytes are known to be lost and otherwise set aside: another version of
+fxtune, or the same one once the disk works again, may read it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class TrainState:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """The parts of the optimizer's state that are not tensors."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows at once of `training`, `evaluation` and `questions`, where running out of memory reduced them (system/oom.py)."""
+    """Rows at once of `training`, `evaluation` and `questions`, where running out of memory reduced them
+    (system/oom.py)."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """float16's loss scale and its count of good steps; empty for other dtypes."""
 
@@ -93,8 +94,8 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, in `folder`. A context: leaving it waits for the save in flight.
 
-    `recipe`: a digest of what the run learns by (run_folder.config_digest); checkpoints with another one are not loaded. `note`
-    gets one-line messages for the user, always in the thread that calls this object.
+    `recipe`: a digest of what the run learns by (run_folder.config_digest); checkpoints with another one are not
+    loaded. `note` gets one-line messages for the user, always in the thread that calls this object.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class Checkpoints:
         """Copy a checkpoint and write it in the background. Waits for the previous save first.
 
         Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`
-        (time.perf_counter()): when the loop stopped for this save. Disk errors are not raised: see `failure` and `wait`.
+        (time.perf_counter()): when the loop stopped for this save. Disk errors are not raised: see `failure` and
+        `wait`.
         """
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # now, because the loop changes the state
@@ -178,12 +180,13 @@ class Checkpoints:
             )
 
     def wait_for_copy(self) -> None:
-        """Call before weights or moments change: work issued to a GPU from here on waits, on the device, for the copy."""
+        """Call before weights or moments change: work issued to a GPU from here on waits, on the device, for the
+        copy."""
         self._host_copy.wait_on_device()
 
     def save_timings(self) -> dict[str, float]:
-        """Seconds of a save that ended since the last call: `checkpoint/stall_seconds`, for which the loop stopped, and
-        `checkpoint/seconds`, until it was on the disk. Reports a save that failed."""
+        """Seconds of a save that ended since the last call: `checkpoint/stall_seconds`, for which the loop stopped,
+        and `checkpoint/seconds`, until it was on the disk. Reports a save that failed."""
         if self._save and not self._save.is_alive():
             self._end_save()
         timings, self._timings = self._timings, {}
@@ -235,7 +238,8 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there is none at all. `model`: the trained weights that it must fit.
+        """The newest usable checkpoint, or None if there is none at all. `model`: the trained weights that it must
+        fit.
 
         Raises StorageError if there are checkpoints and none is usable.
         """
@@ -280,7 +284,8 @@ class Checkpoints:
 
 
 class _Save(threading.Thread):
-    """One save. A daemon thread: a process that ends at once abandons it, and unfinished files have names with a dot."""
+    """One save. A daemon thread: a process that ends at once abandons it, and unfinished files have names with a
+    dot."""
 
     def __init__(
         self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[tuple[str, str], torch.Tensor]
@@ -328,7 +333,8 @@ class _Save(threading.Thread):
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _make_room(self) -> None:
-        """Free disk space by removing old checkpoints early, each only if a newer one is usable. Raises OSError if too little."""
+        """Free disk space by removing old checkpoints early, each only if a newer one is usable. Raises OSError if too
+        little."""
         need = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
         for path in self._removable(saved=False):
             if self._free() >= need:
@@ -352,7 +358,8 @@ class _Save(threading.Thread):
             stored.remove(path)
 
     def _set_newer_aside(self) -> None:
-        """Set aside checkpoints of this step or later that the run did not continue from. Lost ones are left to be removed."""
+        """Set aside checkpoints of this step or later that the run did not continue from. Lost ones are left to be
+        removed."""
         for path in stored.paths(self.folder):
             own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
             if own or ((damage := damage_of(path)) and damage.lost):
@@ -365,7 +372,8 @@ class _Save(threading.Thread):
         self.own_step = self.step
 
     def _removable(self, saved: bool) -> Iterator[Path]:
-        """The checkpoints that `keep` and `keep_best` do not protect, oldest first: before this step is `saved`, or after."""
+        """The checkpoints that `keep` and `keep_best` do not protect, oldest first: before this step is `saved`, or
+        after."""
         paths = stored.paths(self.folder)
         older = [path for path in paths if step_of(path) < self.step]
         kept = {*(older[1 - self.config.keep :] if self.config.keep > 1 else []), self._best(older, saved)}
@@ -374,8 +382,8 @@ class _Save(threading.Thread):
                 yield path
 
     def _best(self, older: list[Path], saved: bool) -> Path | None:
-        """The best of the `older` ones, or None if this save is better. The save of `best_step` may have failed, so the newest
-        that was the best in its time is taken."""
+        """The best of the `older` ones, or None if this save is better. The save of `best_step` may have failed, so
+        the newest that was the best in its time is taken."""
         if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
             return None
         return next(

@@ -3,9 +3,9 @@
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 compile.json, if anything is compiled        result.json, written last
 
-The lock is the operating system's (flock) on a file in the folder: it is the same by every path, and a dead process holds none. On
-a network file system it reaches other machines only if the file system supports that (NFS 4, Lustre with `-o flock`, GPFS); see
-docs/faults.md.
+The lock is the operating system's (flock) on a file in the folder: it is the same by every path, and a dead process
+holds none. On a network file system it reaches other machines only if the file system supports that (NFS 4, Lustre
+with `-o flock`, GPFS); see docs/faults.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class RunFolder:
             ) from error
 
     def abandon(self) -> None:
-        """Remove the folder if the run failed before its first figures, so that the corrected command gets the same number."""
+        """Remove the folder if the run failed before its first figures, so that the corrected command gets the same
+        number."""
         if not self.resumed and not (self.path / "metrics.jsonl").exists():
             with contextlib.suppress(OSError):  # other files are in it, or the disk is gone: it stays
                 for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
@@ -96,9 +97,9 @@ class RunFolder:
 def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) -> RunFolder:
     """Find this run's folder, lock it and write the complete `config` into it.
 
-    Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the same config or
-    takes a new folder; `never` always takes a new one; `must` fails if there is no run to resume. A given `folder` is used as it
-    is, and other contents are an error.
+    Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the
+    same config or takes a new folder; `never` always takes a new one; `must` fails if there is no run to resume. A
+    given `folder` is used as it is, and other contents are an error.
     """
     root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
     try:
@@ -119,9 +120,9 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
 
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
-    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not; if there is
-    none, or with resume=never, the next free one. So the same sweep goes on where it stopped, and a sweep with another setting
-    gets new folders. Raises StorageError.
+    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not; if
+    there is none, or with resume=never, the next free one. So the same sweep goes on where it stopped, and a sweep
+    with another setting gets new folders. Raises StorageError.
     """
     try:
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
@@ -255,8 +256,8 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def require_own_files(path: Path) -> None:
-    """Raise StorageError for a run folder with links that lead out of it (checkpoints may be on another disk), or with a pipe or a
-    device, which would block whoever opens it.
+    """Raise StorageError for a run folder with links that lead out of it (checkpoints may be on another disk), or with
+    a pipe or a device, which would block whoever opens it.
     """
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
@@ -276,8 +277,8 @@ def require_own_files(path: Path) -> None:
 
 
 def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML in which a few lines cause endless work: deeply nested lists, and aliases that repeat a list.
-    fxtune writes neither."""
+    """Raise ValueError for YAML in which a few lines cause endless work: deeply nested lists, and aliases that repeat
+    a list. fxtune writes neither."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

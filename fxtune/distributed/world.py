@@ -18,7 +18,8 @@ from fxtune.system.units import GIB
 CONTEXT = GIB
 """Bytes of GPU memory that the driver and the context of a process take, at most."""
 _LIMITED: set[torch.device] = set()
-"""GPUs whose memory an earlier run of this process limited: the next run of a sweep may have another limit, or none."""
+"""GPUs whose memory an earlier run of this process limited: the next run of a sweep may have another limit, or
+none."""
 
 
 class Device(str, Enum):
@@ -37,8 +38,8 @@ class World:
     def create(device: Device = Device.auto, memory_gib: float | None = None) -> World:
         """Select the device, and limit torch to `memory_gib` GiB of its memory (None: no limit).
 
-        Raises HardwareError if the device is missing, ConfigError if the limit is not possible or a launcher such as torchrun
-        started several processes.
+        Raises HardwareError if the device is missing, ConfigError if the limit is not possible or a launcher such as
+        torchrun started several processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
@@ -64,8 +65,8 @@ class World:
     def facts(self, deterministic: bool = False) -> MachineFacts:
         """The device, the memory and the installed packages.
 
-        `deterministic`: count all memory as free except the driver's. What other processes leave free differs from run to run,
-        and `auto` settings depend on it.
+        `deterministic`: count all memory as free except the driver's. What other processes leave free differs from run
+        to run, and `auto` settings depend on it.
         """
         name, capability, total = f"{cores()} cores, {platform.machine()}", None, memory()[0]
         free = total

@@ -1,13 +1,13 @@
 """Files that are complete or known not to be: written with their sha256, synced, and renamed into place.
 
-`HashingWriter` hashes what passes through it, so no file is read again for its digest, and syncs the file when it is closed.
-`replacing` writes a temporary file beside the final one and renames it. `write_tensors` writes the safetensors format
-(github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor). The
-library's own `save_file` gives out nothing to hash and needs all tensors in host memory at once; this takes one tensor at a time
-from any device. Reading uses the library.
+`HashingWriter` hashes what passes through it, so no file is read again for its digest, and syncs the file when it is
+closed. `replacing` writes a temporary file beside the final one and renames it. `write_tensors` writes the safetensors
+format (github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the bytes of each
+tensor). The library's own `save_file` gives out nothing to hash and needs all tensors in host memory at once; this
+takes one tensor at a time from any device. Reading uses the library.
 
-`find_damage` compares a file with its digest. It opens only regular files of the recorded size: a link, a named pipe or a huge
-file put in their place is refused without being opened.
+`find_damage` compares a file with its digest. It opens only regular files of the recorded size: a link, a named pipe
+or a huge file put in their place is refused without being opened.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Damage:
 
     reason: str
     lost: bool = False
-    """Whether the saved bytes are known to be gone: missing, or read and different. Anything else may be readable later, by
-    another version of fxtune or once a disk works again."""
+    """Whether the saved bytes are known to be gone: missing, or read and different. Anything else may be readable
+    later, by another version of fxtune or once a disk works again."""
 
 
 class HashingWriter:

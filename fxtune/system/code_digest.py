@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1]
 
 @lru_cache  # once a process: what was imported stays, whatever becomes of the files
 def digest(*parts: str) -> str:
-    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all of it."""
+    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all of
+    it."""
     found = hashlib.sha256()
     for file in sorted({file for part in parts or (".",) for file in (PACKAGE / part).rglob("*.py")}):
         source = file.read_bytes()

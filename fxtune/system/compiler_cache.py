@@ -1,16 +1,17 @@
 """The folder in which torch.compile keeps compiled code: one for each version of our own operators.
 
-torch looks a compiled graph up by the graph's operators, its inputs, torch's own source and its options. Of a torch.library
-operator it sees the name alone, not its code or the shapes it returns. A graph compiled with an older version of an operator
-would be loaded, and fail an assertion about sizes or give wrong numbers. So the folder's name holds a digest of every folder
-that has operators or rules by which a graph is marked (SOURCES). (torch's own tag for this,
-`torch.compiler.config.cache_key_tag`, applies only to the thread that sets it; backward passes are compiled in another thread.)
+torch looks a compiled graph up by the graph's operators, its inputs, torch's own source and its options. Of a
+torch.library operator it sees the name alone, not its code or the shapes it returns. A graph compiled with an older
+version of an operator would be loaded, and fail an assertion about sizes or give wrong numbers. So the folder's name
+holds a digest of every folder that has operators or rules by which a graph is marked (SOURCES). (torch's own tag for
+this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it; backward passes are compiled in
+another thread.)
 
-A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in every later
-run. `remove_truncated_libraries` deletes such files at the start of a run; they are compiled again.
+A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in
+every later run. `remove_truncated_libraries` deletes such files at the start of a run; they are compiled again.
 
-Each process holds a shared lock on its folder for as long as it lives. Of the unlocked folders the last used ones are kept, so
-that switching between two versions stays fast, and the others are removed.
+Each process holds a shared lock on its folder for as long as it lives. Of the unlocked folders the last used ones are
+kept, so that switching between two versions stays fast, and the others are removed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fxtune.system.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SOURCES = ("kernels", "techniques/checkpointing")
-"""Folders of the package whose code decides what a compiled graph computes without being part of the graph: operators, and the
-policy of selective checkpointing."""
+"""Folders of the package whose code decides what a compiled graph computes without being part of the graph: operators,
+and the policy of selective checkpointing."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2
 """Unused folders of other versions that stay."""
@@ -96,7 +97,8 @@ def remove_truncated_libraries(folder: Path) -> None:
 
 
 def is_truncated(library: Path) -> bool:
-    """Whether a Linux shared library ends before the end of its section table, which linkers write last (ELF-64, elf(5))."""
+    """Whether a Linux shared library ends before the end of its section table, which linkers write last (ELF-64,
+    elf(5))."""
     try:
         with library.open("rb") as stream:
             header = stream.read(64)

@@ -1,9 +1,10 @@
 """The console on standard output, and text and tables for it.
 
-Messages are a command's output, whether it is read on a terminal, piped to `tee` or kept by Slurm; standard error is for errors.
-NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
+Messages are a command's output, whether it is read on a terminal, piped to `tee` or kept by Slurm; standard error is
+for errors. NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
 
-Text from outside (answers, names, paths) is never parsed as rich's markup, and its control characters are shown as symbols.
+Text from outside (answers, names, paths) is never parsed as rich's markup, and its control characters are shown as
+symbols.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def plain(text: object) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table for `console().print`. Cells are plain text or rich renderables; columns of numbers are right-aligned."""
+    """A table for `console().print`. Cells are plain text or rich renderables; columns of numbers are
+    right-aligned."""
     made = Table(
         title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns)
     )

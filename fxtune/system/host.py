@@ -1,4 +1,5 @@
-"""What this process may use of its host: memory, CPU cores and a cache folder, within its container's limits. Without torch."""
+"""What this process may use of its host: memory, CPU cores and a cache folder, within its container's limits. Without
+torch."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def _limits() -> Iterator[tuple[int, int]]:
 def _groups() -> Iterator[tuple[int, int]]:
     """(bytes allowed, bytes used) for each control group with a limit that contains this process.
 
-    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, a job of Slurm
-    or systemd does not, and any parent group may hold the limit. Used bytes exclude the page cache.
+    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, a
+    job of Slurm or systemd does not, and any parent group may hold the limit. Used bytes exclude the page cache.
     """
     named = {"": (CGROUPS, "memory.max", "memory.current", "inactive_file")}
     named["memory"] = (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -76,7 +77,8 @@ def process_age() -> float:
 
 
 def cache_home() -> Path:
-    """The folder for files that fxtune can make again. Raises StorageError for a user without a home, as in some containers."""
+    """The folder for files that fxtune can make again. Raises StorageError for a user without a home, as in some
+    containers."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
         raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")

@@ -1,12 +1,12 @@
 """Finds the local folder of a model: a folder, a hub id, or a model that ships with fxtune.
 
-All other code reads local folders only, so that the network can fail in one place and with one message. Files of the hub land in
-the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
+All other code reads local folders only, so that the network can fail in one place and with one message. Files of the
+hub land in the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
 
-The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here each
-repository costs one request, which has PATIENCE to be answered. A hub that did not answer is not asked again for SILENCE: what an
-earlier run fetched is used, with a message. So without a network a run starts at most PATIENCE later, whatever its recipe names. A
-commit whose files are all on this disk is not asked for at all.
+The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here
+each repository costs one request, which has PATIENCE to be answered. A hub that did not answer is not asked again for
+SILENCE: what an earlier run fetched is used, with a message. So without a network a run starts at most PATIENCE later,
+whatever its recipe names. A commit whose files are all on this disk is not asked for at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 PATIENCE = 4.0
 """Seconds that the hub has to answer: for the name lookup, the connection and the complete answer together."""
 SILENCE = 60.0
-"""Seconds for which a hub that did not answer is not asked again: longer than a start-up, shorter than a run of a sweep."""
+"""Seconds for which a hub that did not answer is not asked again: longer than a start-up, shorter than a run of a
+sweep."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -126,7 +127,8 @@ def _looks_local(name: str) -> bool:
 def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
     """(the commit that `revision` is now, None), or (None, why the hub does not say). Takes at most PATIENCE.
 
-    `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and HFValidationError.
+    `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and
+    HFValidationError.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -142,7 +144,8 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
         except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
-    # In a thread, because no timeout of an HTTP library bounds a name lookup, or an answer that comes a byte at a time.
+    # In a thread, because no timeout of an HTTP library bounds a name lookup, or an answer that comes a byte at a
+    # time.
     thread = threading.Thread(target=request, name="hub", daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -228,7 +231,8 @@ def _unreachable(name: str, key: str, reason: str) -> str:
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The folder of what an earlier run fetched of `revision`, or None if a file that `patterns` names is not there."""
+    """The folder of what an earlier run fetched of `revision`, or None if a file that `patterns` names is not
+    there."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -1,21 +1,24 @@
 """Out of memory: recognises the error, frees what the failed work held, and tries again with half the rows.
 
-The number of rows in a forward pass does not change an optimizer step: the losses of its micro-batches are summed and divided
-by the step's supervised tokens. So a step that does not fit starts again from its beginning, with the same rows in smaller
-micro-batches.
+The number of rows in a forward pass does not change an optimizer step: the losses of its micro-batches are summed and
+divided by the step's supervised tokens. So a step that does not fit starts again from its beginning, with the same
+rows in smaller micro-batches.
 
 What an error in the middle of a pass leaves behind, and who cleans it up:
 
-    traceback         Its frames hold activations, logits and the batch. They are free once the `except` block has been left
-                      (catch_out_of_memory); frames in reference cycles need the garbage collector (free_cached_memory).
-    gradients         They hold part of the step's sum and are dropped (Optimizer.drop). Weights and moments change only in the
-                      update. An update that runs out of memory is not retried, because half of it may be done.
+    traceback         Its frames hold activations, logits and the batch. They are free once the `except` block has been
+                      left (catch_out_of_memory); frames in reference cycles need the garbage collector
+                      (free_cached_memory).
+    gradients         They hold part of the step's sum and are dropped (Optimizer.drop). Weights and moments change
+                      only in the update. An update that runs out of memory is not retried, because half of it may be
+                      done.
     side streams      They may still read memory that is about to be reused: free_cached_memory waits for the device.
     CUDA graphs       Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
-    random numbers    They depend on the step alone. Modes of layers, checkpointing and autocast are restored by `with`.
+    random numbers    They depend on the step alone. Modes of layers, checkpointing and autocast are restored by
+    `with`.
 
-On a GPU torch raises a class of its own. On a CPU it raises a plain RuntimeError, and only under a limit of the address space or
-strict accounting; otherwise the kernel kills the process. CUDA's libraries raise RuntimeErrors, too.
+On a GPU torch raises a class of its own. On a CPU it raises a plain RuntimeError, and only under a limit of the
+address space or strict accounting; otherwise the kernel kills the process. CUDA's libraries raise RuntimeErrors, too.
 """
 
 from __future__ import annotations
@@ -84,8 +87,8 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def halved(rows: int, total: int | None = None) -> int | None:
-    """Half of `rows`, rounded up, or the largest number up to that which divides `total`, so that all parts have one shape.
-    None for a single row.
+    """Half of `rows`, rounded up, or the largest number up to that which divides `total`, so that all parts have one
+    shape. None for a single row.
     """
     if rows <= 1:
         return None
@@ -102,7 +105,8 @@ def _default_error(part: str, rows: int, reason: str) -> HardwareError:
 
 
 class BatchSizes:
-    """The rows per forward pass of each part of a run (`training`, `evaluation`, `questions`), halved when memory runs out."""
+    """The rows per forward pass of each part of a run (`training`, `evaluation`, `questions`), halved when memory runs
+    out."""
 
     def __init__(
         self,
@@ -114,8 +118,9 @@ class BatchSizes:
     ) -> None:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
 
-        `note` gets a message for each halving; without it nothing is halved. `error` makes the exception to raise when the rows
-        cannot be halved, from the part, its rows and the reason. `drop` frees what can be made again, such as CUDA graphs.
+        `note` gets a message for each halving; without it nothing is halved. `error` makes the exception to raise when
+        the rows cannot be halved, from the part, its rows and the reason. `drop` frees what can be made again, such as
+        CUDA graphs.
         """
         self.device, self.note, self.error, self.drop = device, note, error, drop
         self.reduced = {} if reduced is None else reduced
@@ -140,7 +145,8 @@ class BatchSizes:
         free_cached_memory(self.device)
 
     def halve(self, part: str, rows: int, found: MemoryExhausted, total: int | None = None, hint: str = "") -> int:
-        """Use fewer than `rows` for `part` from now on, note it with `hint`, and return how many. Raises `error` if it cannot.
+        """Use fewer than `rows` for `part` from now on, note it with `hint`, and return how many. Raises `error` if it
+        cannot.
 
         `total`: see halved().
         """

@@ -1,11 +1,11 @@
 """Removes secrets from what is written and printed: the config, the command line, messages, a model card, W&B.
 
-Three rules complement each other: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value (`hf_...`, `ghp_...`, a URL
-with a password or a signature), and the *values*: the content of an environment variable with a secret's name is removed wherever
-it occurs, also inside a longer string.
+Three rules complement each other: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value (`hf_...`,
+`ghp_...`, a URL with a password or a signature), and the *values*: the content of an environment variable with a
+secret's name is removed wherever it occurs, also inside a longer string.
 
-The third rule applies to all output of this process (`redacted_output`), and all three to tracebacks and to what is written about a
-run. Rows of data that look like a key are printed as they are, because the user should see them.
+The third rule applies to all output of this process (`redacted_output`), and all three to tracebacks and to what is
+written about a run. Rows of data that look like a key are printed as they are, because the user should see them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class RedactedStream:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Remove this environment's secrets from all output inside the block, and from a traceback that ends the process."""
+    """Remove this environment's secrets from all output inside the block, and from a traceback that ends the
+    process."""
     sys.excepthook = _excepthook
     secrets = _environment_secrets()
     if not secrets:
@@ -179,8 +180,9 @@ def _redact_hex(found: re.Match[str]) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Values of environment variables with a secret's name, and passwords in URLs in any variable, such as a proxy's; each also as
-    URLs, JSON and Python write it, the longest first. Short values are left out, because they match ordinary words."""
+    """Values of environment variables with a secret's name, and passwords in URLs in any variable, such as a proxy's;
+    each also as URLs, JSON and Python write it, the longest first. Short values are left out, because they match
+    ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

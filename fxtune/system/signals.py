@@ -1,20 +1,21 @@
 """Signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
 
-The first signal is remembered. Where nothing can be lost (start-up, an evaluation, the forward and backward passes of a step) it
-raises Stopped at once, as Ctrl-C does; everywhere else the loop calls check() after a step. So a weight update is never interrupted,
-and nobody waits for a compiler or for the other 31 micro-batches of a step: the next run repeats what was interrupted, to the same
-bits.
+The first signal is remembered. Where nothing can be lost (start-up, an evaluation, the forward and backward passes of
+a step) it raises Stopped at once, as Ctrl-C does; everywhere else the loop calls check() after a step. So a weight
+update is never interrupted, and nobody waits for a compiler or for the other 31 micro-batches of a step: the next run
+repeats what was interrupted, to the same bits.
 
-A second SIGTERM or Ctrl-C ends the process at once, even if Python is stuck in a call that does not return (a disk, a device): a
-thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A signal within DOUBLE seconds of the
-first counts as the same one, because schedulers signal all processes of a job, and job scripts forward the signals that they get.
-SIGUSR1 is an early warning and never ends a process at once.
+A second SIGTERM or Ctrl-C ends the process at once, even if Python is stuck in a call that does not return (a disk, a
+device): a thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A signal
+within DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job
+scripts forward the signals that they get. SIGUSR1 is an early warning and never ends a process at once.
 
-Child processes also get what is sent to their group or job, and leave it to the main process: leave_signals_to_main_process().
+Child processes also get what is sent to their group or job, and leave it to the main process:
+leave_signals_to_main_process().
 
-LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers when it first writes a file. Its own pass
-SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the handlers, at least once
-per step.
+LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers when it first writes a file.
+Its own pass SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the
+handlers, at least once per step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ DOUBLE = 0.25
 
 
 class Signals:
-    """The signals of this process. A reentrant context; outside of it, and in threads other than the main one, signals are not
-    handled and the methods do nothing."""
+    """The signals of this process. A reentrant context; outside of it, and in threads other than the main one, signals
+    are not handled and the methods do nothing."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -92,8 +93,8 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped at once. An error that follows a signal, from a child process that it ended or a library
-        that it interrupted, becomes Stopped, too."""
+        """Inside, a signal raises Stopped at once. An error that follows a signal, from a child process that it ended
+        or a library that it interrupted, becomes Stopped, too."""
         before, self._at_once = self._at_once, True
         try:
             self.check()
@@ -124,10 +125,11 @@ SIGNALS = Signals()
 
 
 def leave_signals_to_main_process() -> None:
-    """Call in a child process before it starts threads: signals that the main process handles must not end the child first.
+    """Call in a child process before it starts threads: signals that the main process handles must not end the child
+    first.
 
-    A SIGTERM sent by the main process still does: multiprocessing ends the remaining children with it when the interpreter exits,
-    and waits for them.
+    A SIGTERM sent by the main process still does: multiprocessing ends the remaining children with it when the
+    interpreter exits, and waits for them.
     """
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)

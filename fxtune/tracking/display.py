@@ -1,7 +1,7 @@
 """The display of a run: a live one on a terminal, one line per log interval elsewhere, or none.
 
-The line without a terminal is `key=value` in a fixed order, for grep. A display gets plain numbers at the log interval, so it never
-waits for the device and never stops training.
+The line without a terminal is `key=value` in a fixed order, for grep. A display gets plain numbers at the log
+interval, so it never waits for the device and never stops training.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A chart of `values` in at most `width` characters, scaled from lowest to highest; neighbours are averaged to fit."""
+    """A chart of `values` in at most `width` characters, scaled from lowest to highest; neighbours are averaged to
+    fit."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -278,7 +279,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class DownsampledSeries:
-    """All values of a metric in bounded memory: when it is full, neighbours are averaged and each entry stands for more."""
+    """All values of a metric in bounded memory: when it is full, neighbours are averaged and each entry stands for
+    more."""
 
     def __init__(self, capacity: int = 512) -> None:
         self.values: list[float] = []

@@ -1,8 +1,8 @@
 """metrics.jsonl, the history of a run: one JSON object a line, each written at once and completely.
 
-A resumed run removes the lines of the steps that it does again, and the incomplete line that a kill left, so each figure of a step
-is there once. A full disk loses nothing: lines wait in memory, half a kilobyte each, and are written in order once there is room.
-Lines that were never written are reported at the end, and by the run that goes on.
+A resumed run removes the lines of the steps that it does again, and the incomplete line that a kill left, so each
+figure of a step is there once. A full disk loses nothing: lines wait in memory, half a kilobyte each, and are written
+in order once there is room. Lines that were never written are reported at the end, and by the run that goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The file of the run in `folder`, which has done `step` optimizer steps; with 0 the file is emptied. Never raises.
+    """The file of the run in `folder`, which has done `step` optimizer steps; with 0 the file is emptied. Never
+    raises.
 
     `logged`: the last of these steps that was logged, if that is known. `note` gets one-line messages for the user.
     """

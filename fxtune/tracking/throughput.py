@@ -1,15 +1,16 @@
 """Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs count the operations that the mathematics needs, so that extra work (recomputed activations, padding, attention to masked
-keys) lowers MFU instead of raising it:
+Model FLOPs count the operations that the mathematics needs, so that extra work (recomputed activations, padding,
+attention to masked keys) lowers MFU instead of raising it:
 
-- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen ones 4N: they
-  have no weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head
-  is one. The head counts only at supervised positions, because no other position needs logits.
-- Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each masked) and 2.5
-  times that backward, where the scores are recomputed: 3.5 forward costs in all, as in Dao 2023 (arXiv 2307.08691, section 4.1).
-  Documents packed into one row do not attend to each other, so each length is squared by itself; a sliding window of W keys leaves
-  S W - W^2/2 of S^2/2 pairs.
+- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
+  ones 4N: they have no weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no
+  matmul; a tied output head is one. The head counts only at supervised positions, because no other position needs
+  logits.
+- Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
+  masked) and 2.5 times that backward, where the scores are recomputed: 3.5 forward costs in all, as in Dao 2023 (arXiv
+  2307.08691, section 4.1). Documents packed into one row do not attend to each other, so each length is squared by
+  itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
 """
@@ -61,8 +62,8 @@ class TrainingCost:
 def training_cost(model: nn.Module) -> TrainingCost | None:
     """Count the matmuls of `model`, adapters included, by which of its weights require a gradient.
 
-    None if these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Norms, activations,
-    RoPE, softmax and DoRA's weight norms are negligible and left out.
+    None if these formulas do not hold: mixtures of experts, latent attention, models without attention heads. Norms,
+    activations, RoPE, softmax and DoRA's weight norms are negligible and left out.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -91,8 +92,8 @@ def training_cost(model: nn.Module) -> TrainingCost | None:
 def _matmul(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a module that multiplies by its own matrix; None for others.
 
-    It is recognised by its attributes, so that quantised and fused linears count with their logical size. A wrapper with the same
-    attributes, such as PEFT's, does not count; the linear inside it does.
+    It is recognised by its attributes, so that quantised and fused linears count with their logical size. A wrapper
+    with the same attributes, such as PEFT's, does not count; the linear inside it does.
     """
 
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
@@ -178,8 +179,8 @@ class PlannedWork(Protocol):
 class Meter:
     """Counts the work of the steps between two readings. It reads no tensor, so it never waits for the device.
 
-    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: of the matmuls under autocast, if it differs
-    from the weights'.
+    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: of the matmuls under autocast, if
+    it differs from the weights'.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked.
 
-Whatever happens to a tracker, training goes on: `Tracker.log` never raises and never waits. W&B runs in a process of its own
-(wandb_client.py says why), which reads metrics.jsonl: starting it costs the loop nothing, a network that does not answer sends
-the run offline, and a service that dies is reported once.
+Whatever happens to a tracker, training goes on: `Tracker.log` never raises and never waits. W&B runs in a process of
+its own (wandb_client.py says why), which reads metrics.jsonl: starting it costs the loop nothing, a network that does
+not answer sends the run offline, and a service that dies is reported once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Display(str, Enum):
 @dataclass
 class WandbConfig:
     mode: WandbMode = WandbMode.disabled
-    """`auto`: online when an API key is at hand (WANDB_API_KEY or netrc), offline otherwise; WANDB_MODE decides if set."""
+    """`auto`: online when an API key is at hand (WANDB_API_KEY or netrc), offline otherwise; WANDB_MODE decides if
+    set."""
     project: str = "fxtune"
     entity: Optional[str] = None
     group: Optional[str] = None
@@ -99,7 +100,8 @@ _TENSORBOARD_MISSING = (
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """`online`, `offline` or `disabled`: the configured mode with this machine's credentials. Never asks the user for any."""
+    """`online`, `offline` or `disabled`: the configured mode with this machine's credentials. Never asks the user for
+    any."""
     mode = config.mode.value
     if config.mode is WandbMode.auto:
         mode = os.environ.get("WANDB_MODE", "").lower()
@@ -110,9 +112,9 @@ def wandb_mode(config: WandbConfig) -> str:
 class Tracker:
     """Writes a run's metrics to every place that the config names.
 
-    `resume_step`: the optimizer steps already done by the run that is resumed; `logged`: the last of them that was logged (jsonl.py
-    says what becomes of metrics.jsonl). `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages for the
-    user, always from the thread that calls this object.
+    `resume_step`: the optimizer steps already done by the run that is resumed; `logged`: the last of them that was
+    logged (jsonl.py says what becomes of metrics.jsonl). `wandb_id`: the id of the W&B run to continue. `note` gets
+    one-line messages for the user, always from the thread that calls this object.
 
     Raises ConfigError if TensorBoard is configured and not installed; nothing else.
     """
@@ -152,7 +154,8 @@ class Tracker:
         self._pass_notes_on()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never waits."""
+        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never
+        waits."""
         if step == self._resume_step and frozenset(metrics) in self._file.kept:
             return  # the run was killed after it wrote these figures, and computed them again
         values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
@@ -168,7 +171,8 @@ class Tracker:
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
         """Set the summary and close everything. Safe to call twice.
 
-        Waits for W&B's last upload, for half a minute at most; SHORT_PATIENCE with the exit code of a run that was stopped.
+        Waits for W&B's last upload, for half a minute at most; SHORT_PATIENCE with the exit code of a run that was
+        stopped.
         """
         self.summary(figures or {})
         self._close_files()  # first, because W&B's process reads metrics.jsonl to its end
@@ -229,8 +233,8 @@ class Tracker:
 def upload(run_dir: Path, note: Callable[[str], None]) -> None:
     """Send W&B the rows that it does not have of the run in `run_dir`, which no process may be training.
 
-    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes one, or W&B did not take
-    everything).
+    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes one, or W&B did
+    not take everything).
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
@@ -290,7 +294,8 @@ def _client(
 
 
 def wandb_run_id(run_dir: Path, given: str | None) -> str:
-    """The id of this folder's W&B run. It is kept in a file, so that a run killed before its first checkpoint has it, too."""
+    """The id of this folder's W&B run. It is kept in a file, so that a run killed before its first checkpoint has it,
+    too."""
     file = run_dir / "wandb" / "id"
     known = given
     with contextlib.suppress(OSError, UnicodeDecodeError):

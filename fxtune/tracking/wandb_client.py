@@ -1,15 +1,16 @@
 """Starts, watches and ends the process that W&B runs in (wandb_worker.py).
 
-W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a killed service
-or a hanging upload would block a step or the exit, or raise from a hook. In a process of its own the worst case is that this
-process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the loop.
+W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a
+killed service or a hanging upload would block a step or the exit, or raise from a hook. In a process of its own the
+worst case is that this process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the
+loop.
 
-metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step: the process reads the file and
-nothing else. Every session starts from the file's first line. Online, rows that the server has are skipped, so a resumed run sends
-what an earlier session could not, and no step twice. Offline, the newest folder holds all rows. So whatever becomes of a session (a
-server that refuses, a service that is killed, an upload that never ends), the next one completes it, and `fxtune sync` is a session
-that does nothing else. `wandb sync` sends all rows of a folder, also those that the server has: it is suggested only if the server
-has none.
+metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step: the process reads
+the file and nothing else. Every session starts from the file's first line. Online, rows that the server has are
+skipped, so a resumed run sends what an earlier session could not, and no step twice. Offline, the newest folder holds
+all rows. So whatever becomes of a session (a server that refuses, a service that is killed, an upload that never
+ends), the next one completes it, and `fxtune sync` is a session that does nothing else. `wandb sync` sends all rows of
+a folder, also those that the server has: it is suggested only if the server has none.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ ADDRESS = "WANDB_BASE_URL"
 
 
 class WandbClient:
-    """One session in each of `modes` until one succeeds, watched by a thread: online first, and offline if that fails."""
+    """One session in each of `modes` until one succeeds, watched by a thread: online first, and offline if that
+    fails."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class WandbClient:
         self._thread.start()
 
     def finish(self, exit_code: int, summary: dict[str, Any], patience: float | None = None) -> bool:
-        """Wait for the last upload: `patience` seconds, by default END_TIMEOUT and the rest of W&B's start. Returns whether it
-        ended. metrics.jsonl must be complete.
+        """Wait for the last upload: `patience` seconds, by default END_TIMEOUT and the rest of W&B's start. Returns
+        whether it ended. metrics.jsonl must be complete.
 
         A run that goes on later need not wait: the next session sends what this one did not.
         """
@@ -138,12 +140,14 @@ class WandbClient:
     def _start(self, mode: str) -> str | None:
         """Start the W&B process in `mode`. Returns None once it is ready, else the reason."""
         folder = self._run_dir / "wandb"
-        # W&B's error reports to its makers would carry more than a run's figures, and there may be no network for them.
+        # W&B's error reports to its makers would carry more than a run's figures, and there may be no network for
+        # them.
         environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
         environment.pop("WANDB_SERVICE", None)
         if environment.get(ADDRESS):  # else W&B's own settings may name one
             environment[ADDRESS] = server()
-        # An offline run has all rows, so its upload must begin at row 0 of the server's history: `resume` would append them.
+        # An offline run has all rows, so its upload must begin at row 0 of the server's history: `resume` would append
+        # them.
         init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
         history = str((self._run_dir / NAME).resolve())
         start = {"argv": self._argv, "settings": self._settings, "init": init, "history": history}
@@ -224,7 +228,8 @@ def server() -> str:
 
 
 def api_key_at_hand() -> bool:
-    """Whether W&B's library would find credentials on this machine, in the environment or netrc. Never asks for any."""
+    """Whether W&B's library would find credentials on this machine, in the environment or netrc. Never asks for
+    any."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(server()).hostname or ""

@@ -1,9 +1,9 @@
 """The process that W&B runs in: it follows metrics.jsonl and sends W&B one row for each step.
 
-In, one JSON object a line: first `{"argv", "settings", "init", "history"}`, at the end `{"finish": exit_code, "summary": {...}}`.
-End of input without "finish": the training process died; the run is marked as failed.
-Out: `{"imported": true}`, then `{"ready": {"dir", "url", "last"}}` or `{"failed": reason}`, later `{"lost": reason}`, last
-`{"done": true}` or `{"late": reason}`.
+In, one JSON object a line: first `{"argv", "settings", "init", "history"}`, at the end `{"finish": exit_code,
+"summary": {...}}`. End of input without "finish": the training process died; the run is marked as failed.
+Out: `{"imported": true}`, then `{"ready": {"dir", "url", "last"}}` or `{"failed": reason}`, later `{"lost": reason}`,
+last `{"done": true}` or `{"late": reason}`.
 
 This file imports nothing of fxtune: it runs by its path, whatever the working directory.
 """
@@ -91,10 +91,12 @@ def _read_commands(lines: IO[str], commands: queue.SimpleQueue[dict[str, Any]]) 
 def _follow(
     run: Any, history: str, last: int, commands: queue.SimpleQueue[dict[str, Any]]
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Send the rows of steps after `last` as they are written, until the first command. Returns it, and what sends the last row.
+    """Send the rows of steps after `last` as they are written, until the first command. Returns it, and what sends the
+    last row.
 
-    Lines of one step are one row, sent when the next step begins. A row that the server has cannot be extended. So the last one
-    is not sent where it may be incomplete, when the training process died or will go on: the next session sends it.
+    Lines of one step are one row, sent when the next step begins. A row that the server has cannot be extended. So the
+    last one is not sent where it may be incomplete, when the training process died or will go on: the next session
+    sends it.
     """
     row: dict[str, Any] = {}
 
@@ -133,8 +135,8 @@ def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 def _require_uploaded(run: Any) -> None:
     """Raise OSError if W&B's service gave the history's upload up. run.log() and run.finish() do not report that.
 
-    The service's own log does, as of wandb 0.22 to 0.31: one JSON object a line, an error of the part that streams the history.
-    Requests that it repeats are not errors.
+    The service's own log does, as of wandb 0.22 to 0.31: one JSON object a line, an error of the part that streams the
+    history. Requests that it repeats are not errors.
     """
     with (
         contextlib.suppress(FileNotFoundError),

@@ -23,7 +23,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
-    """The model of this config (`Facts.model`) on the meta device, or None if only code that comes with the model can build it.
+    """The model of this config (`Facts.model`) on the meta device, or None if only code that comes with the model can
+    build it.
 
     Do not change it: every caller with the same config gets the same model.
     """
@@ -54,8 +55,8 @@ def backbone(model: nn.Module) -> nn.Module:
 def parameter_counts(model: nn.Module) -> dict[str, int]:
     """How many weights each parameter stands for, by its name.
 
-    That is not its size where bitsandbytes packs two weights into a byte, or where a fused group of adapted linears keeps room
-    for the adapters beside its weights (techniques/lora/frozen_weights.py).
+    That is not its size where bitsandbytes packs two weights into a byte, or where a fused group of adapted linears
+    keeps room for the adapters beside its weights (techniques/lora/frozen_weights.py).
     """
     known: dict[int, int] = {}
     for module in model.modules():

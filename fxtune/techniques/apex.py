@@ -1,12 +1,13 @@
 """NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users who have Apex.
 
-In eager torch a norm is six kernels that each read and write all hidden states. Apex's is one kernel, as are Liger's and
-torch.compile's; with either of these Apex has nothing to do, so they exclude each other. Apex is not on PyPI (`apex` there is
-another project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers. Its optimizer is
-`optimizer.name=apex_adamw`.
+In eager torch a norm is six kernels that each read and write all hidden states. Apex's is one kernel, as are Liger's
+and torch.compile's; with either of these Apex has nothing to do, so they exclude each other. Apex is not on PyPI
+(`apex` there is another project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers.
+Its optimizer is `optimizer.name=apex_adamw`.
 
-A norm is replaced where Apex computes the same: torch's own norms, and those of Llama's kind (`variance_epsilon`, a weight that
-multiplies). Gemma's, which adds 1 to its weight, stays. Each replaced norm is compared with the original on random rows.
+A norm is replaced where Apex computes the same: torch's own norms, and those of Llama's kind (`variance_epsilon`, a
+weight that multiplies). Gemma's, which adds 1 to its weight, stays. Each replaced norm is compared with the original
+on random rows.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class Pipeline:
         return notes
 
     def resolved(self, facts: Facts, problems: Sequence[str] = (), measure: bool = True) -> tuple[Pipeline, list[str]]:
-        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises as check() does.
+        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises as check()
+        does.
 
         `problems`: see check(). `measure`: see decided().
         """
@@ -119,8 +120,8 @@ class Pipeline:
     def mlp_kernel(self, facts: Facts) -> Literal["lora", "liger", ""]:
         """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
 
-        Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it, so only one of them can act. `auto`
-        prefers fused LoRA, unless a Liger kernel for the product is `on`.
+        Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it, so only one of them can act.
+        `auto` prefers fused LoRA, unless a Liger kernel for the product is `on`.
         """
         if not fuses_mlps(facts, skeleton(facts.model)):
             return ""
@@ -165,7 +166,8 @@ class Pipeline:
         return forecast(replace(facts, techniques=self), plan)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
-        """What cannot fit into a host's memory. A GPU reports that at once; a host swaps, or kills the process late."""
+        """What cannot fit into a host's memory. A GPU reports that at once; a host swaps, or kills the process
+        late."""
         if facts.device != "cpu" or not facts.memory:
             return
         need = self.memory_need(facts)
@@ -241,7 +243,8 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
 
 
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:
-    """One row of 24 fixed tokens for verify(), on the model's device: packed documents of 7, 8 and 9 tokens, or one of 24."""
+    """One row of 24 fixed tokens for verify(), on the model's device: packed documents of 7, 8 and 9 tokens, or one of
+    24."""
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     lengths = (7, 8, 9) if packing else (24,)

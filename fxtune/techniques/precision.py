@@ -1,19 +1,20 @@
 """Autocast, loss scaling, TF32 and the cuDNN autotuner: the dtype of matmuls, whatever the dtype of the weights.
 
 autocast=bfloat16 runs matmuls in bfloat16, and norms, softmax and the loss in float32. Over float32 weights this is
-mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores. It needs no
-loss scaling, because bfloat16 has float32's range.
+mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores. It
+needs no loss scaling, because bfloat16 has float32's range.
 
-float16 has 10 bits of mantissa to bfloat16's 7, but gradients below its smallest number, 6e-8, vanish. So the loss is multiplied
-by a scale before the backward pass and the gradients are divided by it after (Micikevicius et al. 2018, arXiv 1710.03740).
-Training finds the scale: a step whose gradient overflows is skipped and halves it, 2,000 good steps in a row double it. The scale
-is a power of two, so scaling rounds nothing, and it stays on the device, so no step waits for it.
+float16 has 10 bits of mantissa to bfloat16's 7, but gradients below its smallest number, 6e-8, vanish. So the loss is
+multiplied by a scale before the backward pass and the gradients are divided by it after (Micikevicius et al. 2018,
+arXiv 1710.03740). Training finds the scale: a step whose gradient overflows is skipped and halves it, 2,000 good steps
+in a row double it. The scale is a power of two, so scaling rounds nothing, and it stays on the device, so no step
+waits for it.
 
-TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa on the card: several times faster, and off in torch by
-default. The cuDNN autotuner times the algorithms of each convolution at its first call.
+TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa on the card: several times faster, and off in torch
+by default. The cuDNN autotuner times the algorithms of each convolution at its first call.
 
-Precision is a technique because it is checked, resolved and verified like one; but it changes no module. The pipeline applies
-and verifies all techniques, and TrainStep runs forward passes, under its `context`.
+Precision is a technique because it is checked, resolved and verified like one; but it changes no module. The pipeline
+applies and verifies all techniques, and TrainStep runs forward passes, under its `context`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class Precision(Technique):
         return model
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count the matmuls of a forward pass by the dtype of their inputs, and look for TF32's rounding in a product."""
+        """Count the matmuls of a forward pass by the dtype of their inputs, and look for TF32's rounding in a
+        product."""
         device = next(model.parameters()).device
         # Neither packed weights nor adapters, which have their own dtype.
         weights = next(
@@ -172,7 +174,8 @@ class Precision(Technique):
 
 
 class LossScale:
-    """The scale of the loss in the backward pass, and its growth. Its tensors stay on the device, so nothing waits for them.
+    """The scale of the loss in the backward pass, and its growth. Its tensors stay on the device, so nothing waits for
+    them.
 
     The rule is torch.amp.GradScaler's: halve after a bad step, double after `interval` good steps in a row.
     """

@@ -1,17 +1,18 @@
-"""Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for speed.
+"""Frozen linears in 4 or 8 bits under trained adapters: nf4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8 for
+speed.
 
-Frozen weights are most of a model's memory. In nf4 with double quantization they take 4.127 bits each: 3.4 GiB in place of 13 for
-the linears of an 8B model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower
-with long rows; the loss starts slightly higher, and adapters make up for most of it. Embeddings, norms and the output head keep
-model.dtype.
+Frozen weights are most of a model's memory. In nf4 with double quantization they take 4.127 bits each: 3.4 GiB in
+place of 13 for the linears of an 8B model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a
+step a few percent slower with long rows; the loss starts slightly higher, and adapters make up for most of it.
+Embeddings, norms and the output head keep model.dtype.
 
-In fp8 (e4m3, one scale per row) the weights are not dequantized: the frozen linears' products run in fp8, forward and backward, at
-nearly twice bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). Adapters, norms, attention
-and the loss stay as they are. It needs tensor cores of Ada, Hopper or newer, and as much memory as bfloat16, since it keeps both W
-and W^T.
+In fp8 (e4m3, one scale per row) the weights are not dequantized: the frozen linears' products run in fp8, forward and
+backward, at nearly twice bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py).
+Adapters, norms, attention and the loss stay as they are. It needs tensor cores of Ada, Hopper or newer, and as much
+memory as bfloat16, since it keeps both W and W^T.
 
-A model need not fit on the card before quantization. Pretrained weights are read into host memory, and each linear goes to the
-card as it is replaced; random weights are drawn on the card if they fit there, else on the host.
+A model need not fit on the card before quantization. Pretrained weights are read into host memory, and each linear
+goes to the card as it is replaced; random weights are drawn on the card if they fit there, else on the host.
 
 Only the adapter is trained and saved: it loads onto the plain base, and `fxtune merge` merges it into the plain base.
 """
@@ -84,10 +85,11 @@ class ComputeDtype(str, Enum):
 @dataclass
 class Quantize(Technique):
     type: Type = Type.nf4
-    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error. `fp8`:
-    products in 8-bit floating point, the fastest; it keeps W and its transpose, as many bytes as 16 bits."""
+    """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
+    `fp8`: products in 8-bit floating point, the fastest; it keeps W and its transpose, as many bytes as 16 bits."""
     library: Library = Library.auto
-    """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8 needs none."""
+    """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8
+    needs none."""
     double: bool = True
     """nf4: also quantize the blocks' scales, which saves 0.37 bits a weight."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
@@ -248,7 +250,8 @@ class Quantize(Technique):
         yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
 
     def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
-        """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after quantization."""
+        """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
+        quantization."""
         if facts.device != "cuda" or not facts.free_memory:
             return
         size = 4 if facts.dtype == "float32" else 2

@@ -1,16 +1,16 @@
 """RoPE scaling (YaRN, linear, dynamic NTK, Llama 3), written into the config before the model is built.
 
-A rotary embedding rotates dimension pair i of a query or key at position m by the angle m * inv_freq[i]. A model trained on L
-positions has never seen the larger angles of the slow pairs, so a longer context needs lower frequencies for them. Each type is
-a rule for inv_freq; YaRN also scales the logits by its attention factor. `frequencies` computes the rules from their papers, and
-`verify` compares them with the built model: if a scaling is set too late, or without its original length, transformers changes
-nothing or the wrong thing, without an error.
+A rotary embedding rotates dimension pair i of a query or key at position m by the angle m * inv_freq[i]. A model
+trained on L positions has never seen the larger angles of the slow pairs, so a longer context needs lower frequencies
+for them. Each type is a rule for inv_freq; YaRN also scales the logits by its attention factor. `frequencies` computes
+the rules from their papers, and `verify` compares them with the built model: if a scaling is set too late, or without
+its original length, transformers changes nothing or the wrong thing, without an error.
 
-Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only: a sliding
-window never sees a distance beyond those of training.
+Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only: a
+sliding window never sees a distance beyond those of training.
 
-A model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py), which transformers and
-vLLM read. Asking for the same scaling again changes nothing; another one needs the original length.
+A model or an adapter that was trained with a scaling carries it in its config.json (see models/save.py), which
+transformers and vLLM read. Asking for the same scaling again changes nothing; another one needs the original length.
 
 Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code); Llama 3.1, the released `apply_scaling`; linear,
 arXiv 2306.15595; dynamic NTK, arXiv 2309.00071 appendix.
@@ -52,12 +52,13 @@ class Rope(Technique):
     factor: float = field(default=1.0, metadata={"min": 1})
     """The new context over the original one."""
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
-    """The context that the model was trained on; null: the model config's max_position_embeddings, or the original length of the
-    same scaling if the model already has it."""
+    """The context that the model was trained on; null: the model config's max_position_embeddings, or the original
+    length of the same scaling if the model already has it."""
     beta_fast: float = 32.0
     """yarn only: pairs with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of it."""
+    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of
+    it."""
     attention_factor: Optional[float] = None
     """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
     low_freq_factor: float = 1.0
@@ -133,7 +134,8 @@ class Rope(Technique):
         config.max_position_embeddings = original if self.type is RopeType.dynamic else round(self.factor * original)
 
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
-        """The rope parameters of this scaling, for a model with the parameters `current` and the context `original`."""
+        """The rope parameters of this scaling, for a model with the parameters `current` and the context
+        `original`."""
         parameters: dict[str, Any] = {
             key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
         }
@@ -151,7 +153,8 @@ class Rope(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         """Dynamic only: reset the longest row so far before each forward.
 
-        transformers keeps it, so a step would depend on all earlier steps, and a resumed run would differ from an unbroken one.
+        transformers keeps it, so a step would depend on all earlier steps, and a resumed run would differ from an
+        unbroken one.
         """
         if self.type is RopeType.dynamic:
             for _, rotary in _rotaries(model):
@@ -195,7 +198,8 @@ class Rope(Technique):
             )
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
-        """The reference: inv_freq (float64, [dim/2]) and the attention factor of a rotary embedding with `dim` dimensions.
+        """The reference: inv_freq (float64, [dim/2]) and the attention factor of a rotary embedding with `dim`
+        dimensions.
 
         `base`: rope_theta; `original`: the trained context; `length`: the row's length (dynamic only).
         """
@@ -221,7 +225,8 @@ class Rope(Technique):
         return plain * (1 - slowed) + plain / self.factor * slowed, attention
 
     def _original(self, config: dict[str, Any]) -> int | None:
-        """The context that `factor` multiplies: the option, the original length of the same scaling in the config, or the model's."""
+        """The context that `factor` multiplies: the option, the original length of the same scaling in the config, or
+        the model's."""
         positions: int | None = config.get("max_position_embeddings")
         if self.original_max_position_embeddings or positions is None:
             return self.original_max_position_embeddings or positions
@@ -242,8 +247,8 @@ def own_scaling(config: dict[str, Any]) -> str | None:
 def digest(inv_freq: torch.Tensor, formula: torch.Tensor) -> str:
     """12 hexadecimal digits of the SHA-256 of the frequencies in float32.
 
-    Devices and libraries round the last bits differently, so a value close to the formula's counts as the formula's: on any
-    device, digests are equal exactly if all frequencies agree.
+    Devices and libraries round the last bits differently, so a value close to the formula's counts as the formula's:
+    on any device, digests are equal exactly if all frequencies agree.
     """
     agreed = torch.where((inv_freq - formula).abs() < CLOSE * formula, formula, inv_freq)
     return hashlib.sha256(agreed.float().numpy().tobytes()).hexdigest()[:12]

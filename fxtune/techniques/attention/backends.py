@@ -1,7 +1,7 @@
 """The table of attention backends: what each supports, and why it cannot run under given facts.
 
-A backend checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism itself, because
-transformers would silently use another one in most of these cases.
+A backend checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism
+itself, because transformers would silently use another one in most of these cases.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Backend:
     dropout: bool = False
     sinks: bool = False
     deterministic: bool = True
-    """Whether its backward pass can give the same bits each time, by itself or on request (inputs.model_inputs). Unknown for a
-    kernel of the hub."""
+    """Whether its backward pass can give the same bits each time, by itself or on request (inputs.model_inputs).
+    Unknown for a kernel of the hub."""
     flag: str = "_supports_flash_attn"
     """The attribute of a transformers model that passes such a function all that it needs."""
 
@@ -276,7 +276,8 @@ def hub(backend: str) -> Backend:
 
 
 def offers(kind: str, flag: str) -> bool:
-    """Whether transformers' class for this model type has the flag. Classes that come with their model have only sdpa's."""
+    """Whether transformers' class for this model type has the flag. Classes that come with their model have only
+    sdpa's."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

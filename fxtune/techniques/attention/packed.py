@@ -1,14 +1,16 @@
 """Attention over packed rows, registered under fxtune's own names in transformers.
 
-transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless the
-attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
-FlashAttention-2, called as the operator itself, so no other kernel can run in its place) and `fxtune_cudnn` (cuDNN's, likewise).
+transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
+the attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
+FlashAttention-2, called as the operator itself, so no other kernel can run in its place) and `fxtune_cudnn` (cuDNN's,
+likewise).
 
-They take the arguments of transformers' own FlashAttention functions, so every model that works with those works with these. The
-names do not contain "flash": for such a name transformers would look for a kernel on the hub.
+They take the arguments of transformers' own FlashAttention functions, so every model that works with those works with
+these. The names do not contain "flash": for such a name transformers would look for a kernel on the hub.
 
-A call without `cu_seqlens` (generation with a cache, rows padded on the left, a user's plain forward pass) runs torch's
-scaled_dot_product_attention with the mask that transformers then builds, or plain operations if scores have a soft cap.
+A call without `cu_seqlens` (generation with a cache, rows padded on the left, a user's plain forward pass) runs
+torch's scaled_dot_product_attention with the mask that transformers then builds, or plain operations if scores have a
+soft cap.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from fxtune.errors import ConfigError
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
 CUDNN_STEPS = 8
-"""cuDNN prepares a plan for each length, so lengths are padded to one of this many per power of two, and at least to 64."""
+"""cuDNN prepares a plan for each length, so lengths are padded to one of this many per power of two, and at least to
+64."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 """(q, k, v, cu_seqlens, scale, window, softcap) -> out; q, k, v and out as [rows, length, heads, d]. See flash4()."""
@@ -49,8 +52,8 @@ def register() -> None:
 def no_mask(input_ids: Tensor) -> Tensor:
     """The attention mask to pass with `cu_seqlens`: four dimensions and no elements.
 
-    transformers passes a mask of four dimensions on unchanged. Without a mask it would look for documents in `position_ids`,
-    which makes the host wait for the device in each forward pass, and would build the mask.
+    transformers passes a mask of four dimensions on unchanged. Without a mask it would look for documents in
+    `position_ids`, which makes the host wait for the device in each forward pass, and would build the mask.
     """
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
@@ -174,8 +177,8 @@ def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call per document. torch disables its call for all documents, because the backward pass addresses the sums of each
-    softmax wrongly (aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop_nestedtensor).
+    """One call per document. torch disables its call for all documents, because the backward pass addresses the sums
+    of each softmax wrongly (aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop_nestedtensor).
 
     Padding follows a document, where causal attention does not look, and the padding's results are cut off.
     """

@@ -1,9 +1,10 @@
 """Selects the attention kernel, and proves that packed documents do not see each other.
 
 Packed rows carry no attention mask. Kernels that take documents of any length read where each begins from `cu_seqlens`
-(packed.py); for the others transformers reads it from `position_ids`, which restart at 0 in each document, and builds a mask. A
-model or a kernel that ignores both trains without an error to a worse result (0.03-0.15 of final loss in reports). So `verify`
-changes the tokens of one document and requires the logits of every other document to stay the same.
+(packed.py); for the others transformers reads it from `position_ids`, which restart at 0 in each document, and builds
+a mask. A model or a kernel that ignores both trains without an error to a worse result (0.03-0.15 of final loss in
+reports). So `verify` changes the tokens of one document and requires the logits of every other document to stay the
+same.
 
 Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 key heads of 128, causal:
 
@@ -12,9 +13,10 @@ Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 
     cudnn        488       547   cuDNN's, in torch. It runs packed rows document by document, so `auto` skips it for those
     sdpa         264       326   torch's built-in FlashAttention-2
 
-`flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask; `eager` stores
-the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT` takes a compiled kernel
-from the Hugging Face hub. backends.py lists what each supports, because transformers silently replaces a kernel that is not.
+`flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask;
+`eager` stores the scores, which takes rows x heads x length^2 memory, and supports everything. `hub:ORG/KERNEL@COMMIT`
+takes a compiled kernel from the Hugging Face hub. backends.py lists what each supports, because transformers silently
+replaces a kernel that is not.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 class Attention(Technique):
     enabled: bool = True
     backend: str = "auto"
-    """auto | flash4 | flash3 | flash2 | cudnn | sdpa | flex | eager | hub:ORG/KERNEL@COMMIT. `auto`: the fastest that is correct
-    here; its choice and the reasons are printed."""
+    """auto | flash4 | flash3 | flash2 | cudnn | sdpa | flex | eager | hub:ORG/KERNEL@COMMIT. `auto`: the fastest that
+    is correct here; its choice and the reasons are printed."""
     trust_remote_code: bool = False
     """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
 
@@ -151,7 +153,8 @@ class Attention(Technique):
 
     @staticmethod
     def _isolation(model: nn.Module, probe: dict[str, Any]) -> Evidence:
-        """Change one document at a time. All forwards have the same shape, so unaffected logits stay equal bit for bit."""
+        """Change one document at a time. All forwards have the same shape, so unaffected logits stay equal bit for
+        bit."""
         ids, positions = probe["input_ids"], probe["position_ids"]
         document = (positions == 0).long().cumsum(-1) - 1
         vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

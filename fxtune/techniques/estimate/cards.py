@@ -1,11 +1,11 @@
 """One table of GPUs: the peak FLOP/s of their datasheets, and the rates that kernels reach on them.
 
-Peaks are dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. For most cards since Ampere those print
-the figure with 2:4 sparsity, which is halved here. Peaks of GeForce and workstation cards are with float32 accumulation, as in
-training. MFU is measured against them.
+Peaks are dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. For most cards since Ampere
+those print the figure with 2:4 sparsity, which is halved here. Peaks of GeForce and workstation cards are with float32
+accumulation, as in training. MFU is measured against them.
 
-Rates are measured on an H200 and scaled by datasheets for other cards. The step-time estimate compares recomputation, matmuls
-and transfers by them. Only their ratios matter, so an unknown card takes the rates of its generation.
+Rates are measured on an H200 and scaled by datasheets for other cards. The step-time estimate compares recomputation,
+matmuls and transfers by them. Only their ratios matter, so an unknown card takes the rates of its generation.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ PARTIAL_CHIP = re.compile(r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGN
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """Dense peak FLOP/s of a device (`torch.cuda.get_device_name()`) for matmuls in `dtype`; None where it is not known.
+    """Dense peak FLOP/s of a device (`torch.cuda.get_device_name()`) for matmuls in `dtype`; None where it is not
+    known.
 
     `dtype`: a torch dtype or its name; `"tf32"` for float32 matmuls on the tensor cores.
     """

@@ -1,7 +1,7 @@
 """How much memory a training step needs: arithmetic on the model's shape, before a weight is loaded.
 
-Hidden size h, heads x head size q, key-value heads x head size k, intermediate size i (of all experts that a token visits), e
-bytes a number in matmuls. Per token, a layer keeps from its forward to its backward pass, by level:
+Hidden size h, heads x head size q, key-value heads x head size k, intermediate size i (of all experts that a token
+visits), e bytes a number in matmuls. Per token, a layer keeps from its forward to its backward pass, by level:
 
     compiled, everything   e (4h + 2q + 2k' + 3i)   x, the output of both norms, the middle of the residual; q, attention's
                                                     output; k', v'; gate, up and their product (matmuls read them)
@@ -13,15 +13,15 @@ bytes a number in matmuls. Per token, a layer keeps from its forward to its back
     eager, wide            e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which eager mode keeps for nothing
     input                  e h                      of a layer that is recomputed as a whole
 
-k' is q where the attention backend repeats keys and values for each query head (on a GPU only eager does). Added to these are 4
-bytes a head for attention's log-sum-exp where attention's output is kept, and e r for each adapter of rank r. Fused adapters
-(kernels/fused_lora.py) never keep the MLP's product, so everything has i less; in eager mode they need no copies of inputs. A
-compiler's budget b keeps e h + b (everything - e h).
+k' is q where the attention backend repeats keys and values for each query head (on a GPU only eager does). Added to
+these are 4 bytes a head for attention's log-sum-exp where attention's output is kept, and e r for each adapter of rank
+r. Fused adapters (kernels/fused_lora.py) never keep the MLP's product, so everything has i less; in eager mode they
+need no copies of inputs. A compiler's budget b keeps e h + b (everything - e h).
 
 Offloaded tensors leave the device except for two layers' share: the layer at work and the one in transfer.
 
-In its backward pass a compiled layer also holds, per token, the larger peak of its MLP and its attention. The MLP's peak, in
-numbers of e bytes, is what Inductor's generated code has alive (in brackets without adapters):
+In its backward pass a compiled layer also holds, per token, the larger peak of its MLP and its attention. The MLP's
+peak, in numbers of e bytes, is what Inductor's generated code has alive (in brackets without adapters):
 
     everything    5i + 2h (3i + 2h)    gradients of the product, gate and up; peft adds each adapter's share of them and keeps
                                        a scaled copy of each for its `* scaling`
@@ -30,21 +30,23 @@ numbers of e bytes, is what Inductor's generated code has alive (in brackets wit
     the rest      11i + 6h + 2q + 2k (6i + 5h + 2q + 2k)   also all of the layer again, which waits for attention
     in t tiles    11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   one tile's, and parts of the input's gradient
 
-A fused MLP holds its operator's buffers: the product's gradient (i), those of gate and up (2i), for fp8 a quantized copy of them
-(i), 8 ranks, a padded copy of its gradient (h), all for one tile of t; and for all tokens its gradient, its input and their
-gradients (4h); below wide also gate and up again (2i). A base in 4 bits or int8 is dequantized, gate and up at the same time.
+A fused MLP holds its operator's buffers: the product's gradient (i), those of gate and up (2i), for fp8 a quantized
+copy of them (i), 8 ranks, a padded copy of its gradient (h), all for one tile of t; and for all tokens its gradient,
+its input and their gradients (4h); below wide also gate and up again (2i). A base in 4 bits or int8 is dequantized,
+gate and up at the same time.
 
-Attention's peak: e (3h + 4q + 4k) + 4q + 8k, with float32 sums. An eager layer holds e (3i + 4h), and all that it would keep
-without checkpointing.
+Attention's peak: e (3h + 4q + 4k) + 4q + 8k, with float32 sums. An eager layer holds e (3i + 4h), and all that it
+would keep without checkpointing.
 
-Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the first ones
-recompute. So the forecast looks for the peak layer by layer.
+Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
+first ones recompute. So the forecast looks for the peak layer by layer.
 
-Outside the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with autocast,
-copies of float32 weights; and the loss. The loss holds all logits, or those of some rows at a time if Liger's fused loss is on,
-and it ends before the layers' backward pass begins.
+Outside the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
+autocast, copies of float32 weights; and the loss. The loss holds all logits, or those of some rows at a time if
+Liger's fused loss is on, and it ends before the layers' backward pass begins.
 
-Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too high.
+Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
+high.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ if TYPE_CHECKING:
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers that an optimizer keeps for each parameter: of the parameter's dtype, or float32 for stochastic rounding and 8-bit
-optimizers. Muon's are for the hidden matrices that it updates; AdamW updates the rest (see optim/optimizer.py)."""
+"""Numbers that an optimizer keeps for each parameter: of the parameter's dtype, or float32 for stochastic rounding and
+8-bit optimizers. Muon's are for the hidden matrices that it updates; AdamW updates the rest (see
+optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 CONTEXT = 3 << 28
@@ -97,7 +100,8 @@ class Need:
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
-    """The bytes that a step needs under `facts` if its layers keep what `plan` says. The module's docstring explains it."""
+    """The bytes that a step needs under `facts` if its layers keep what `plan` says. The module's docstring explains
+    it."""
     layer, tokens = LayerBytes(facts, plan), facts.tokens
     shape, number = layer.shape, layer.number
     levels = plan.levels(shape.layers)
@@ -257,8 +261,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
     """The loss's peak: the last hidden states, their norm and its gradient, the logits and what is computed from them.
 
-    The last norm stands outside the layers. Without Liger's kernel it runs in eager float32: it keeps one such copy, and its
-    backward pass, when the logits are gone, holds four more.
+    The last norm stands outside the layers. Without Liger's kernel it runs in eager float32: it keeps one such copy,
+    and its backward pass, when the logits are gone, holds four more.
     """
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
     copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden

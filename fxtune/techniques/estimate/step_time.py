@@ -1,7 +1,7 @@
 """How much longer a step takes with recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
 
-Per token, a layer of hidden size h, heads x head size q, key-value heads x head size k and intermediate size i takes, with
-documents as long as the row, s tokens:
+Per token, a layer of hidden size h, heads x head size q, key-value heads x head size k and intermediate size i takes,
+with documents as long as the row, s tokens:
 
     attention     2 s q FLOPs, causal             recomputed by `input`, not by `attention` and above
     q, k, v, o    2 h (2q + 2k) FLOPs of matmuls  not by `narrow` and above
@@ -9,13 +9,13 @@ documents as long as the row, s tokens:
     the rest      e (4h + 2q + 2k + 3i) bytes     norms, RoPE, activations: not by `everything`. Fused MLPs recompute their
                                                   product at any level, so they have no 3i
 
-Packed documents are shorter than the row, so keeping attention is worth less than this says. The backward pass takes 2.5 times
-attention's forward pass, and the matmuls once more with frozen weights or twice more with trained ones. Transfers to host memory
-cost the time by which they are longer than the layer's computation, forward and backward.
+Packed documents are shorter than the row, so keeping attention is worth less than this says. The backward pass takes
+2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more with trained ones.
+Transfers to host memory cost the time by which they are longer than the layer's computation, forward and backward.
 
-`fastest` searches the choice with the least overhead that fits: for each pair of levels, it gives the higher one to as many
-layers as memory allows. Two levels are enough: of several prices in time and memory, a mix of the two next to the limit is
-best.
+`fastest` searches the choice with the least overhead that fits: for each pair of levels, it gives the higher one to as
+many layers as memory allows. Two levels are enough: of several prices in time and memory, a mix of the two next to the
+limit is best.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def overhead(facts: Facts, plan: RecomputePlan) -> float:
 
 
 def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]], host: float) -> Choice | None:
-    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None: nothing fits.
+    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None:
+    nothing fits.
 
     `plans`: what to try besides levels (sent, tiles), each with its possible levels.
     """
@@ -135,7 +136,8 @@ def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[Recom
 def _mix(
     facts: Facts, plan: RecomputePlan, low: str, high: str, layers: int, host: float, step: float
 ) -> Choice | None:
-    """As many layers of level `high` as fit, the others of level `low`; None if all layers of level `low` do not fit."""
+    """As many layers of level `high` as fit, the others of level `low`; None if all layers of level `low` do not
+    fit."""
 
     def choice_of(count: int) -> Choice | None:
         mixed = replace(plan, mix=((low, layers - count), (high, count)))

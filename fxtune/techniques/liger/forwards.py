@@ -1,12 +1,12 @@
 """Forward functions that run Liger's kernels, and the classes that carry them.
 
-A module of a model gets its own class: a subclass of its former class with one of these functions as its forward. All layers
-share the class and the function, so they share a compiled graph.
+A module of a model gets its own class: a subclass of its former class with one of these functions as its forward. All
+layers share the class and the function, so they share a compiled graph.
 
-RoPE is fxtune's own kernel. Liger's overwrites its inputs without telling autograd; checkpointing may have saved them, and would
-rotate them twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products also overwrite their
-inputs, in the backward pass, when nothing reads them any more. Compiled code runs the same kernels through operators
-(kernels/liger_operators.py).
+RoPE is fxtune's own kernel. Liger's overwrites its inputs without telling autograd; checkpointing may have saved them,
+and would rotate them twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products also
+overwrite their inputs, in the backward pass, when nothing reads them any more. Compiled code runs the same kernels
+through operators (kernels/liger_operators.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Family:
 
 
 def forward_of(name: str, module: nn.Module, family: Family) -> Forward | None:
-    """The forward that runs operation `name` of `module` by its kernel, or None if the module has no such operation."""
+    """The forward that runs operation `name` of `module` by its kernel, or None if the module has no such
+    operation."""
     kind: Any = type(module)
     if name == "rms_norm" and kind.__name__.endswith("RMSNorm"):
         eps: Any = getattr(module, "variance_epsilon", None) or module.eps
@@ -127,7 +128,8 @@ def _joint_geglu(function: Any) -> Forward:
 
 
 def _product(function: Any, kind: str, gate: torch.Tensor, up: torch.Tensor) -> Any:
-    """act(gate) * up. The caller holds neither gate nor up, so without a backward pass their memory is free afterwards."""
+    """act(gate) * up. The caller holds neither gate nor up, so without a backward pass their memory is free
+    afterwards."""
     if torch.compiler.is_compiling():
         return operators.gated(gate, up, kind)
     return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # its two scale factors

@@ -1,17 +1,18 @@
-"""Liger's Triton kernels (arXiv 2410.10989): norms, RoPE and gated products as one kernel each, and a loss without logits.
+"""Liger's Triton kernels (arXiv 2410.10989): norms, RoPE and gated products as one kernel each, and a loss without
+logits.
 
-In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of their results.
-Liger's is one kernel and keeps only the input. Without torch.compile that saves a tenth of a step and some GiB. torch.compile
-fuses the same operations; whether Liger is still faster depends on the card and the sizes, so `auto` measures both there, once
-for each (timing.py), and keeps the times in the cache folder.
+In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
+their results. Liger's is one kernel and keeps only the input. Without torch.compile that saves a tenth of a step and
+some GiB. torch.compile fuses the same operations; whether Liger is still faster depends on the card and the sizes, so
+`auto` measures both there, once for each (timing.py), and keeps the times in the cache folder.
 
-Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process, so a plain model built
-later would run Liger's kernels too. fxtune gives each module of this one model its own subclass with another forward (forwards.py):
-names, weights, isinstance and adapters stay. RoPE is a function of the attention's Python module, so the attention gets a copy
-of its forward that finds another function under that name.
+Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process, so a plain
+model built later would run Liger's kernels too. fxtune gives each module of this one model its own subclass with
+another forward (forwards.py): names, weights, isinstance and adapters stay. RoPE is a function of the attention's
+Python module, so the attention gets a copy of its forward that finds another function under that name.
 
-Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py), which torch.compile traces, and
-`fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
+Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py), which torch.compile
+traces, and `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -68,15 +69,18 @@ OPERATIONS = {
 @dataclass
 class Liger(Technique):
     rms_norm: Switch = Switch.auto
-    """`auto` here and below: on with a GPU; under torch.compile on if it is measured to be faster than compiled code."""
+    """`auto` here and below: on with a GPU; under torch.compile on if it is measured to be faster than compiled
+    code."""
     layer_norm: Switch = Switch.auto
     rope: Switch = Switch.auto
-    """fxtune's own kernel, on any device. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries and keys."""
+    """fxtune's own kernel, on any device. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries
+    and keys."""
     swiglu: Switch = Switch.auto
     geglu: Switch = Switch.auto
     """For the tanh form of GELU, as in Gemma."""
     fused_linear_cross_entropy: Switch = Switch.auto
-    """Loss and head as one operation that never holds all logits. `auto`: on if a micro-batch's logits exceed 64 MiB."""
+    """Loss and head as one operation that never holds all logits. `auto`: on if a micro-batch's logits exceed 64
+    MiB."""
     chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
     """Rows of logits held at a time; null: as many as fit into 1 GiB."""
 
@@ -205,7 +209,8 @@ def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
 
 
 def _times(name: str, facts: Facts) -> tuple[float, float | None] | None:
-    """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None without a GPU or without free memory."""
+    """Milliseconds compiled and by Liger's kernel, from the cache or measured now; None without a GPU or without free
+    memory."""
     text, family, norm = facts.text, FAMILIES[facts.text["model_type"]], name.endswith("norm")
     case = timing.Case(
         name,

@@ -1,9 +1,10 @@
 """Measures an operation inside compiled code: torch.compile's version of it against Liger's kernel.
 
-The compiler fuses a norm with the residual before it, and the gated product into one kernel, as Liger does; but it fuses nothing
-across a hand-written kernel. Which is faster depends on the card, the sizes and both versions, so it is measured: each operation
-with its neighbours in a layer (the residual before a norm; matmuls on either side, thin so that they do not hide it), forward and
-backward, compiled both ways, with the run's number of tokens up to MOST_ROWS. Beyond that both times grow with the tokens.
+The compiler fuses a norm with the residual before it, and the gated product into one kernel, as Liger does; but it
+fuses nothing across a hand-written kernel. Which is faster depends on the card, the sizes and both versions, so it is
+measured: each operation with its neighbours in a layer (the residual before a norm; matmuls on either side, thin so
+that they do not hide it), forward and backward, compiled both ways, with the run's number of tokens up to MOST_ROWS.
+Beyond that both times grow with the tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Case:
 def times(case: Case) -> tuple[float, float | None]:
     """Milliseconds of one forward and backward pass on the GPU, compiled: plain, and with Liger's kernel.
 
-    None: Liger's does not compile here. Any other error is raised, because it says nothing about the kernel and must not be
-    cached as a result.
+    None: Liger's does not compile here. Any other error is raised, because it says nothing about the kernel and must
+    not be cached as a result.
     """
     from triton.errors import TritonError
     from triton.testing import do_bench

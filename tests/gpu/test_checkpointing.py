@@ -1,4 +1,4 @@
-"""Checkpointing on a card: the bits of the plain backward pass, the memory that each policy claims, and offload's time.
+"""Checkpointing on a GPU: equal gradients, the memory that each policy promises, and the time of offload.
 
 `pytest tests/gpu/test_checkpointing.py -s` prints what was forecast and what was measured.
 """
@@ -31,7 +31,7 @@ BIG = dict(
     max_position_embeddings=65536,
 )
 LEFT = 1 << 27
-"""What may stay of a model of 1.2 GiB when it is gone: libraries' workspaces, adapters' gradients that a test keeps."""
+"""What may remain allocated after a model of 1.2 GiB is freed: libraries' workspaces, gradients that a test keeps."""
 NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {"policy": Policy.none},
@@ -124,7 +124,7 @@ class Measured:
 
 
 def freed() -> None:
-    """Nothing holds the last `Measured` any more: its memory must be there again for the next one."""
+    """Check that the memory of the last `Measured` is free again."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -161,8 +161,8 @@ def _deterministic(monkeypatch):
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize(("shape", "lora"), [*((shape, True) for shape in reference.SHAPES), ("llama", False)])
 def test_eager_recomputation_changes_no_bit(shape, lora):
-    """But one rounding of one adapter: a fused MLP that keeps its input alone takes its product by down_proj's A anew with a
-    kernel for that, where the forward pass had it from the wide matmul, and the gradient of down_proj's B is made of it.
+    """One rounding of one adapter may differ. A fused MLP that saves only its input recomputes the product with
+    down_proj's A by another kernel than the forward pass, and the gradient of down_proj's B depends on it.
     """
     given = reference.batch(shape)
     plain = reference.ours(pipeline(False, "sdpa", policy=Policy.none), shape, given, lora=lora)
@@ -186,7 +186,7 @@ def test_eager_recomputation_changes_no_bit(shape, lora):
     ("shape", "compiled"), [*((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)]
 )
 def test_every_policy_is_as_accurate_as_none(shape, compiled):
-    """Compiled, the two that are least like the shape of the tests below."""
+    """Compiled: the two families that differ most from the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     none = reference.apart(reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact)
@@ -231,7 +231,8 @@ def test_each_policy_needs_less_memory_than_the_one_before_and_as_forecast(fused
 
 @pytest.fixture(scope="module")
 def exact_and_usual() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Gradients of BIG by plain transformers in float32, on the CPU, and how far from them each is without checkpointing."""
+    """Gradients of BIG by plain transformers in float32, on the CPU, and how far from them each is without
+    checkpointing."""
     plain = Measured(pipeline(policy=Policy.none), BIG, 8192)
     exact = reference.plain(BIG, plain.given, lora=True).grads
     plain.step()
@@ -244,7 +245,7 @@ def exact_and_usual() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
 @pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
 def test_mixes_and_offload_need_the_forecast_memory_and_keep_gradients(options, exact_and_usual):
-    """Gradients as near to float32 as without: what is compiled rounds the residual stream where the policy lets it."""
+    """Gradients are as accurate as without checkpointing, whatever the compiler rounds."""
     measured = Measured(pipeline(**options), BIG, 8192)
     for _ in range(3):
         measured.step()
@@ -320,8 +321,8 @@ def test_the_forecast_holds_for_eager_layers(options):
 @pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offload_costs_no_time_and_changes_nothing(compiled):
-    """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back. Attention's backward pass adds in any
-    order, so that gradients are held against how far from each other they are without offload.
+    """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back. Attention's
+    backward pass adds in any order, so gradients are compared with the distance of two runs without offload.
     """
     found = {}
     for name, options in {"full": {}, "again": {}, "offload": {"offload": True}}.items():
@@ -375,7 +376,8 @@ def test_compiler_keeps_to_its_budget(fused):
         assert peaks[share] < 1.05 * allowed
         del measured
         freed()
-    # Fused operators are few and wide: what 60 % of a layer's bytes can hold of them may be no more than what 20 % can.
+    # Fused operators are few and wide: what 60 % of a layer's bytes can hold of them may be no more than what 20 %
+    # can.
     assert peaks[1.0] > peaks[0.6] >= peaks[0.2]
     assert fused is Switch.on or peaks[0.6] > peaks[0.2]
 

@@ -1,4 +1,4 @@
-"""Compiled code on the card: the numbers of eager code, no graph break, no recompilation, and CUDA graphs that lose nothing."""
+"""Compiled code on a GPU: the results of eager code, no graph breaks, no recompilations, and correct CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 EACH = pytest.mark.parametrize(
     ("shape", "scope"), [*((shape, Scope.layers) for shape in reference.SHAPES), ("gemma", Scope.model)]
 )
-"""The whole decoder at once, which takes longest to compile, of one."""
+"""The whole decoder as one graph, which takes longest to compile, for one family only."""
 
 
 def pipeline(compiled: Compile | None = None, backend: str = "eager", **techniques) -> Pipeline:
@@ -151,7 +151,7 @@ def test_cuda_graphs_accumulate_gradients_and_evaluate_as_plain_code_does(checkp
 
 
 def test_cuda_graphs_add_the_gradients_of_successive_micro_batches():
-    """The trap: torch hands out the graph's own memory as the first gradient, and later micro-batches write there."""
+    """torch would return the graph's own memory as the first gradient, and later micro-batches would overwrite it."""
     given = [reference.batch("llama", lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     gradients = []
     for compiled in (Compile(), asked(Scope.model, CompileMode.reduce_overhead)):

@@ -1,4 +1,4 @@
-"""RoPE by our own kernel on a GPU: nearer to float64 than transformers' own, faster than compiled code, seen in fused models."""
+"""Our RoPE kernel on a GPU: more accurate than transformers' own, faster than compiled code, used in fused models."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_models_with_fused_adapters(shape, compiled):
 
 @pytest.mark.timed
 def test_kernels_run_at_memory_speed():
-    """65,536 tokens of an 8B Llama: 1.6 GB each way. A quarter of that is done before autograd has come to its next call."""
+    """65,536 tokens of an 8B Llama: 1.6 GB each way. A quarter of that is done before autograd has come to its next
+    call."""
     cos, sin = angles(16, 4096, 128, torch.bfloat16)
     x = torch.randn(16, 4096, 6144, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out = qkv(x, cos, sin, 32, 8, 48)

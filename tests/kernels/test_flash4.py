@@ -1,4 +1,4 @@
-"""fxtune::flash4 on a CPU: the mathematics, and all that stands above the kernel. tests/gpu/test_attention.py has the kernel."""
+"""fxtune::flash4 on a CPU: its plain reference and the operators. tests/gpu/test_attention.py tests the kernels."""
 
 from __future__ import annotations
 

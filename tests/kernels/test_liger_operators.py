@@ -186,7 +186,8 @@ def test_forward_operators_pass_opcheck(name, trained, shape):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_operators_pass_opcheck(dtype, trained):
-    """Called as autograd calls them, under float32 weights: a graph of the backward pass believes what they promise."""
+    """Called as autograd calls them, with float32 weights: a backward graph relies on the shapes and dtypes of the
+    fakes."""
     x, dy = (torch.randn(2, 5, 15, dtype=dtype)[..., :12] for _ in range(2))
     weight, bias, scale, mean = torch.randn(12), torch.randn(12), torch.rand(10), torch.rand(10)
     of = torch.ops.fxtune

@@ -1,4 +1,5 @@
-"""Who multiplies: the choice, what quack is handed, its absence, its compiler's failure. The kernel: tests/gpu/test_matmul.py."""
+"""The choice between cuBLAS and quack: when it is used, how it is called, and its errors. See
+tests/gpu/test_matmul.py."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A CPU taken for a card that the kernel is for, and products large from 8 rows on: the operator is then its reference."""
+    """A CPU that counts as a supported GPU, with products of 8 rows or more as large ones; the operator runs its
+    reference."""
     monkeypatch.setattr(matmul, "processors_of", lambda device: 132)
     monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
     monkeypatch.setattr(matmul, "MIN_ROWS", 8)
@@ -63,7 +65,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def by_op(monkeypatch):
-    """[rows, inner, columns] of each product that the CuTe kernel is given, inside of operators too."""
+    """[rows, inner, columns] of each product that the CuTe kernel does, also inside of operators."""
     seen, real = [], matmul.is_served
 
     def watched(left, right, out, plus=None):
@@ -77,7 +79,7 @@ def by_op(monkeypatch):
 
 @pytest.fixture
 def quack(monkeypatch):
-    """A package of quack's that multiplies by torch and keeps what it was called with."""
+    """A fake quack package that multiplies by torch and records its arguments."""
     calls = []
 
     def gemm(

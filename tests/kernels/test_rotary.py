@@ -1,4 +1,4 @@
-"""RoPE as an operator against transformers' own function: values, gradients, layouts, and inside compiled layers."""
+"""The RoPE operators against transformers' own function: values, gradients, layouts, and in compiled layers."""
 
 from __future__ import annotations
 

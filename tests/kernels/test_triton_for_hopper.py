@@ -1,8 +1,8 @@
 """What Triton makes of our kernels for an H200, looked at without one: compiling needs no card.
 
-A product of Hopper's tensor cores (wgmma) reads shared memory and may still be under way while the loop goes on. For that
-Triton gives a pipelined tile one place more than it loads ahead, but not where the tile is read to registers, too (3.6 to 3.9):
-then the next load overwrites what the product reads. No interpreter shows that, and a card does now and then.
+A product of Hopper's tensor cores (wgmma) reads shared memory and may still run while the loop continues. Therefore
+Triton gives a pipelined tile one buffer more than it loads ahead, except if the tile is also read into registers (3.6
+to 3.9): then the next load overwrites what the product reads. No interpreter shows this, and a GPU only sometimes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KERNELS = {
 
 
 def compiled(name: str, dtype: str, monkeypatch, tmp_path) -> dict[str, str]:
-    """A kernel's intermediate code and assembly, by Triton's names for them, of operands whose sizes are multiples of 16."""
+    """A kernel's intermediate code and assembly by Triton's names, for operands whose sizes are multiples of 16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, given = KERNELS[name]
     constants = {key: value for key, value in given.items() if key in kernel.arg_names}

@@ -1,4 +1,4 @@
-"""Run by test_rotary.py with TRITON_INTERPRET=1: the Triton kernel of RoPE against its plain counterpart."""
+"""Run by test_rotary.py with TRITON_INTERPRET=1: compares the Triton kernel of RoPE with the plain reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxtune.kernels import rotary_triton
 from fxtune.kernels.rotary import reference
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
-"""How far one rounding may move a number, of its own size. The interpreter cuts bfloat16 off, a card rounds it to the nearest."""
+"""Relative tolerance of one rounding. The interpreter truncates to bfloat16; a GPU rounds to nearest."""
 SHAPES = {"llama": (2, 5, 4, 2, 16, 16), "partial": (2, 3, 4, 4, 10, 6), "odd": (1, 4, 7, 1, 12, 12)}
 """rows, length, heads, kv_heads, dim, width."""
 

@@ -2,10 +2,12 @@
 
 A layer keeps one of five levels, listed from little to much; what it does not keep, it computes a second time:
 
-    input        only its input: everything is computed twice attention    also attention's output: norms and matrix
-    products are computed twice narrow       also the products as wide as the hidden state (q, k, v, o): gate, up,
-    norms and activations are computed twice wide         also gate and up: what is computed twice costs next to
-    nothing everything   all that the backward pass reads
+    input        only its input: everything is computed twice
+    attention    also attention's output: norms and matrix products are computed twice
+    narrow       also the products as wide as the hidden state (q, k, v, o): gate, up, norms and activations are
+                 computed twice
+    wide         also gate and up: what is computed twice costs next to nothing
+    everything   all that the backward pass reads
 
 The layers of one model may have different levels. Layers of a lower level come first: a layer's memory peaks while it
 is recomputed, and by the time the first layers are recomputed the memory of the last ones is free again.
@@ -23,18 +25,18 @@ class RecomputePlan:
     """What layers keep, and where."""
 
     level: str = "everything"
-    """One of LEVELS, or `budget`: what the compiler picks."""
+    """One of LEVELS, or `budget`: the compiler's choice."""
     every: int = 1
-    """One layer in so many has this level, the others keep everything."""
+    """One layer in so many has this level; the others keep everything."""
     budget: float = 1.0
     mix: tuple[tuple[str, int], ...] = ()
-    """Levels and how many layers have each, in place of `level` and `every`; layers that are not counted keep their
+    """How many layers have each level, in place of `level` and `every`. Layers that are not counted keep their
     input."""
     sent: str = ""
-    """What goes to host memory: nothing; `inputs`: layers' inputs; `kept`: also what else they keep, but for gate and
-    up."""
+    """What is sent to host memory. Empty: nothing; `inputs`: layers' inputs; `kept`: also what else they keep
+    except gate and up."""
     senders: int | None = None
-    """How many layers send, from the first; None: all but the last one, whose share is wanted at once."""
+    """How many layers send, from the first; None: all except the last one, whose tensors are needed at once."""
     tiles: int = 1
 
     def levels(self, layers: int) -> list[str]:
@@ -46,8 +48,7 @@ class RecomputePlan:
         return ["input"] * (layers - len(found)) + found
 
     def sending(self, layers: int) -> list[bool]:
-        """Which of so many layers send. One that keeps everything does not, and neither does the last one that
-        could."""
+        """Which of so many layers send. One that keeps everything does not, nor does the last one that could."""
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
         chosen = set(able[:-1] if self.senders is None else able[: min(self.senders, max(len(able) - 1, 0))])
         return [index in chosen for index in range(layers)]

@@ -4,19 +4,18 @@ A layer saves 139 KB a token for its backward pass (Llama-3-8B, LoRA, compiled),
 save less. From fast to small, by level (plan.py), with the policy that gives it:
 
     wide        94 KB   selective: saves the results of matmuls and attention and recomputes what lies between them, a
-    few percent
-                        of the time
+                        few percent of the time
     narrow      37 KB   with `recompute: [gate_proj, up_proj]`, the widest products, a third of the layer's matmuls
-    attention   16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens input        8 KB
-    full: saves the layer's input and recomputes everything, a third more time + offload           and host memory
-    holds it (offload.py): no more time if a layer computes for longer than its input is
-                        copied, from some thousand tokens on. With `offload_what: kept` what narrow or attention save
-                        is sent, too, which leaves 0 KB, or gate and up, on the device
-    + mlp_tiles         the MLP runs in parts of the sequence (tiled_mlp.py): one layer's working memory shrinks mix
-    some layers of one level and some of another: `mix: {narrow: 12, wide: 20}` budget              the compiler
-    chooses what to save, up to a share of what it would save auto                of all of these but budget, mixes
-    included: the one that fits the free memory by techniques/estimate/memory.py
-                        and adds the least time by techniques/estimate/step_time.py
+    attention   16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
+    input        8 KB   full: saves the layer's input and recomputes everything, a third more time
+    + offload           host memory holds it (offload.py): no more time if a layer computes for longer than its input
+                        is copied, from some thousand tokens on. With `offload_what: kept` what narrow or attention
+                        save is sent, too, which leaves 0 KB, or gate and up, on the device
+    + mlp_tiles         the MLP runs in parts of the sequence (tiled_mlp.py): one layer's working memory shrinks
+    mix                 some layers of one level and some of another: `mix: {narrow: 12, wide: 20}`
+    budget              the compiler chooses what to save, up to a share of what it would save
+    auto                the fastest of all these but budget, mixes included, that fits the free memory, by the
+                        estimates of techniques/estimate/memory.py and step_time.py
 
 Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
 supported versions, acts only in training mode, and needs care with frozen embeddings. torch's non-reentrant checkpoint

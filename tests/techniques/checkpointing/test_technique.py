@@ -59,8 +59,8 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def moved(model):
-    """Adapters whose B is zero give A no gradient."""
+def with_random_lora_b(model):
+    """A new adapter has B = 0, and so no gradient for A."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,9 +85,9 @@ def close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], limit: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_does_not_change_gradients_even_with_dropout(family, pipelines):
     model = random_model(family, attention_dropout=0.2)
-    plain = gradients(moved(built(pipelines(), model)))
+    plain = gradients(with_random_lora_b(built(pipelines(), model)))
     for options in ({}, {"policy": Policy.selective}):
-        saved = gradients(moved(built(checkpointed(pipelines(), **options), model)))
+        saved = gradients(with_random_lora_b(built(checkpointed(pipelines(), **options), model)))
         assert plain.keys() == saved.keys()
         assert all(torch.equal(plain[name], saved[name]) for name in plain), options
 
@@ -96,9 +96,9 @@ def test_checkpointing_does_not_change_gradients_even_with_dropout(family, pipel
 @pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
 def test_each_policy_acts_and_changes_no_gradient_bit(pipelines, options):
     pipeline = checkpointed(pipelines(), **options)
-    model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
+    model = with_random_lora_b(built(pipeline, random_model("llama", num_hidden_layers=3)))
     seen(pipeline, model)
-    plain = gradients(moved(built(pipelines(), random_model("llama", num_hidden_layers=3))))
+    plain = gradients(with_random_lora_b(built(pipelines(), random_model("llama", num_hidden_layers=3))))
     assert all(torch.equal(plain[name], value) for name, value in gradients(model).items())
 
 
@@ -107,9 +107,9 @@ def test_each_policy_acts_and_changes_no_gradient_bit(pipelines, options):
 @pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
 def test_tiled_mlp_gives_the_gradients_of_an_untiled_mlp(family, pipelines, options):
     pipeline = checkpointed(pipelines(), **options)
-    model = moved(built(pipeline, random_model(family)))
+    model = with_random_lora_b(built(pipeline, random_model(family)))
     assert f"each MLP in {options['mlp_tiles']} tiles (of the probe's 24 tokens)" in seen(pipeline, model)
-    plain = gradients(moved(built(pipelines(), random_model(family))))
+    plain = gradients(with_random_lora_b(built(pipelines(), random_model(family))))
     assert close(gradients(model), plain, 1e-5)
 
 
@@ -127,7 +127,7 @@ def test_retained_graph_with_tiles_gives_its_gradients_again_and_is_then_freed(p
     def keep(module, given):
         kept.append(weakref.ref(given[0]))
 
-    model = moved(
+    model = with_random_lora_b(
         built(
             checkpointed(lora(dropout=0.3 * (fused is Switch.off), fused=fused), policy=policy, mlp_tiles=3),
             random_model("llama"),
@@ -155,7 +155,7 @@ def test_retained_graph_with_tiles_gives_its_gradients_again_and_is_then_freed(p
 
 def test_recomputed_tiles_repeat_dropout_and_autocast():
     pipeline = checkpointed(lora(dropout=0.5), mlp_tiles=2)
-    model = moved(built(pipeline, random_model("llama")))
+    model = with_random_lora_b(built(pipeline, random_model("llama")))
     with torch.autocast("cpu", torch.bfloat16):
         first, again = gradients(model), gradients(model)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -192,7 +192,7 @@ def test_mix_applies_each_level_to_its_layers(fused):
     made = [lora(fused=Switch(fused)) for _ in range(2)]
     model = random_model("llama", num_hidden_layers=5)
     pipeline = checkpointed(made[0], policy=Policy.mix, mix={"wide": 1, "everything": 1, "attention": 1, "narrow": 1})
-    mixed = moved(built(pipeline, model))
+    mixed = with_random_lora_b(built(pipeline, model))
     told = seen(pipeline, mixed)
     assert "4 of 5 layers recomputed" in told
     assert "attention in 1 layer and narrow in 1 layer and wide in 1 layer and everything in 1 layer" in told
@@ -203,7 +203,9 @@ def test_mix_applies_each_level_to_its_layers(fused):
     else:
         assert "aten.mm (gate_proj, up_proj) 10+6" in told
         assert "aten.mm (k_proj, v_proj) 10+4" in told
-    assert close(gradients(mixed), gradients(moved(built(made[1], model))), 0.0 if fused == "off" else 1e-6)
+    assert close(
+        gradients(mixed), gradients(with_random_lora_b(built(made[1], model))), 0.0 if fused == "off" else 1e-6
+    )
 
 
 def test_flash4_operator_is_saved_by_its_name():
@@ -211,13 +213,13 @@ def test_flash4_operator_is_saved_by_its_name():
     config = load_config(model)
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
     pipeline.attention.backend = "flash4"
-    ours = moved(pipeline.build(model, config, CPU, 0))
+    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0))
     told = seen(pipeline, ours)
     assert "fxtune.flash4 2+0" in told
     assert "aten.mm (q_proj, o_proj) 4+4" in told
     plain = lora()
     plain.attention.backend = "flash4"
-    expected = gradients(moved(plain.build(model, config, CPU, 0)))
+    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0)))
     assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
 
 
@@ -335,12 +337,12 @@ def test_compiled_layers_keep_the_bytes_of_their_policy():
     }.items():
         torch._dynamo.reset()
         pipeline = checkpointed(lora(), **options)
-        model = traced(moved(built(pipeline, random_model("llama", num_hidden_layers=1))))
+        model = traced(with_random_lora_b(built(pipeline, random_model("llama", num_hidden_layers=1))))
         told = seen(pipeline, model)
         kept[name] = [int(number.replace(",", "")) / 4 for number in re.findall(r"\| ([\d,]+) bytes", told)]
         plain = plain or gradients(model)
         assert close(gradients(model), plain, 1e-6), name
-    assert close(plain, gradients(moved(built(lora(), random_model("llama", num_hidden_layers=1)))), 1e-5)
+    assert close(plain, gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=1)))), 1e-5)
     small = 2 * 16 + 24 + 12  # cos and sin, kept once; the mask and positions
     adapters, lse = 7 * 4, 4
     (full,), (tiles,), (narrow,), (selective,) = (kept[name] for name in ("full", "tiles", "narrow", "selective"))
@@ -409,8 +411,8 @@ def test_compiler_budget_applies_to_this_model_only():
 @pytest.mark.usefixtures("_anew")
 def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     pipeline = checkpointed(lora(), **options)
-    model = moved(built(pipeline, random_model("llama", num_hidden_layers=3)))
-    plain = gradients(moved(built(lora(), random_model("llama", num_hidden_layers=3))))
+    model = with_random_lora_b(built(pipeline, random_model("llama", num_hidden_layers=3)))
+    plain = gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=3))))
     offload = model.offload = Offload(decoder_layers(model), torch.device("cpu"))
     pipeline.checkpointing.offload = True
     model = traced(model) if compiled else model
@@ -427,11 +429,11 @@ def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
 def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
     """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
     model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Switch(fused)) for _ in range(2)]
-    plain = gradients(moved(built(made[0], model)))
+    plain = gradients(with_random_lora_b(built(made[0], model)))
     pipeline = checkpointed(
         made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
     )
-    ours = moved(pipeline.build(model, load_config(model), CPU, 0))
+    ours = with_random_lora_b(pipeline.build(model, load_config(model), CPU, 0))
     ours.offload.min_bytes = 0
     ours = traced(ours)
     pipeline.checkpointing.offload_what = What.kept

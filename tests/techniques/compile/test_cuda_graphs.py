@@ -1,4 +1,4 @@
-"""Recording of training passes, with a CUDA that is imitated: which passes are recorded, and what is left as it was."""
+"""Recording of training passes on a fake CUDA: which passes are recorded, and what an error leaves behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The residual stream in the last product or pass of fused adapters: found in graphs, left alone where the sum is another, with
-the same numbers."""
+"""The pass that lets fused adapters add the residual stream: which sums it folds, and equal results."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
 
 
 def test_bfloat16_sum_outside_of_a_product_is_rounded_like_two_operators():
-    """Rounded once, the adapters' share would decide each tie of y + stream, which many are, however small it is."""
+    """Rounded once, even a tiny share of the adapters would decide the many ties of y + stream."""
     draw = torch.Generator().manual_seed(0)
     y, stream, narrow, factor = (
         torch.randn(*shape, generator=draw).bfloat16() for shape in ((512, 64), (512, 64), (512, 16), (16, 64))

@@ -1,5 +1,7 @@
-"""torch.compile by layer and by model: the same numbers from compiled code, what the compiler did is told and held to a budget,
-generation is left alone. Where the subject is not the code that comes out, `quick` leaves out the slow last stage.
+"""torch.compile by layer and by model: equal results, a report of what was compiled, limits, and uncompiled
+generation.
+
+Tests that are not about the generated code use `quick`, which skips the slow last stage of the compiler.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def _fresh():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Trace, guard and break as ever, and run the graphs as they are: no C++ is written."""
+    """Trace, guard and break as usual, but run the graphs without generating C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
@@ -76,9 +78,8 @@ NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 @pytest.mark.slow
 @pytest.mark.parametrize(("scope", "layers", "options"), [(Scope.layers, 2, NARROW), (Scope.model, 1, {})])
 def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, layers, options):
-    """All of the compiler's stages, with few layers and rows as long as the probe: each graph more is seconds of a C++ compiler.
-    (Of two layers the first one's input needs no gradient.)
-    """
+    """All stages of the compiler, with few layers and rows as long as the probe, because each graph takes a C++
+    compiler seconds. (Of two layers the first one's input needs no gradient.)"""
     model, plain, pipeline = random_model("llama", num_hidden_layers=layers), lora(), lora()
     pipeline.compile, pipeline.checkpointing = (
         Compile(enabled=True, scope=scope),
@@ -154,7 +155,7 @@ def test_code_compiled_by_others_is_not_counted(quick):
 
 
 def broken(model, layer=0):
-    """A layer that asks the device for a number and goes on by it."""
+    """A layer that reads a number from the device and branches on it."""
     part = decoder_layers(model)[layer]
     part.mlp.register_forward_hook(lambda module, given, out: out if out.sum().item() < 1e9 else -out)
 
@@ -214,8 +215,8 @@ def test_too_many_recompilations_fail(quick):
 
 
 def warn():
-    """Have torch look at a kernel that it cannot make sense of (here for want of arguments): it warns. On a card torch 2.11 did
-    so of this very kernel, Liger's RMSNorm, and made wrong numbers of it.
+    """Have torch analyse a kernel that it does not understand (here because arguments are missing), so that it warns.
+    On a GPU torch 2.11 did so for this kernel, Liger's RMSNorm, and compiled wrong code.
     """
     import torch._higher_order_ops.triton_kernel_wrap as wrap
     from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel
@@ -227,7 +228,7 @@ def warn():
 
 @pytest.fixture
 def printed():
-    """What torch's logger of the compiler prints; its level is as it was afterwards."""
+    """What torch's compiler logs; the logger's level is restored afterwards."""
     logger, handler, records = logging.getLogger(LOGGER), logging.Handler(), []
     before, handler.emit = logger.level, records.append
     logger.addHandler(handler)
@@ -255,7 +256,7 @@ def test_kernel_whose_writes_torch_cannot_determine_is_an_error(fullgraph, silen
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_such_a_kernel_in_a_backward_pass_is_an_error_and_is_not_cached(dynamic, monkeypatch, tmp_path):
-    """torch compiles that pass when it is called; with dynamic shapes ahead of it, and goes on where that fails."""
+    """torch compiles that pass when it runs; with dynamic shapes it compiles it earlier, and ignores errors."""
     from torch._inductor import compile_fx
 
     lower = compile_fx.fx_codegen_and_compile
@@ -426,11 +427,11 @@ HEAD = {
     "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
     "liger": {"fused_linear_cross_entropy": Switch.on},
 }
-"""An adapter of the head that draws random numbers, which the fused loss runs twice."""
+"""An adapter with dropout on the head, which the fused loss runs twice."""
 
 
 def asked_for(facts=CARD, **options):
-    """Whether passes are recorded under these facts, and what is told."""
+    """Whether passes are recorded under these facts, and the note about it."""
     technique = Compile(enabled=True, **options)
     told = technique.resolve(facts) or ""
     return technique.records, told

@@ -1,0 +1,74 @@
+"""Selective checkpointing: which operators are recognised, saved and recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import CPU, built, lora, random_model
+from support.checkpointing import NARROW, checkpointed, gradients, seen, with_random_lora_b
+
+from fxtune.models.load import load_config
+from fxtune.techniques.checkpointing.policy import group_of, weight_shape
+from fxtune.techniques.checkpointing.technique import Policy
+
+
+@pytest.mark.parametrize(
+    ("name", "second", "shape"),
+    [
+        ("aten.mm", torch.empty(3, 5), (3, 5)),
+        ("aten.addmm", torch.empty(3, 5), (3, 5)),
+        ("aten.bmm", torch.empty(2, 3, 5), None),
+        ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)),
+        ("bitsandbytes.gemm_4bit", [5, 3], (3, 5)),
+    ],
+)
+def test_products_are_recognised_by_the_shape_of_their_weight(name, second, shape):
+    at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
+    assert group_of(name) == "matmuls"
+    assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fxtune.flash4_backward",
+        "aten._scaled_dot_product_flash_attention_backward",
+        "aten.add",
+        "aten._fused_sdp_choice",
+        "aten.linalg_vector_norm",
+        "bitsandbytes.dequantize_4bit",
+    ],
+)
+def test_other_operators_belong_to_no_group(name):
+    assert group_of(name) is None
+
+
+def test_saved_operators_run_once_and_recomputed_ones_twice():
+    pipeline = checkpointed(lora(), **NARROW)
+    told = seen(pipeline, built(pipeline, random_model("llama")))
+    assert "aten.mm (q_proj, o_proj) 4+0" in told
+    assert "aten.mm (k_proj, v_proj) 4+0" in told
+    assert "aten.mm (gate_proj, up_proj) 4+4" in told
+    assert "flash_attention_for_cpu 2+0" in told
+
+
+def test_flash4_operator_is_saved_by_its_name():
+    model = random_model("llama")
+    config = load_config(model)
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
+    pipeline.attention.backend = "flash4"
+    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0))
+    told = seen(pipeline, ours)
+    assert "fxtune.flash4 2+0" in told
+    assert "aten.mm (q_proj, o_proj) 4+4" in told
+    plain = lora()
+    plain.attention.backend = "flash4"
+    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0)))
+    assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
+
+
+def test_save_attention_recomputes_all_matmuls():
+    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
+    told = seen(pipeline, built(pipeline, random_model("llama")))
+    assert "flash_attention_for_cpu 2+0" in told
+    assert "aten.mm (q_proj, o_proj) 4+4" in told

@@ -31,7 +31,7 @@ from fxtune.system import code_digest
 from fxtune.system.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-SOURCES = ("kernels", "techniques/checkpointing")
+SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile")
 """Folders of the package whose code decides what a compiled graph computes without being part of the graph: operators,
 and the policy of selective checkpointing."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")

@@ -1,27 +1,23 @@
-"""Checkpointing: the same gradients, less kept, and what was asked to be kept not computed a second time."""
+"""Checkpointing: equal gradients, the memory of each policy, refused options, and the choice of `auto`."""
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
+from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
-from fxtune.errors import ConfigError, HardwareError
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Switch
 from fxtune.techniques.checkpointing import verify
-from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.plan import LEVELS
-from fxtune.techniques.checkpointing.policy import group_of, weight_shape
 from fxtune.techniques.checkpointing.technique import Checkpointing, Policy, What
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate import step_time
@@ -29,7 +25,6 @@ from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.facts import Facts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
-NARROW = {"policy": Policy.selective, "recompute": ["gate_proj", "up_proj"]}
 EXACT = {
     "full": {},
     "selective": {"policy": Policy.selective},
@@ -38,47 +33,6 @@ EXACT = {
     "mm": {"policy": Policy.selective, "save": ["aten.mm"]},
     "linears": {"policy": Policy.selective, "save": ["k_proj"]},
 }
-TILED = {
-    "tiles": {"mlp_tiles": 3},
-    "selective_tiles": {"policy": Policy.selective, "mlp_tiles": 5},
-    "tiles_alone": {"policy": Policy.none, "mlp_tiles": 2},
-    "a_token_a_tile": {"mlp_tiles": 24},
-}
-
-
-def checkpointed(pipeline: Pipeline, **options) -> Pipeline:
-    pipeline.checkpointing = Checkpointing(enabled=True, **options)
-    return pipeline
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)  # dropout
-    model.train()
-    model.zero_grad()
-    model(**make_probe(model)).logits.logsumexp(-1).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def with_random_lora_b(model):
-    """A new adapter has B = 0, and so no gradient for A."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    return model
-
-
-def seen(pipeline: Pipeline, model) -> str:
-    """What checkpointing's evidence says, all of which must hold."""
-    evidence = list(pipeline.checkpointing.verify(model, make_probe(model)))
-    assert all(one.acted for one in evidence), evidence
-    return "\n".join(f"{one.asked} | {one.observed}" for one in evidence)
-
-
-def close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], limit: float) -> bool:
-    assert ours.keys() == plain.keys()
-    return all((ours[name] - plain[name]).norm() <= limit * plain[name].norm() for name in plain)
 
 
 @pytest.mark.parametrize("pipelines", [lambda: lora(dropout=0.3), Pipeline], ids=["lora", "full"])
@@ -100,90 +54,6 @@ def test_each_policy_acts_and_changes_no_gradient_bit(pipelines, options):
     seen(pipeline, model)
     plain = gradients(with_random_lora_b(built(pipelines(), random_model("llama", num_hidden_layers=3))))
     assert all(torch.equal(plain[name], value) for name, value in gradients(model).items())
-
-
-@pytest.mark.parametrize("options", TILED.values(), ids=TILED)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-@pytest.mark.parametrize("pipelines", [lora, Pipeline], ids=["lora", "full"])
-def test_tiled_mlp_gives_the_gradients_of_an_untiled_mlp(family, pipelines, options):
-    pipeline = checkpointed(pipelines(), **options)
-    model = with_random_lora_b(built(pipeline, random_model(family)))
-    assert f"each MLP in {options['mlp_tiles']} tiles (of the probe's 24 tokens)" in seen(pipeline, model)
-    plain = gradients(with_random_lora_b(built(pipelines(), random_model(family))))
-    assert close(gradients(model), plain, 1e-5)
-
-
-def test_tiled_mlp_of_a_checkpointed_layer_runs_twice():
-    pipeline = checkpointed(lora(), mlp_tiles=4)
-    told = seen(pipeline, built(pipeline, random_model("llama")))
-    assert "aten.mm (gate_proj, up_proj) 16+16, aten.mm (down_proj) 8+8" in told  # 2 layers x 4 tiles
-
-
-@pytest.mark.parametrize("fused", [Switch.off, Switch.on])
-@pytest.mark.parametrize("policy", [Policy.none, Policy.full])  # torch's selective checkpoint itself refuses it
-def test_retained_graph_with_tiles_gives_its_gradients_again_and_is_then_freed(policy, fused):
-    kept = []
-
-    def keep(module, given):
-        kept.append(weakref.ref(given[0]))
-
-    model = with_random_lora_b(
-        built(
-            checkpointed(lora(dropout=0.3 * (fused is Switch.off), fused=fused), policy=policy, mlp_tiles=3),
-            random_model("llama"),
-        )
-    ).train()
-    once = gradients(model)
-    model.zero_grad()
-    for layer in decoder_layers(model):
-        layer.mlp.register_forward_pre_hook(keep)
-    torch.manual_seed(0)
-    loss = model(**make_probe(model)).logits.logsumexp(-1).sum()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    twice = {name: parameter.grad / 2 for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert close(twice, once, 1e-6)
-    loss.backward()
-    gc.collect()
-    assert kept, "the hook was called"
-    assert not any(reference() is not None for reference in kept), (
-        "what a graph kept lives no longer than torch keeps it"
-    )
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-def test_recomputed_tiles_repeat_dropout_and_autocast():
-    pipeline = checkpointed(lora(dropout=0.5), mlp_tiles=2)
-    model = with_random_lora_b(built(pipeline, random_model("llama")))
-    with torch.autocast("cpu", torch.bfloat16):
-        first, again = gradients(model), gradients(model)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    mlp = decoder_layers(model)[0].mlp.train()
-    hidden = torch.randn(1, 8, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.manual_seed(5)
-        out = mlp(hidden)
-    out.float().sum().backward()
-    torch.manual_seed(5)
-    with torch.autocast(
-        "cpu", torch.bfloat16
-    ):  # the tiles' own order of draws, without the function that recomputes them
-        other = hidden.detach().requires_grad_()
-        expected = torch.cat([type(mlp).__mro__[1].forward(mlp, piece) for piece in other.split(4, dim=1)], dim=1)
-    expected.float().sum().backward()
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, expected)
-    assert torch.equal(hidden.grad, other.grad)
-
-
-def test_saved_operators_run_once_and_recomputed_ones_twice():
-    pipeline = checkpointed(lora(), **NARROW)
-    told = seen(pipeline, built(pipeline, random_model("llama")))
-    assert "aten.mm (q_proj, o_proj) 4+0" in told
-    assert "aten.mm (k_proj, v_proj) 4+0" in told
-    assert "aten.mm (gate_proj, up_proj) 4+4" in told
-    assert "flash_attention_for_cpu 2+0" in told
 
 
 @pytest.mark.parametrize("fused", ["on", "off"])
@@ -208,59 +78,6 @@ def test_mix_applies_each_level_to_its_layers(fused):
     )
 
 
-def test_flash4_operator_is_saved_by_its_name():
-    model = random_model("llama")
-    config = load_config(model)
-    pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
-    pipeline.attention.backend = "flash4"
-    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0))
-    told = seen(pipeline, ours)
-    assert "fxtune.flash4 2+0" in told
-    assert "aten.mm (q_proj, o_proj) 4+4" in told
-    plain = lora()
-    plain.attention.backend = "flash4"
-    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0)))
-    assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
-
-
-@pytest.mark.parametrize(
-    ("name", "second", "shape"),
-    [
-        ("aten.mm", torch.empty(3, 5), (3, 5)),
-        ("aten.addmm", torch.empty(3, 5), (3, 5)),
-        ("aten.bmm", torch.empty(2, 3, 5), None),
-        ("bitsandbytes.int8_linear_matmul", torch.empty(5, 3), (3, 5)),
-        ("bitsandbytes.gemm_4bit", [5, 3], (3, 5)),
-    ],
-)
-def test_products_are_recognised_by_the_shape_of_their_weight(name, second, shape):
-    at = {"aten.addmm": 2, "bitsandbytes.gemm_4bit": 2}.get(name, 1)
-    assert group_of(name) == "matmuls"
-    assert weight_shape(name, (*[torch.empty(4, 3)] * at, second)) == shape
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fxtune.flash4_backward",
-        "aten._scaled_dot_product_flash_attention_backward",
-        "aten.add",
-        "aten._fused_sdp_choice",
-        "aten.linalg_vector_norm",
-        "bitsandbytes.dequantize_4bit",
-    ],
-)
-def test_other_operators_belong_to_no_group(name):
-    assert group_of(name) is None
-
-
-def test_save_attention_recomputes_all_matmuls():
-    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
-    told = seen(pipeline, built(pipeline, random_model("llama")))
-    assert "flash_attention_for_cpu 2+0" in told
-    assert "aten.mm (q_proj, o_proj) 4+4" in told
-
-
 @pytest.mark.parametrize(("every", "recomputed"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_every_recomputes_one_layer_in_so_many(every, recomputed):
     for options in ({}, {"policy": Policy.selective}):
@@ -269,52 +86,7 @@ def test_every_recomputes_one_layer_in_so_many(every, recomputed):
         assert f"{recomputed} of 4 layers ran twice" in seen(pipeline, model)
 
 
-def test_verify_leaves_no_gradients_and_evaluation_is_not_recomputed():
-    pipeline = checkpointed(Pipeline(), mlp_tiles=2)
-    model = built(pipeline, random_model("llama")).train()
-    pipeline.prove(model, make_probe(model))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with torch.no_grad():
-        assert model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=3).shape == (1, 6)
-
-
-def test_layers_below_the_first_trained_one_are_not_expected_to_run_twice():
-    pipeline = checkpointed(lora(target_modules=["layers.1.mlp.down_proj"]))
-    seen(pipeline, built(pipeline, random_model("llama")))
-
-
-def test_verify_fails_if_a_layer_is_not_wrapped():
-    pipeline = checkpointed(lora())
-    model = built(pipeline, random_model("llama"))
-    del decoder_layers(model)[1].forward
-    with pytest.raises(ConfigError, match="2 of 2 layers recomputed; seen: 1 of 2"):
-        pipeline.prove(model, make_probe(model))
-
-
-def test_verify_fails_if_a_named_operator_never_runs():
-    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention", "aten.addmm"])
-    model = built(pipeline, random_model("llama"))
-    with pytest.raises(ConfigError, match=r"never ran: aten\.addmm"):
-        pipeline.prove(model, make_probe(model))
-
-
-def test_verify_fails_if_a_saved_operator_runs_again():
-    pipeline = checkpointed(lora(), policy=Policy.selective, save=["attention"])
-    model = built(pipeline, random_model("llama"))
-    pipeline.checkpointing.save = []
-    with pytest.raises(ConfigError, match="kept: attention, matmuls; seen"):
-        pipeline.prove(model, make_probe(model))
-
-
 # --- compiled. `aot_eager_decomp_partition` chooses what to save as Inductor does, and generates no code.
-
-
-def traced(model):
-    for layer in decoder_layers(model):
-        layer.forward = torch.compile(
-            layer.forward, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False
-        )
-    return model
 
 
 @pytest.fixture
@@ -400,101 +172,6 @@ def test_compiler_budget_applies_to_this_model_only():
     assert "a budget of 0 for the compiler | 0 while layers run" in seen(pipeline, ours)
     assert close(gradients(ours), plain, 1e-6)
     assert torch._functorch.config.activation_memory_budget == 1.0
-
-
-# --- offload: on a CPU the same bookkeeping copies from host memory to host memory
-
-
-@pytest.mark.parametrize(
-    ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
-)
-@pytest.mark.usefixtures("_anew")
-def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
-    pipeline = checkpointed(lora(), **options)
-    model = with_random_lora_b(built(pipeline, random_model("llama", num_hidden_layers=3)))
-    plain = gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=3))))
-    offload = model.offload = Offload(decoder_layers(model), torch.device("cpu"))
-    pipeline.checkpointing.offload = True
-    model = traced(model) if compiled else model
-    assert "2 sent there and 2 brought back" in seen(pipeline, model)
-    buffers = {buffer.data_ptr() for buffer in offload.pool}
-    for _ in range(3):
-        assert close(gradients(model), plain, 1e-5 if compiled else 0.0)
-    assert {buffer.data_ptr() for buffer in offload.pool} == buffers
-    assert len(buffers) == 2
-
-
-@pytest.mark.usefixtures("_anew")
-@pytest.mark.parametrize("fused", ["on", "off"])
-def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
-    """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""
-    model, made = random_model("llama", num_hidden_layers=4), [lora(fused=Switch(fused)) for _ in range(2)]
-    plain = gradients(with_random_lora_b(built(made[0], model)))
-    pipeline = checkpointed(
-        made[1], policy=Policy.mix, mix={"attention": 1, "narrow": 1, "wide": 2}, offload=True, offload_what=What.kept
-    )
-    ours = with_random_lora_b(pipeline.build(model, load_config(model), CPU, 0))
-    ours.offload.min_bytes = 0
-    ours = traced(ours)
-    pipeline.checkpointing.offload_what = What.kept
-    assert "3 sent there and 3 brought back" in seen(pipeline, ours)
-    pieces = {piece.data_ptr() for piece in ours.offload.pool}
-    for _ in range(3):
-        before = ours.offload.sent
-        assert close(gradients(ours), plain, 1e-5)
-        size = (ours.offload.sent - before) / 24 / 4
-    assert {piece.data_ptr() for piece in ours.offload.pool} == pieces
-    adapters = 32 if fused == "on" else 7 * 4
-    narrow = 64 + 128 + 64 + 64 + 4 + adapters
-    assert abs(size - (64 + 64 + 4) - 2 * narrow) <= (32 if fused == "on" else 0)  # wide: the MLP's own adapters, too
-
-
-def test_error_for_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
-    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
-    Offload(decoder_layers(model), torch.device("cpu"))
-    empty = torch.empty
-
-    def refuse(*size, **options):
-        if "pin_memory" in options:
-            raise RuntimeError("CUDA error: out of memory\nfurther lines")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(
-        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are pinned.*out of memory\)\. Lower"
-    ) as told:
-        model(**make_probe(model))
-    assert "further lines" not in str(told.value)
-
-
-def test_forward_pass_without_backward_returns_its_buffers():
-    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=4))
-    offload = Offload(decoder_layers(model), torch.device("cpu"))
-    logits = model(**make_probe(model)).logits
-    assert offload.inputs_sent == 3
-    assert not offload.pool
-    del logits
-    assert len(offload.pool) == 3
-    with torch.no_grad():
-        model(**make_probe(model))
-    assert offload.inputs_sent == 3
-
-
-def test_longer_rows_get_larger_buffers_but_not_more():
-    model = built(checkpointed(lora()), random_model("llama", num_hidden_layers=3))
-    offload = Offload(decoder_layers(model), torch.device("cpu"))
-    for length in (8, 32, 16):
-        model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
-        assert len(offload.pool) == 2
-    assert {buffer.numel() for buffer in offload.pool} == {32 * 64 * 4}
-
-
-def test_verify_fails_if_nothing_is_offloaded():
-    pipeline = checkpointed(lora())
-    model = built(pipeline, random_model("llama"))
-    pipeline.checkpointing.offload = True
-    with pytest.raises(ConfigError, match="0 sent there and 0 brought back"):
-        pipeline.prove(model, make_probe(model))
 
 
 # --- refusals
@@ -673,28 +350,3 @@ def test_options_chosen_by_auto_are_valid_in_a_recipe():
         assert again.policy is not Policy.auto
         assert again.resolve(card(gib, length)) is None
         assert forecast(card(gib, length), again.plan()) == forecast(card(gib, length), technique.plan())
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"policy": Policy.selective}, {"policy": Policy.none}], ids=["full", "selective", "none"]
-)
-def test_model_is_freed_after_verify_and_training(options):
-    """What its evidence was taken from is no part of what stays: the next run in a process has all of the memory."""
-    pipeline = checkpointed(lora(), **options)
-    model = built(pipeline, random_model("llama"))
-    seen(pipeline, model)
-    gradients(model)
-    weights = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model
-    gc.collect()
-    assert not any(weight() is not None for weight in weights)
-
-
-def test_offloading_model_is_freed_after_a_forward_pass_alone():
-    model = built(Pipeline(), random_model("llama"))
-    model.offload = Offload(decoder_layers(model), torch.device("cpu"))
-    out = model(**make_probe(model)).logits
-    weights = [weakref.ref(parameter) for parameter in model.parameters()]
-    del model, out
-    gc.collect()
-    assert not any(weight() is not None for weight in weights)

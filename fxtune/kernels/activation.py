@@ -1,7 +1,7 @@
 """The activation of a gated MLP inside Triton kernels: one formula for swiglu_lora_triton.py and
 swiglu_reduce_triton.py.
 
-Imported only where there is a GPU: triton is no part of torch's CPU builds.
+Import this module only on a GPU: torch's CPU builds do not include triton.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def activation(gate, SILU: tl.constexpr):
-    """act(gate) and its derivative, float32. tanh by way of the sigmoid, which is in triton itself everywhere."""
+    """act(gate) and its derivative, in float32. tanh is computed from the sigmoid, which every Triton has."""
     if SILU:
         s = tl.sigmoid(gate)
         slope = s * (1.0 + gate * (1.0 - s))

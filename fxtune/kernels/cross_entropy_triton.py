@@ -1,15 +1,16 @@
-"""Triton kernel of linear_cross_entropy.py: computes each row's loss and replaces its logits by their gradient, in one launch.
+"""Triton kernel of linear_cross_entropy.py: it computes each row's loss and replaces its logits by their gradient.
 
-One program handles a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards, to write
-softmax - onehot in place: the end of the row is still in the cache. All arithmetic is float32, whatever the logits' dtype.
+One program handles a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards,
+to write softmax - onehot in place: the end of the row is still in the cache. All arithmetic is float32, whatever the
+logits' dtype.
 
-The kernel should cost three passes over memory and nothing else, so loads must not wait for each other. Each thread keeps its own
-maximum and sum for the 16 bytes that it loads at a time (a larger logit rescales the sum: one more exponential for eight), and
-these are combined once, at the end of the row. A reduction over the program in each block would stall all threads eight times a
-row. The label is read once, not in each column, and full blocks have no mask.
+The kernel should cost three passes over memory and nothing else, so loads must not wait for each other. Each thread
+keeps its own maximum and sum for the 16 bytes that it loads at a time (a larger logit rescales the sum: one more
+exponential for eight), and these are combined once, at the end of the row. A reduction over the program in each block
+would stall all threads eight times a row. The label is read once, not in each column, and full blocks have no mask.
 
-Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. This module is imported only on a GPU, because torch's CPU
-builds do not include Triton.
+Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. This module is imported only on a GPU, because
+torch's CPU builds do not include Triton.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _scaled(x_ptr, factor_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale_and_cap(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
-    """The scaled and capped logit, and tanh(x / cap). tanh is computed by the sigmoid, which every version of Triton has."""
+    """The scaled and capped logit, and tanh(x / cap). tanh is computed from the sigmoid, which every Triton has."""
     if SCALED:
         x = x * scale
     t = x
@@ -142,7 +143,7 @@ def _softmax_gradient(
                 tl.store(logits_ptr + start + columns, zeros)
             tl.store(logits_ptr + rest, zeros, mask=rest < vocabulary)
     else:
-        # Read before the row is overwritten. A label outside of the vocabulary gives nan instead of reading other memory.
+        # Read before the row is overwritten. A label outside of the vocabulary gives nan, and no other memory is read.
         inside = (label >= 0) & (label < vocabulary)
         target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
         target, tanh = _scale_and_cap(target, scale, cap, CAP, SCALED)

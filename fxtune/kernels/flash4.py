@@ -1,19 +1,19 @@
 """FlashAttention-4 as operators of our own, so that torch.compile sees no graph break and checkpointing policies can
 name them.
 
-What: causal attention over documents that follow one another (or over rows of one document each), forward and
-backward, by the CuTe kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute). The package's
-own entry points are autograd Functions that compile kernels when called, which torch.compile cannot trace. Here they
-are behind `fxtune::flash4` -> (out, lse) and `fxtune::flash4_backward` -> (dq, dk, dv), whose shapes are known in
-advance. A policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and then nothing is computed
-twice.
+The operators compute causal attention over documents that follow one another (or over rows of one document each),
+forward and backward, with the CuTe kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute).
+The package's own entry points are autograd Functions that compile kernels when called, which torch.compile cannot
+trace. Here they are behind `fxtune::flash4` -> (out, lse) and `fxtune::flash4_backward` -> (dq, dk, dv), whose shapes
+are known in advance. A checkpointing policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and
+then nothing is computed twice.
 
-What it gains, on an H200, forward and backward with 32 query and 8 key heads of 128: 516 TFLOP/s in rows of 4k and 610
-at 64k, against 264 and 326 of the FlashAttention-2 in torch.
+Gain: on an H200, forward and backward with 32 query and 8 key heads of 128, they reach 516 TFLOP/s in rows of 4k and
+610 at 64k. The FlashAttention-2 in torch reaches 264 and 326.
 
-What it costs: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten
-seconds the first time and is then cached on disk; see package(). Nothing that changes from batch to batch is part of
-that combination. The backward pass also allocates dq, and dk and dv if heads share keys, in float32.
+Cost: each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the
+first time and is then cached on disk; see package(). Nothing that changes from batch to batch is part of that
+combination. The backward pass also allocates dq in float32, and dk and dv too if heads share keys.
 
 `max_seqlen` is an upper bound, so that it is the same for all batches. The kernels skip documents without tokens. On a
 CPU the operators run `reference`, with which tests compare them.
@@ -40,7 +40,7 @@ from fxtune.system.host import cache_home
 VERSION = "4.0.0b36"
 """The release of flash-attn-4 whose internal functions are called here."""
 MIN_BOUND = 1024
-"""Smaller bounds on the length select other variants of the kernels, which would be compiled for a probe only."""
+"""The least bound on the length. Smaller ones select other variants of the kernels, which only a probe would use."""
 
 
 @torch.library.custom_op(
@@ -64,17 +64,19 @@ def flash4(
 
     Args:
         q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
-        float16 or
-            bfloat16, any strides with a last one of 1.
-        k, v: the same with kv_heads (a divisor of heads); v may have another d. cu_seqlens: int32 [documents + 1],
-        where each document begins, then the number of tokens. Documents may be empty. max_seqlen: no document is
-        longer. Not read without `cu_seqlens`. scale: of the scores, usually d^-0.5. window: how many tokens a token
-        attends to, itself included (transformers' `sliding_window`); 0: all before it. softcap: c in c * tanh(score /
-        c) (Gemma 2); 0: none.
+            float16 or bfloat16, any strides with a last one of 1.
+        k, v: the same with kv_heads (a divisor of heads); v may have another d.
+        cu_seqlens: int32 [documents + 1], where each document begins, then the number of tokens. Documents may be
+            empty.
+        max_seqlen: no document is longer. Not read without `cu_seqlens`.
+        scale: of the scores, usually d^-0.5.
+        window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: all before it.
+        softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
 
     Returns:
-        out: like q with v's last dimension, contiguous. lse: log-sum-exp of the scores (natural logarithm), float32
-        [heads, tokens] or [rows, heads, length]; it has no gradient.
+        out: like q with v's last dimension, contiguous.
+        lse: log-sum-exp of the scores (natural logarithm), float32 [heads, tokens] or [rows, heads, length]; it has no
+            gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
     bound = _bound(max_seqlen, cu_seqlens)
@@ -116,7 +118,7 @@ def flash4_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of flash4, contiguous. The same bits each time with torch.use_deterministic_algorithms."""
+    """(dq, dk, dv) of flash4, contiguous. With torch.use_deterministic_algorithms they are the same bits each time."""
     dq, dk, dv = _gradients(q, k, v)
     bound = _bound(max_seqlen, cu_seqlens)
     package()._flash_attn_bwd(
@@ -149,8 +151,8 @@ def package() -> Any:
     The cache is a folder of fxtune's, unless the environment names another one or none
     (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, _ENABLED=0): the package's default is below /tmp, where others could place
     files that would be loaded as code. The package reads both variables when it is first imported. It locks its files
-    during a step, and would fail there if the folder cannot be written or its file system has no locks, so this is
-    tried here.
+    during a step, and the step fails if the folder is read-only or its file system has no locks. So _cache_folder()
+    tries both first.
     """
     directory, enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     if os.environ.get(enabled, "1") == "1" and (folder := _cache_folder(os.environ.get(directory))):
@@ -161,10 +163,10 @@ def package() -> Any:
 
 
 def _cache_folder(given: Optional[str]) -> Optional[Path]:
-    """A folder where files can be made and locked: `given`, or one in fxtune's cache; None if there is none.
+    """A folder where files can be created and locked: `given`, or one in fxtune's cache. None: there is none.
 
-    Each kind of GPU has its own: not all of the package's keys contain it (4.0.0b36: those of bwd_pre), and machines
-    share homes.
+    Each kind of GPU has its own folder: machines may share a home folder, and not all of the package's cache keys
+    contain the GPU (4.0.0b36: those of bwd_pre).
     """
     gpu = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
@@ -255,7 +257,7 @@ flash4.register_autograd(_backward, setup_context=_setup)
 
 
 def _flops(q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
-    """Of the causal forward pass; torch's estimates of what is worth saving pass only shapes."""
+    """FLOPs of the causal forward pass, from shapes alone: torch's estimate of what to save passes nothing else."""
     tokens, length = (q[0], max_seqlen) if len(q) == 3 else (q[0] * q[1], q[1])
     return tokens * length * q[-2] * (q[-1] + v[-1])
 
@@ -304,8 +306,7 @@ def _documents(tensors: tuple[Tensor, ...], cu_seqlens: Optional[Tensor]) -> Any
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
-    """Scores of one document, [heads, length, length], -inf where they are masked; and the slope of the soft cap
-    there."""
+    """Scores of one document, [heads, length, length], -inf where masked, and the derivative of the soft cap there."""
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
     slope = torch.ones_like(scores)

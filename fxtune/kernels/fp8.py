@@ -1,4 +1,4 @@
-"""Frozen linears in fp8: weights and activations as e4m3 with a scale to each row, multiplied at twice the speed of
+"""Frozen linears in fp8: weights and activations as e4m3 with a scale for each row, multiplied at twice the speed of
 bfloat16.
 
 A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on tensor cores in e4m3 (3 bits
@@ -9,8 +9,8 @@ these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scale
 Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
 matrix of its own: both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are
 powers of two. That costs nothing (a floating-point format has the same relative precision at each scale) and makes W^T
-the same numbers as W, so the backward pass is that of the weights of the forward pass. (Except numbers some 2,000
-times smaller than their column's largest, which lose bits.)
+the same numbers as W, so both passes use the same weights. (Numbers some 2,000 times smaller than their column's
+largest are an exception: they lose bits.)
 
 Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; on a
 CPU, for tests, plain torch multiplies the dequantized matrices in float32). Rows of zeros get the scale SMALLEST; NaN
@@ -37,7 +37,7 @@ LARGEST = 448.0
 SMALLEST = 2.0**-100
 """The smallest scale: far below any gradient's, and its square is still a float32."""
 PART = 64 * 2**20
-"""Numbers that the plain quantization casts to float32 at once."""
+"""Numbers that the quantization in plain torch casts to float32 at a time."""
 
 
 class Weight(NamedTuple):
@@ -58,7 +58,8 @@ def quantize_rows(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
     scales.
 
-    `x`: any floating dtype, with contiguous rows and any gaps. `powers`: round scales up to a power of two.
+    `x`: any floating dtype, with contiguous rows and any gaps between them. `powers`: round scales up to a power of
+    two.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -83,8 +84,8 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """dequantize_rows() for scales that are powers of two, without a float32 copy in between where bfloat16 holds the
-    result.
+    """dequantize_rows() for scales that are powers of two. bfloat16 holds the result exactly, so no float32 copy is
+    made for it.
     """
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
@@ -98,9 +99,7 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def quantize_weight(weight: Tensor) -> Weight:
-    """Quantize a weight [out, in] of any floating dtype. Needs two bfloat16 copies of it for a moment besides the
-    result.
-    """
+    """Quantize a weight [out, in] of any floating dtype. This takes two temporary bfloat16 copies of it."""
     return with_transpose(*quantize_rows(weight, powers=True))
 
 
@@ -189,7 +188,7 @@ register_flop_formula(torch.ops.fxtune.fp8_linear)(_flops)
 def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Logits of a frozen fp8 head: x [..., width] times the transpose of `codes` [vocabulary, width].
 
-    The gradient of x is a product in the compute dtype with the dequantized weight, made anew in each call. A softmax
+    The gradient of x is a product in the compute dtype with the weight, which each call dequantizes. A softmax
     over a vocabulary of 128k has most of its numbers near 1e-6 next to one near 1: e4m3 cannot hold that, and dropping
     the small ones would push all hidden states the same way.
     """

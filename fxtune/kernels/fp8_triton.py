@@ -1,11 +1,11 @@
 """Triton kernels of fp8.py: the scale and the codes of each row, in one launch and one pass over memory.
 
-    quantize_rows             a program takes one row
-    dequantize_rows           the inverse, for a head in each step
+    quantize_rows             a program handles one row
+    dequantize_rows           the inverse, which an fp8 head needs in each step
 
-The scale needs the row's largest number. In between a row stays in registers if it fits, and is read again from the
-cache if it does not. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import
-this module only where there is a GPU: torch's CPU builds come without triton.
+The scale depends on the row's largest number, so a row is needed twice. It stays in registers if it fits; otherwise it
+is read again from the cache. All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32.
+Import this module only on a GPU: torch's CPU builds do not include triton.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 
 HELD = 8192
-"""Numbers of a row that quantize_rows keeps in registers. On an H200 with 16 warps a row of 28,672 is read twice at
-4.1 TB/s; with 16,384 numbers held it is 3.5."""
+"""The longest row that quantize_rows keeps in registers, in numbers. On an H200 with 16 warps, rows of 28,672 are read
+twice at 4.1 TB/s; keeping 16,384 numbers of them reached 3.5 TB/s."""
 
 
 def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, smallest: float, powers: bool) -> None:
-    """`x`: [rows, width], each row contiguous; `codes`: e4m3 of that shape, written; `scales`: float32 [rows],
-    written.
-    """
+    """Quantize `x` [rows, width] with contiguous rows into `codes`, e4m3 of that shape, and `scales`, float32
+    [rows]."""
     rows, width = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     assert scales.is_contiguous()
@@ -44,9 +43,7 @@ def quantize_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sm
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """`codes` e4m3 [rows, width] times `scales`, float32, one for each row; written to `into` and returned. All
-    contiguous.
-    """
+    """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into`, return it. All are contiguous."""
     rows, width = codes.shape
     assert all(one.is_contiguous() for one in (codes, scales, into))
     if rows:
@@ -105,8 +102,9 @@ def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr
 
 @triton.jit
 def _scale(largest, smallest, POWERS: tl.constexpr):
-    """448 is the largest number of e4m3. Next power of two: add all but one step of the mantissa, then drop the
-    mantissa.
+    """The scale of a row with this largest absolute value. 448 is the largest number of e4m3.
+
+    Next power of two: add all but one step of the mantissa, then drop the mantissa.
     """
     scale = tl.maximum(largest * (1.0 / 448.0), smallest)
     if POWERS:

@@ -10,10 +10,10 @@ column of ones in x A^T.
 
     full(x, residual)               -> x W^T + xa B^T + residual, xa = x A^T       [rows, out] and [rows, R]
     full_backward(dy)               -> dy W + dyb A, dyb = dy B                    [rows, in] and [rows, R]
-    padded_buffer(rows)             -> a place for an x that full() reads without a copy
+    padded_buffer(rows)             -> an uninitialized x that full() reads without a copy
     project(x, A)                   -> x A^T alone
 
-Around a gated activation, whose kernels add the adapters' second half (kernels/swiglu.py):
+For a group next to a gated activation, whose kernels multiply by the adapters' second factors (kernels/swiglu.py):
 
     split(x)                        -> x W^T, x A^T
     split_backward(dy)              -> dy W, dy B
@@ -24,24 +24,24 @@ All of these use three methods that a kind defines:
     forward(operand, xa)            -> x W^T + xa B^T       without the second term if xa is None
     backward(operand, dyb)          -> dy W + dyb A         likewise; operand is that of (dy, B)
 
-An `Operand` is what a kind makes of activations before it multiplies them: the activations in the compute dtype, and a
-padded buffer, or an fp8 copy with its scales. To add a kind: subclass Base and name it in fused_lora.base_of().
+An `Operand` holds activations as a kind of weights needs them for its product: in the compute dtype, and as a padded
+buffer or an fp8 copy with its scales. To add a kind: subclass Base and name it in fused_lora.base_of().
 
-kind                tensors                                 product
-dense, dense/cute   [M]: W with room for A and B, augment()     one matmul, see below
-nf4/..., int8/...   quantized.packed() of each sibling          W is dequantized for the call, B is added to y afterwards
-fp8                 the four of a fp8.Weight of the group       two fp8 operands, B is added to y afterwards
+kind                tensors                                       product
+dense, dense/cute   [M]: W with space for A and B, augment()      one matmul, see below
+nf4/..., int8/...   quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
+fp8                 the four of a fp8.Weight of the group         two fp8 operands, B is added to y afterwards
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, accumulated in float32 and
 rounded once, and [dy | dy B] M[:, :in] is dx. A result in bfloat16 has no bits for what an adapter adds in its first
-steps: adding (x A^T) B^T to a rounded result would lose it (or, with the residual stream in it, would decide ties, so
-that it acts by more than its size). So the one rounding is worth the copy of an x that has no padding, although that
-is more memory traffic than a pass over y if x is the wider one.
+steps. Adding (x A^T) B^T to a rounded result would lose it, or, if the residual stream is in the result, it would
+decide rounding ties and act by more than its size. So rounding once is worth the copy of an x that has no padding,
+even where x is wider than y and the copy moves more bytes than a pass over y.
 
-Where the activation kernels add the second halves, in float32 too, the first halves ride along in the product: x M[:,
-:in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A product of their own would read x once more; what a
-matmul's last tile computes beyond W's columns is free. full_backward() does the same if dy is no narrower than dx, and
-adds (dy B) A in a pass, unless dy is padded or there is a bias.
+Where the activation kernels multiply by the second factors, in float32 too, the product with M also computes the first
+ones: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. A separate product would read x once more; the
+extra columns are nearly free, because they lie in the matmul's last tile. full_backward() does the same if dy is no
+narrower than dx, and then adds (dy B) A in a pass over dx, unless dy is padded or there is a bias.
 
 Writing A and B into M has no visible effect: only a call that has just written them reads them.
 """
@@ -60,8 +60,9 @@ from fxtune.kernels.matmul import CUBLAS, CUTE, mm
 
 DENSE = "dense"
 DENSE_CUTE = f"{DENSE}/{CUTE}"
-"""`dense` whose large products run by quack's kernel (kernels/matmul.py). The kind, an argument of the operators,
-selects the GEMM backend: a compiled graph has it as a constant of each call, and two models of one process may differ
+"""`dense` with quack's kernel for large products (kernels/matmul.py). The GEMM backend is part of the kind, which is
+an
+argument of the operators: a compiled graph has it as a constant of each call, and two models of one process may differ
 in it.
 """
 
@@ -82,12 +83,12 @@ def augment(weights: Sequence[Tensor], ranks: Sequence[int], bias: bool = False)
 
 
 class Operand(NamedTuple):
-    """Activations as a kind of base multiplies them."""
+    """Activations, prepared for the product of a kind of weights."""
 
     x: Tensor
     """[rows, width] in the compute dtype. Rows may have gaps between them."""
     prepared: Any = None
-    """What else the kind needs in forward() or backward()."""
+    """What forward() and backward() of the kind need besides x."""
 
 
 class Base:
@@ -132,7 +133,7 @@ class Base:
         return self.backward(operand, None, out), dyb
 
     def padded_buffer(self, rows: int) -> Tensor:
-        """An uninitialized x [rows, in] that full() reads without a copy if it is told that x is padded."""
+        """An uninitialized x [rows, in], which full(padded=True) reads without a copy."""
         return spaced(self.a, rows, self.adapters.inner)
 
     def full(
@@ -178,10 +179,8 @@ class Dense(Base):
         """A buffer [rows, width + R], its left part and its right part."""
         buffer = torch.empty(rows, width + self.adapters.width, dtype=self.matrix.dtype, device=self.matrix.device)
         left, right = buffer[:, :width], buffer[:, width:]
-        if (
-            not buffer.is_cuda
-        ):  # oneDNN's bfloat16 matmul reads the gap between two rows, and NaN times its zeros is NaN
-            right.zero_()
+        if not buffer.is_cuda:
+            right.zero_()  # oneDNN's bfloat16 matmul reads the gap between two rows, and NaN times its zeros is NaN
         return buffer, left, right
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
@@ -189,9 +188,7 @@ class Dense(Base):
         return Operand(x, buffer), self.project(x, factor, left, right)
 
     def padded(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
-        """If the padding is R wide, x is a buffer's left part already. (On a CPU the padding is finite, see
-        buffer().)
-        """
+        """With padding of R numbers x is the left part of a buffer already. (On a CPU buffer() keeps it finite.)"""
         rows, width = x.shape
         row = width + self.adapters.width
         end = (x.storage_offset() + rows * row) * x.itemsize
@@ -231,7 +228,7 @@ class Dense(Base):
 
 
 def _split_columns(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The wide part of a product, and the narrow one as a tensor of its own: a view would keep the wide one alive."""
+    """The wide part of a product, and a copy of the narrow one: a view of it would keep the wide part alive."""
     return both[:, :width], both[:, width:].clone(memory_format=torch.contiguous_format)
 
 
@@ -262,9 +259,9 @@ class Dequantized(Base):
 class Fp8(Base):
     """Weights in fp8; `tensors`: the four of a fp8.Weight of the whole group.
 
-    Activations are quantized once for all siblings, forward and backward. The adapters' products take the activations
-    themselves, so what is trained sees no fp8. That reads them twice, in two launches: on an H200 one launch for both
-    took 99 to 181 us, and the two take 85.
+    Activations are quantized once for all siblings, forward and backward. The adapters' products take the unquantized
+    activations, so no trained weight sees fp8. That reads the activations twice, in two launches: on an H200 one
+    launch for both took 99 to 181 us, and the two take 85.
     """
 
     def operand(self, x: Tensor, factor: Tensor) -> tuple[Operand, Tensor]:
@@ -301,7 +298,7 @@ def add_adapter(
 def spaced(like: Tensor, rows: int, width: int) -> Tensor:
     """An uninitialized [rows, width], on a GPU with ALIGN numbers between rows.
 
-    The size of a row is a multiple of 8 KiB in many models; programs that go down columns would then hit the same
-    memory banks. (There is no gap on a CPU, see Dense.buffer().)
+    In many models a row's size is a multiple of 8 KiB, and programs that read down a column would hit the same memory
+    banks again and again. (On a CPU there is no gap, see Dense.buffer().)
     """
     return like.new_empty(rows, width + ALIGN)[:, :width] if like.is_cuda else like.new_empty(rows, width)

@@ -3,24 +3,26 @@
 `fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x.
 `fxtune::lora_mlp` is down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an
 adapter costs several passes over activations: the casts, a product that is added to the output, a scaled copy of it,
-and the same again backward. Here a group reads x once more for x A^T, and dy once more for dy B. An MLP over a dense
-base does not: both ride in the frozen products as columns, and only down_proj's input is read once more. What adapters
-add is added by the activation's kernels, by down's product, or in one pass over something hidden_size wide. Gradients
-of A and B read x and dy once more. frozen_base.py holds the frozen half, and shows how A and B ride along in its
-products; `kind` selects it.
+and the same again backward. Here a group reads x one extra time for x A^T, and dy one extra time for dy B. An MLP over
+a dense base does not need these: the frozen products compute both in extra columns, and only down_proj's input is read
+one extra time. The adapters' products are added by the activation's kernels, by down's product, or in one pass over a
+tensor that is hidden_size wide. The gradients of A and B read x and dy once more. frozen_base.py holds the frozen half
+and explains how A and B become part of its products; `kind` selects it.
 
 Kept for the backward pass: x, which is the caller's own tensor, and x A^T, rank wide; of an MLP also gate_up (gate and
-up side by side), the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel makes it again, and
-sums over p and over the gradient of gate_up while it makes them (kernels/swiglu.py: FusedSums). With `keep=False`
-gate_up is not kept either but computed again from x (down's product never is). With `tiles` > 1 an MLP takes its rows
-tile by tile, forward and backward, so that no tensor of 2 * intermediate_size has more rows than a tile.
+up side by side), the widest tensor of a layer. p = act(gate) * up is not kept: the backward kernel computes it again,
+and in the same pass reduces p and the gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With
+`keep=False` gate_up is not kept either but computed again from x; down's product is never computed again. With
+`tiles` > 1 an MLP handles its rows tile by tile, forward and backward, so that no tensor of 2 * intermediate_size has
+more rows than a tile.
 
-They are operators and not autograd functions, backward passes included: torch.compile puts them into its graph as they
-are, so memory and time are the same compiled and not; checkpointing policies can name them; and a recomputation leaves
-out an operator whose results nobody uses.
+They are operators and not autograd functions, backward passes included. So torch.compile puts them into its graph as
+they are, and memory and time are the same compiled and eager; checkpointing policies can name them; and a
+recomputation skips an operator whose results nobody uses.
 
 Gradients of A and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in
-the compute dtype, autocast's or x's. Frozen inputs cost nothing. Any number of rows works, zero included.
+the compute dtype, autocast's or x's. Inputs that need no gradient cost no time in the backward pass. Any number of
+rows works, zero included.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ def lora_linear(
     Args:
         x: activations. Under autocast they are cast to its dtype, else computed in their own.
         a, b: of each linear lora_A [rank_i, in] and lora_B [out_i, rank_i], trained or not.
-        base: the frozen weights in the layout of `kind` (kernels/frozen_base.py): for `dense` [augment(weights, ranks)].
+        base: the frozen weights in the layout of `kind` (kernels/frozen_base.py); for `dense` it is [augment(weights,
+            ranks)].
         scaling: of each linear, alpha / rank in peft.
         bias: none, or of each linear [out_i], frozen; then augment() is called with bias=True.
-        padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then has
-            padding behind each row, where the backward pass puts dy B, so that dy is not copied.
+        padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then
+            has padding behind each row, into which the backward pass writes dy B, so that dy is not copied.
 
     Split the result by the linears' sizes: `y.split(outs, -1)`.
     """
@@ -74,7 +77,7 @@ def lora_linear(
 
 
 def padding_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
-    """Numbers behind each row of the output's gradient that lora_linear() of such a group can use."""
+    """How many numbers of padding behind each row of the output's gradient lora_linear() of such a group can use."""
     return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
@@ -99,7 +102,7 @@ def lora_mlp(
         up: the frozen weights of gate and up as a group of `up_kind`; down: those of down_proj, of `down_kind`.
         act: one of ACTS, applied to gate.
         keep: keep gate_up [rows, 2 intermediate] for the backward pass rather than computing it again.
-        tiles: the number of parts in which rows are taken; more than one implies keep=False.
+        tiles: the number of parts of the rows, handled one after the other; more than one implies keep=False.
     """
     keep = keep and tiles == 1 and torch.is_grad_enabled()
     y = torch.ops.fxtune.lora_mlp(
@@ -109,6 +112,7 @@ def lora_mlp(
 
 
 def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
+    """A group of linears: its frozen weights, stored as `kind`, and its adapters."""
     if is_dense(kind):
         return Dense(tensors, adapters, kind)
     return Fp8(tensors, adapters) if kind == "fp8" else Dequantized(kind, tensors, adapters)
@@ -138,8 +142,8 @@ def _linear(
 ) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> y [rows, out] and xa = x A^T [rows, padded rank], which the backward pass needs.
 
-    `residual` [rows, out] is added to y. It has no gradient here: techniques/compile/residual_pass.py puts it in,
-    after autograd.
+    `residual` [rows, out] is added to y. It has no gradient here: techniques/compile/residual_pass.py adds it to
+    graphs after autograd has run.
     """
     with torch.autocast(x.device.type, enabled=False):
         group = base_of(kind, base, Adapters(a, b, bias, scaling, x.dtype))
@@ -291,10 +295,10 @@ def _mlp_backward(
         sums = [AdapterGradients(half.adapters, wanted[1:]) for half in (first, second)]
         dx = x.new_empty(x.shape if wanted[0] else 0)
         for rows in _tiles(len(x), tiles):
-            inputs, above = _rows(x[rows]), _rows(dy[rows])
+            x_tile, dy_tile = _rows(x[rows]), _rows(dy[rows])
             if not keep:
-                gate_up, xa = first.split(inputs)
-            p, dyb = second.split_backward(above)  # dp, which gated_backward() overwrites with p
+                gate_up, xa = first.split(x_tile)
+            p, dyb = second.split_backward(dy_tile)  # dp, which gated_backward() overwrites with p
             fused = _fused_sums(first, second, sums, xa, dyb, not keep)
             g = gated_backward(
                 act, gate_up, p, (xa, first.b), (dyb, second.a), spaced(x, len(p), 2 * p.shape[1]), fused
@@ -304,7 +308,7 @@ def _mlp_backward(
             if not keep:
                 del gate_up
                 pa = second.project(p, second.a.t())
-            sums[1].add(dyb, None if fused else p, pa, above)
+            sums[1].add(dyb, None if fused else p, pa, dy_tile)
             del p
             if wanted[0]:
                 product, gb = first.split_backward(g, dx[rows])
@@ -312,7 +316,7 @@ def _mlp_backward(
                 del product
             else:
                 gb = first.project(g, first.b)
-            sums[0].add(gb, inputs, xa, None if fused else g)
+            sums[0].add(gb, x_tile, xa, None if fused else g)
             del g
         (da, db), (da_down, db_down) = (one.gradients() for one in sums)
         return dx, da + da_down, db + db_down
@@ -335,7 +339,7 @@ def _halves(
     up_kind: str,
     down_kind: str,
 ) -> tuple[Base, Base]:
-    """The bases of gate and up, and of down."""
+    """The group of gate and up, and the group of down."""
     return (
         base_of(up_kind, up, Adapters(a[:2], b[:2], [], scaling[:2], x.dtype)),
         base_of(down_kind, down, Adapters(a[2:], b[2:], [], scaling[2:], x.dtype)),
@@ -345,8 +349,8 @@ def _halves(
 def _fused_sums(
     first: Base, second: Base, sums: Sequence[AdapterGradients], xa: Tensor, dyb: Tensor, keep_p: bool
 ) -> Optional[FusedSums]:
-    """Sums over the rows of [dgate | dup] and p that the kernel which makes these can take; otherwise each is a pass
-    over them.
+    """The sums over the rows of [dgate | dup] and p that gated_backward() is to compute. None: it cannot, so each of
+    them takes a pass over memory.
     """
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
     if all(sums[0].wanted) and can_fuse_sums(xa, (gate, up, down)):
@@ -355,7 +359,7 @@ def _fused_sums(
 
 
 def _tiles(rows: int, tiles: int) -> Iterator[slice]:
-    """The rows in `tiles` parts of one size, but for the last; one empty part if there are no rows."""
+    """Slices that cut the rows into `tiles` equal parts, the last one maybe smaller; one empty slice without rows."""
     size = max(-(-rows // tiles), 1)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
@@ -388,7 +392,7 @@ def _save(ctx: Any, lists: list[list[Tensor]], *tensors: Tensor) -> None:
 
 
 def _saved(ctx: Any, tensors: int) -> list[Any]:
-    """The tensors and then the lists that _save() kept."""
+    """The tensors that _save() kept, then its lists."""
     found, at = list(ctx.saved_tensors), tensors
     lists = []
     for length in ctx.lengths:
@@ -427,7 +431,7 @@ def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, 
     x, a, b, up, down, *ctx.options, residual = inputs
     assert residual is None
     ctx.mark_non_differentiable(*output[1:])
-    # Without `keep` x alone: then a recomputation needs no result of this operator, and leaves it out.
+    # Without `keep` only x is saved. A recomputation then needs no result of this operator and skips it.
     _save(ctx, [a, b, up, down], x, *(output[1:] if ctx.options[4] else ()))
 
 

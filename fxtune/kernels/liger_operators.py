@@ -24,8 +24,8 @@ from torch import Tensor
     schema="(Tensor x, Tensor weight, float eps, float offset, str casting) -> (Tensor, Tensor)",
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * (offset + weight) over the last dimension, in x's dtype; and 1 / rms(x) for the backward pass,
-    float32 [rows].
+    """x / rms(x) * (offset + weight) over the last dimension, in x's dtype, and 1 / rms(x), float32 [rows], which the
+    backward pass needs.
 
     `casting`: "llama" (rounded before the product with the weight) or "gemma" (everything in float32).
     """
@@ -83,8 +83,9 @@ def _(
     schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension, in x's dtype; mean and 1 / deviation for the backward pass, float32
-    [rows]."""
+    """LayerNorm over the last dimension, in x's dtype, and for the backward pass mean and 1 / standard deviation,
+    float32 [rows].
+    """
     from liger_kernel.ops import layer_norm_forward
 
     y, _, mean, scale, *_ = layer_norm_forward(x.contiguous(), weight, bias, eps)
@@ -165,10 +166,8 @@ def _gated_backward(dp: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Te
     from liger_kernel import ops
 
     backward = ops.swiglu_backward if kind == "swiglu" else ops.geglu_backward
-    gate, up = (
-        one.clone(memory_format=torch.contiguous_format) for one in (gate, up)
-    )  # overwritten by their gradients
-    backward(gate, up, dp.contiguous())
+    gate, up = (one.clone(memory_format=torch.contiguous_format) for one in (gate, up))
+    backward(gate, up, dp.contiguous())  # overwrites both with their gradients
     return gate, up
 
 

@@ -1,26 +1,29 @@
 """Cross-entropy and log-probabilities of a linear head without its logits: loss and gradient chunk by chunk.
 
-The logits of 64k tokens over a vocabulary of 128k are 16.8 GB in bfloat16. Plain autograd keeps them, their float32 copy and
-their gradient. But the gradient of a cross-entropy, softmax - onehot, is known as soon as the logits are, up to one factor for
-each row. So a chunk of rows goes from hidden states to gradients at once, in one buffer that the next chunk overwrites:
+The logits of 64k tokens over a vocabulary of 128k are 16.8 GB in bfloat16. Plain autograd keeps them, their float32
+copy and their gradient. But the gradient of a cross-entropy, softmax - onehot, is known as soon as the logits are, up
+to one factor for each row. So a chunk of rows goes from hidden states to gradients at once, in one buffer that the
+next chunk overwrites:
 
-    logits = h W^T                          one matmul, in the head's dtype
-    loss, logits <- softmax - onehot        one kernel in float32, in place (cross_entropy_triton.py; plain torch on a CPU)
-    dh = logits W,   dW += logits^T h       two matmuls; no dW where the head is frozen, neither of them in evaluation
+    logits = h W^T                        one matmul, in the head's dtype
+    loss, logits <- softmax - onehot      one kernel in float32, in place (cross_entropy_triton.py; torch on a CPU)
+    dh = logits W,   dW += logits^T h     two matmuls; no dW for a frozen head, and neither in evaluation
 
-`linear_cross_entropy` returns the sum over all rows; its backward pass multiplies the stored gradients by one number. Memory: the
-buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any implementation needs, and the
-kernel's three passes over the buffer, 5 % of the matmuls' time at d = 4096.
+`linear_cross_entropy` returns the sum over all rows; its backward pass multiplies the stored gradients by one number.
+Memory: the buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any
+implementation needs, and the kernel's three passes over the buffer, 5 % of the matmuls' time at d = 4096.
 
-`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. A row's dh depends on that row alone,
-so with a frozen head the stored dh is scaled row by row, at the same cost as the sum. dW adds up all rows with their upstream
-gradients, which are unknown in the forward pass: with a trained head the backward pass computes each chunk again, one matmul more.
+`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. A row's dh depends on that
+row alone, so with a frozen head the stored dh is scaled row by row, at the same cost as the sum. dW adds up all rows
+with their upstream
+gradients, which are unknown in the forward pass: with a trained head the backward pass computes each chunk again, one
+matmul more.
 
-Liger's kernel of the same idea (arXiv 2410.10989) takes small chunks (256 rows for Llama 3 at 8k tokens, too few for a fast
-matmul) and reads the number of rows back from the device, which stops the host.
+Liger's kernel of the same idea (arXiv 2410.10989) takes small chunks (256 rows for Llama 3 at 8k tokens, too few for a
+fast matmul) and reads the number of rows back from the device, which stops the host.
 
-These are autograd.Functions and not torch.library operators: they run outside of compiled code, their gradients are by-products of
-the forward pass, and they write them in place; an operator would have to return them as outputs.
+These are autograd.Functions and not torch.library operators: they run outside of compiled code, their gradients are
+by-products of the forward pass, and they write them in place; an operator would have to return them as outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ BLOCK = 64 * 2**20
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How logits are computed from hidden states: `z = scale (hidden weight^T + bias)`, then `cap tanh(z / cap)` if cap > 0."""
+    """The computation of logits: `z = scale (hidden weight^T + bias)`, and then `cap tanh(z / cap)` if cap > 0."""
 
     scale: float = 1.0
     cap: float = 0.0
@@ -54,7 +57,9 @@ class HeadOptions:
     chunk_rows: int | None = None
     """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
     fp8_scales: torch.Tensor | None = None
-    """float32 [1, vocabulary]. Given, `weight` holds the codes of a frozen fp8 head (techniques/quantized_modules.py), whose logits are an fp8 product."""
+    """float32 [1, vocabulary] for a frozen fp8 head: `weight` holds its codes, and its logits are an fp8 product
+    (techniques/quantized_modules.py). None: a head of 16 or 32 bits.
+    """
     by: str = CUBLAS
     """GEMM backend of 16-bit products without a third term (matmul.py)."""
 
@@ -71,10 +76,11 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy in nats, summed over all rows: a float32 scalar (float64 for float64 inputs).
 
-    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary), or IGNORED for a row
-    without loss or gradient; `bias`: [vocabulary]; `options`: the fields of HeadOptions.
+    `hidden`: [rows, d]; `weight`: [vocabulary, d]; `labels`: int64 [rows], each in [0, vocabulary), or IGNORED for a
+    row without loss or gradient; `bias`: [vocabulary]; `options`: the fields of HeadOptions.
 
-    Never waits for the device. A label outside of the vocabulary gives nan on a GPU and IndexError or RuntimeError on a CPU.
+    It never waits for the device. A label outside of the vocabulary gives nan on a GPU, and on a CPU an IndexError or
+    a RuntimeError.
     """
     head = HeadOptions(**options)
     dtype = head.compute_dtype(weight)
@@ -88,9 +94,9 @@ def linear_cross_entropy(
 def linear_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
-    """The log-probability of each row's label in nats, [rows] in float32, 0 for an IGNORED row; differentiable in each row.
+    """The log-probability of each row's label in nats, float32 [rows]; 0 for an IGNORED row.
 
-    Arguments as for linear_cross_entropy().
+    Each row may have its own upstream gradient. The arguments are those of linear_cross_entropy().
     """
     head = HeadOptions(**options)
     dtype = head.compute_dtype(weight)
@@ -102,13 +108,13 @@ def linear_log_probs(
 
 
 def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """How many rows' logits fit into BUFFER bytes: a multiple of 128, from 128 to 65,536."""
+    """The number of rows whose logits fit into BUFFER bytes: a multiple of 128, from 128 to 65,536."""
     fit = BUFFER // (vocabulary * dtype.itemsize)
     return min(max(fit // 128 * 128, 128), 65536)
 
 
 def chunk_sizes(rows: int, most: int) -> list[int]:
-    """Rows of each chunk, none above `most`, all about equal: a last chunk of few rows would be a slow matmul."""
+    """Rows of each chunk, at most `most`. All are about equal, because a last chunk of few rows is a slow matmul."""
     step = -(-rows // -(-rows // most)) if rows else 1
     return [min(step, rows - start) for start in range(0, rows, step)]
 
@@ -175,7 +181,7 @@ def _losses_and_gradients(
     needs_grad: list[bool],
     upstream: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, Any, Any]:
-    """The loss of each row, and the gradients of their sum for hidden, weight and bias, each None unless `needs_grad`.
+    """The loss of each row, and the gradients of their sum for hidden, weight and bias; None where not `needs_grad`.
 
     `upstream`: [rows], factors of the rows in that sum; None: 1.
     """
@@ -189,9 +195,9 @@ def _losses_and_gradients(
         head, offset = _head_matrix(weight, fp8_scales, dtype, needs_grad[0]), None if bias is None else bias.to(dtype)
         most = min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1))
         sizes = chunk_sizes(rows, most)
-        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU they must not:
-        # oneDNN's bfloat16 matmul reads the gap between two rows, and nan times its zeros is nan (torch 2.13). Nor in fp8, whose
-        # product writes no result with gaps, and whose vocabulary is a multiple of 16 already.
+        # On a GPU rows begin on a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a time. On a CPU
+        # there is no gap between rows, because oneDNN's bfloat16 matmul reads it, and nan times its zeros is nan
+        # (torch 2.13). In fp8 neither: its product writes no result with gaps, and the vocabulary is a multiple of 16.
         stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(max(sizes, default=1), stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
@@ -245,7 +251,7 @@ def _softmax_gradient(
 
 
 def _add_outer(total: torch.Tensor, logits: torch.Tensor, inputs: torch.Tensor) -> None:
-    """total += logits^T inputs in `total`'s dtype, a block of the vocabulary at a time, so that temporaries stay small."""
+    """total += logits^T inputs in `total`'s dtype, a block of the vocabulary at a time to keep temporaries small."""
     block = max(BLOCK // total.shape[1], 128)
     for start in range(0, total.shape[0], block):
         part = logits[:, start : start + block].t()
@@ -300,7 +306,7 @@ def reference_log_probs(
     scale: float = 1.0,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """linear_log_probs() with all logits at once, by plain autograd: what tests compare with."""
+    """linear_log_probs() with all logits at once, by plain autograd. Tests compare with it."""
     logits = scale_and_cap(F.linear(hidden, weight, bias), scale, cap)
     return -F.cross_entropy(logits.float(), labels, reduction="none")
 

@@ -1,9 +1,8 @@
 """The trained half of fused LoRA: packing A and B for the frozen half's matmul, multiplying by them, and their
 gradients.
 
-On a GPU, and for 16-bit numbers, the kernels of lora_triton.py do it, where the group is small enough and has rows
-enough for them; elsewhere torch, in the same numeric order. AdapterGradients over rows are float32 until they are a
-gradient.
+On a GPU and in 16 bits the kernels of lora_triton.py do this, for groups that are small enough and have enough rows;
+otherwise torch does, in the same numeric order. Sums over rows stay float32 until they are written as gradients.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ ALIGN = 16
 MAX_RANK = 128
 """The largest padded rank for lora_triton's products: the accumulator of a larger one does not fit into registers."""
 MIN_ROWS = 4096
-"""The fewest rows for them: a program takes 64 rows, and fewer rows do not fill a GPU."""
+"""The fewest rows for lora_triton's products: a program handles 64 rows, and fewer rows do not fill a GPU."""
 MAX_SIBLINGS = 4
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The trained half of a group, as the operators get it.
+    """The trained half of a group, as an operator receives it.
 
     a, b: lora_A [rank, in] and lora_B [out, rank] of each sibling, in any dtype. bias: none, or [out] of each sibling.
     scaling: of each sibling. dtype: the compute dtype.
@@ -52,7 +51,7 @@ class Adapters:
 
     @property
     def width(self) -> int:
-        """R."""
+        """R, the padded rank."""
         return padded_rank(self.ranks, bool(self.bias))
 
 
@@ -65,9 +64,8 @@ def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
     """Write A and B: all of `a` [R, in] and `b` [out, R], zeros included. Rows may have gaps between them."""
-    if (
-        a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS
-    ):  # the kernel computes in float32
+    # The kernel computes in float32.
+    if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS:
         from fxtune.kernels.lora_triton import pack as launch
 
         lora_a, lora_b = ([one.contiguous() for one in half] for half in (adapters.a, adapters.b))
@@ -132,7 +130,8 @@ def add(
 class AdapterGradients:
     """The gradients of a group's A and B, summed over tiles of the rows.
 
-    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. Each sibling takes its own rows and ranks of them.
+    dA^T = x^T (dy B), [in, R], and dB = dy^T (x A^T), [out, R]. Each sibling's gradients are its own rows and columns
+    of these.
     """
 
     def __init__(self, adapters: Adapters, wanted: Sequence[bool]) -> None:
@@ -141,15 +140,15 @@ class AdapterGradients:
         self.totals: list[Optional[Tensor]] = [None, None]
 
     def add(self, dyb: Tensor, x: Optional[Tensor], xa: Tensor, dy: Optional[Tensor]) -> None:
-        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. None: those sums are in `totals`
-        already.
+        """Add some rows: dy B and x A^T [rows, R], x [rows, in] and dy [rows, out]. Without x or dy the sum over it is
+        in `totals` already.
         """
         for index, (wide, narrow) in enumerate(((x, dyb), (dy, xa))):
             if self.wanted[index] and wide is not None:
                 self.totals[index] = _outer(wide, narrow, self.totals[index])
 
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each lora_A and of each lora_B, each a tensor of its own; an empty list if they are not wanted."""
+        """The gradients of each lora_A and of each lora_B, as separate tensors; empty lists where none are wanted."""
         adapters = self.adapters
         grads = [[one.new_empty(one.shape) for one in half] for half in (adapters.a, adapters.b)]
         da, db = self.totals
@@ -173,9 +172,7 @@ class AdapterGradients:
 
 
 def _outer(wide: Tensor, narrow: Tensor, into: Optional[Tensor]) -> Tensor:
-    """wide^T narrow in parts that are still to be summed, [parts, width, R], added to `into`; float32, or float64 for
-    float64.
-    """
+    """wide^T narrow as partial sums [parts, width, R], added to `into` if given; float32, or float64 for float64."""
     if (into is not None and into.shape[0] > 1) or by_triton(wide, narrow.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 

@@ -1,7 +1,7 @@
 """Floating-point operations of the operators of fused_lora.py, for torch's FlopCounterMode.
 
-A formula gets an operator's arguments with each tensor as its shape. Padding of ranks does not count, nor does what
-only moves bytes (activations, packing).
+A formula gets an operator's arguments, with a shape in place of each tensor. It counts products only: no padding of
+ranks, no activation functions and no packing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def linear(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def linear_backward(dy: Any, x: Any, xa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
-    """Gradients of A and B are counted, also if they are not wanted."""
+    """Counts the gradients of A and B even if they are not wanted."""
     wanted = rest[4]
     frozen, adapters = products(a, b)
     return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
@@ -31,7 +31,7 @@ def mlp(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def mlp_backward(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
-    """Without `keep`, gate and up are computed again, and p A^T."""
+    """Without `keep`, gate, up and p A^T are computed again."""
     keep, wanted = rest[6], rest[8]
     first, first_adapters = products(a[:2], b[:2])
     second, second_adapters = products(a[2:], b[2:])

@@ -1,15 +1,15 @@
-"""Triton kernels of fused LoRA: what adapters need besides the frozen weights' matmul.
+"""Triton kernels of fused LoRA: the adapters' work besides the frozen weights' matmul.
 
-    pack        writes A and B of all siblings, scaled and cast, to where the matmul reads them: one small launch
-    project     t = x F, rank wide, in one pass over x that also copies x, and t behind it, to where the matmul reads them
-    reduce      x^T t, as wide as x and a rank high: a sum over all rows, cut into parts so that it fills the GPU
+    pack        writes A and B of all siblings, scaled and cast, into the matmul's operands: one small launch
+    project     t = x F, rank wide, in one pass over x that also writes x, and t next to it, into the matmul's operand
+    reduce      x^T t, [width of x, rank]: a sum over all rows, cut into parts so that it fills the GPU
     add         y += t F, in one pass over y, with the residual stream if that is added next
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
-project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: without a split of the sum a
-GPU of 132 processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The
+project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: it does not split the sum, so
+a GPU of 132 processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The
 kernels are for 16-bit numbers (on tensor cores float32 would be TF32) and at most SIBLINGS linears in a group. Import
-this module only where there is a GPU: torch's CPU builds come without triton.
+this module only on a GPU: torch's CPU builds do not include triton.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUMBERS = 2048
 PROJECT = dict(ROWS=64, STEP=128, num_warps=4, num_stages=3)
 REDUCE = dict(COLUMNS=128, STEP=64, num_warps=4, num_stages=4)
 ADD = dict(ROWS=64, COLUMNS=128, TILES=1, num_warps=4)
-"""add: rows and columns of a tile, and tiles, one below the other, for each program."""
+"""The launch of add: rows and columns of a tile, and how many tiles, one below the other, a program handles."""
 PROGRAMS = 264
 """The number of programs that reduce() aims at: two for each processor of an H200."""
 LEAST_ROWS = 256
@@ -100,7 +100,7 @@ def _for_siblings(
     blocks_a: int,
     **flags: Any,
 ) -> None:
-    """`blocks_a` programs for A, then programs for B, _rows() rows each."""
+    """Launch `kernel` with `blocks_a` programs for A, then with programs for B that handle _rows() rows each."""
     count, inner = len(a), a[0].shape[1]
     assert 0 < count <= SIBLINGS, count
     assert all(one.is_contiguous() for one in (*a, *b))
@@ -132,7 +132,7 @@ def _for_siblings(
 
 
 def _rows(width: int) -> int:
-    """Rows of the adapters' width for each program of pack and unpack."""
+    """How many rows of `width` numbers each program of pack and unpack handles."""
     return max(NUMBERS // triton.next_power_of_2(width), 1)
 
 
@@ -177,9 +177,9 @@ def project(
 
 
 def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
-    """x^T t in parts, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
+    """x^T t as partial sums, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
-    `into`: the result of an earlier call, with any number of rows; the parts are added to it.
+    `into`: the result of an earlier call, with any number of rows, to whose parts the sums are added.
     """
     (rows, width), columns = x.shape, t.shape[1]
     assert (x.stride(1), t.stride(1), x.dtype.itemsize) == (1, 1, 2), (x.stride(), t.stride(), x.dtype)
@@ -207,8 +207,8 @@ def reduce(x: Tensor, t: Tensor, into: Optional[Tensor] = None) -> Tensor:
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Optional[Tensor] = None) -> Tensor:
     """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
-    `residual` is added to that, and the sum is rounded again, as by an operator of its own. With one rounding, since y
-    has been rounded before, t F would decide sums of y and residual that are ties, however small it is.
+    `residual` is added to that, and the sum is rounded again, as a separate operator would do. y is rounded already,
+    so with a single rounding even a tiny t F would decide each sum of y and residual that lies on a rounding tie.
 
     `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of
     any strides.
@@ -584,8 +584,8 @@ def _project(
         )
         total = tl.dot(x, factor, total)
         if LEFT:
-            # Read again, from the cache. If x itself were stored, Triton (3.6 to 3.9) would keep one buffer too few for it in
-            # shared memory, and load the tile after the next over the operand of a product that is still running.
+            # x is read again, from the cache. If x itself were stored, Triton (3.6 to 3.9) would keep one buffer too
+            # few for it in shared memory, and a later tile would overwrite the operand of a product that still runs.
             again = tl.load(x_ptr + row * x_stride + across, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(left_ptr + row * left_stride + across, again, mask=inside)
     total = tl.where(column == ones, value, total)
@@ -661,7 +661,7 @@ def _add(
         mask=(rank[:, None] < ranks) & (column < width),
         other=0.0,
     )
-    # From the last row on: a matmul has just written y, and the cache still holds its end.
+    # From the last row to the first: a matmul has just written y, and the cache still holds its end.
     last = tl.num_programs(1) - 1 - tl.program_id(1)
     for tile in range(TILES):
         row = ((last * TILES + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]

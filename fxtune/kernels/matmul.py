@@ -12,15 +12,15 @@ model's layer with columns for adapters of rank 16, forward and their dx):
         dx           3.01     2.88               2.96    3.01    3.01    3.05
     all of a layer   22.28    21.38              22.06   22.21   22.41   22.36
 
-A GPU at its power limit is as fast as its work is economical: what counts is how often an operand crosses the chip. So
-`by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two adjacent tiles
-that share the rows of the left factor, and a persistent grid (one program a processor). Sums are float32 in a fixed
-order: the same bits in each run. Sizes and strides are not compiled in, so there is one kernel for each dtype and
-memory order of the right factor, and one that adds a third tensor. Compiling takes seconds and is cached on disk
-(prepare()).
+At its power limit, a GPU is faster the less energy its work takes, and that depends on how often an operand crosses
+the chip. So `by="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
+adjacent tiles that share the rows of the left factor, and a persistent grid (one program for each streaming
+multiprocessor, "processor" below). Sums are float32 in a fixed order: the same bits in each run. Sizes and strides are
+not compiled in, so there is one kernel for each dtype and memory order of the right factor, and one that adds a third
+tensor. Compiling takes seconds and is cached on disk (prepare()).
 
-`by` is a preference for large products: cuBLAS does the small ones, and those that the CuTe kernel cannot read
-(is_served()). It is an argument and not a state of this module, because models of one process may differ in it.
+`by` is a preference for large products: cuBLAS computes the small ones, and those whose operands the CuTe kernel
+cannot read (is_served()). It is an argument and no global variable, because models of one process may differ in it.
 
 The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and profilers see a product.
 On a CPU it is torch's own product, which is its reference.
@@ -43,14 +43,14 @@ CAPABILITY = (9, 0)
 TILE = (256, 192)
 CLUSTER = (1, 2)
 MIN_ROWS, MIN_SIZE = 2048, 1024
-"""Rows, and numbers in and out, from which the CuTe kernel does a product. It was measured with 16,384 rows and 4,096
-numbers or more; its tile is fixed, while cuBLAS has others for small products. A chunk of the loss
-(linear_cross_entropy.py) has up to 4,096 rows and is large by its other side."""
+"""The CuTe kernel computes products with at least this many rows, and this many columns and terms of each sum. It was
+measured with 16,384 rows and 4,096 numbers or more; its tile is fixed, while cuBLAS has others for small products. A
+chunk of the loss (linear_cross_entropy.py) has up to 4,096 rows, and a vocabulary of columns."""
 MIN_UTILIZATION = 0.92
 """The least utilization() for the CuTe kernel. The least that was measured is 0.94."""
 MAX_SPAN = 2**31
-"""From this many numbers between the first and the last of a tensor cuBLAS does the product: whether the kernel's
-strides can hold more than 32 bits there is not known."""
+"""cuBLAS computes the product if a tensor spans this many numbers in memory: whether the CuTe kernel can use offsets
+of more than 32 bits is not known."""
 
 _PREPARED: set[tuple[torch.device, torch.dtype]] = set()
 
@@ -77,10 +77,10 @@ def mm(
 
 
 def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> bool:
-    """Whether the CuTe kernel does this product: on a GPU that it supports, in 16 bits, large, and readable by it.
+    """Whether the CuTe kernel computes this product: on a GPU that it supports, in 16 bits, large, and aligned for it.
 
     Hopper's copy engine (TMA) moves boxes with a contiguous first dimension and rows that begin at a multiple of 16
-    bytes. It writes multiples of 16 bytes, so the end of another row would overwrite what is behind it.
+    bytes. It writes multiples of 16 bytes, so a row of another size would overwrite the numbers behind its end.
     """
     (rows, inner), columns = left.shape, right.shape[1]
     results = [out] if plus is None else [out, plus]
@@ -101,16 +101,16 @@ def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] =
 def utilization(rows: int, columns: int, processors: int) -> float:
     """The share of the kernel's time in which its processors compute numbers of the result [rows, columns].
 
-    The processors compute one tile each at a time. Parts of tiles beyond the edge, and processors without a tile in
-    the last round, are wasted.
+    Each processor computes one tile at a time. The parts of tiles beyond the result's edge, and processors without a
+    tile in the last round, are wasted.
     """
-    together = CLUSTER[0] * CLUSTER[1]
-    computed = rounds(rows, columns, processors) * (processors // together) * together * TILE[0] * TILE[1]
+    cluster = CLUSTER[0] * CLUSTER[1]
+    computed = rounds(rows, columns, processors) * (processors // cluster) * cluster * TILE[0] * TILE[1]
     return rows * columns / computed
 
 
 def rounds(rows: int, columns: int, processors: int) -> int:
-    """How many tiles of the result [rows, columns] the busiest processor computes, one after the other."""
+    """The number of tiles that the busiest processor computes, one after the other, for a result [rows, columns]."""
     down, across = (-(-size // tile) for size, tile in zip((rows, columns), TILE, strict=True))
     clusters = -(-down // CLUSTER[0]) * -(-across // CLUSTER[1])
     return -(-clusters // (processors // (CLUSTER[0] * CLUSTER[1])))
@@ -120,9 +120,9 @@ def rounds(rows: int, columns: int, processors: int) -> int:
 def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     """Compile the CuTe kernel for products of `dtype`, or load it from disk, and check its products.
 
-    To be called before the first product, because compiling must not be part of a CUDA graph or of a measurement: some
-    seconds for each of three kernels the first time, then milliseconds. They are kept in QUACK_CACHE_DIR if it is set,
-    else in `cache`; quack's own default is a folder under /tmp that others may write to.
+    Call it before the first product, because compiling must not be part of a CUDA graph or of a measurement. The first
+    time each of the three kernels takes some seconds, later milliseconds. They are kept in QUACK_CACHE_DIR if it is
+    set, else in `cache`; quack's own default is a folder under /tmp that others may write to.
 
     Raises whatever the package and its compiler raise, and RuntimeError if a product is wrong.
     """
@@ -150,7 +150,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
 
 
 def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Optional[Tensor] = None) -> None:
-    """Write left right + plus to `out` by the CuTe kernel. The tensors must be aligned as is_served() requires."""
+    """Write left right + plus to `out` with the CuTe kernel. The tensors must be aligned as is_served() requires."""
     if (left.device, left.dtype) not in _PREPARED and left.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the CuTe kernel would be compiled while a CUDA graph is recorded: call matmul.prepare() first"

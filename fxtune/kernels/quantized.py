@@ -19,17 +19,18 @@ NF4_BLOCK, SCALE_BLOCK = 64, 256
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Dequantize `tensors`, the packed() of a linear whose fxtune_quantized is `kind`, to `out` [out, in],
-    contiguous.
+    """Dequantize a linear's weight into `out` [out, in], which is contiguous.
+
+    `kind`: the linear's `fxtune_quantized`; `tensors`: what quantized_modules.packed() returns for it.
     """
     if kind.startswith("int8/"):
         torch.mul(tensors[0], tensors[1].unsqueeze(1), out=out)
     elif kind == "nf4/torchao":
         codes, scales, factor, mean, values = tensors
-        kind_of_tensor = torchao().NF4Tensor
-        of_shape = sys.modules[kind_of_tensor.__module__].SubclassTensorArgs
-        stored = kind_of_tensor(
-            of_shape(out.shape, out.stride(), 0, values.dtype, out.device, False),
+        nf4_class = torchao().NF4Tensor
+        tensor_args = sys.modules[nf4_class.__module__].SubclassTensorArgs
+        stored = nf4_class(
+            tensor_args(out.shape, out.stride(), 0, values.dtype, out.device, False),
             NF4_BLOCK,
             out.numel() // NF4_BLOCK,
             SCALE_BLOCK,
@@ -63,14 +64,12 @@ def unpack(kind: str, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Non
 
 
 def int8_weight(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """codes [out, in] * scale [out], rounded once. Written to `out`, it is one kernel without a float32 copy in
-    between.
-    """
+    """codes [out, in] * scale [out], rounded once. `out=` makes it one kernel without an intermediate float32 copy."""
     return torch.mul(codes, scale.unsqueeze(1), out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 
 def bitsandbytes() -> Any:
-    """The package. It takes a second to import, and logs kernels that are not needed here."""
+    """The package bitsandbytes. It takes a second to import, and logs missing kernels that fxtune does not use."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes
 

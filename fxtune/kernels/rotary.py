@@ -16,9 +16,9 @@ that attention kernels read without a copy. The backward pass is the same operat
 
 `fxtune::rotary_qkv` takes the product of all three projections, [rows, length, (heads + 2 kv_heads) dim], and returns
 q, k and v. Its purpose is the backward pass: it reads dq, dk and dv where attention left them and writes them side by
-side, once, as the gradient of that product; autograd would write each of them and then concatenate them. The rows of
-that gradient may have space between them: behind each row are `room` numbers that may be overwritten, and the matmul
-that reads the gradient puts its own there (fused_lora.py).
+side, once, as the gradient of that product; autograd would write each of them and then concatenate them. Behind each
+row of that gradient are `room` numbers of padding, into which the matmul that reads the gradient writes dy B
+(fused_lora.py).
 
 For 16,384 tokens of an 8B Llama, forward and backward must each move 0.4 GB a layer, which is what the kernels do.
 """
@@ -51,7 +51,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q [rows, length, heads, dim] and k [rows, length, kv_heads, dim], rotated; cos, sin [rows or 1, length, width].
 
-    `back`: the transposed operation, which rotates by the negative angle and scales by the same factor.
+    `back`: apply the transpose, as the gradient needs: the negative angle and the same scale.
     """
     rotated = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate((q, k), rotated, cos, sin, back)
@@ -87,7 +87,7 @@ def _rotary_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k (rotated) and v, each [rows, length, its heads, dim], of `x` [rows, length, (heads + 2 kv_heads) dim].
 
-    `room`: how many numbers behind each row of x's gradient its reader may overwrite.
+    `room`: how many numbers of padding the gradient of x has behind each row. Its reader may overwrite them.
     """
     parts = _parts(x, heads, kv_heads)
     q, k, v = (x.new_empty(part.shape) for part in parts)
@@ -108,8 +108,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int)
     schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, SymInt room) -> Tensor",
 )
 def _rotary_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int) -> Tensor:
-    """[rows, length, N + room], whose first N columns are the gradient of rotary_qkv's x. The others are not
-    initialized."""
+    """[rows, length, N + room]: first the N columns of the gradient of rotary_qkv's x, then uninitialized padding."""
     padded = dq.new_empty(_gradient_shape(dq, dk, room))
     if room and not padded.is_cuda:  # oneDNN's bfloat16 matmul reads the numbers between two rows
         padded[..., -room:] = 0
@@ -150,7 +149,7 @@ def _parts(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def _rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Write q and k, rotated, and v unchanged, if there is one; each [rows, length, heads, dim]."""
+    """Write q and k rotated, and v (if given) unchanged, to `targets`. Each tensor is [rows, length, heads, dim]."""
     q = sources[0]
     rows, length, width = cos.shape
     shapes = q.shape, cos.shape, sin.shape

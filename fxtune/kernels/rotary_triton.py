@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 2048
-"""Pairs of dimensions that a program rotates at a time: with four warps 16 for each thread, 64 bytes to read."""
+"""Pairs of dimensions that a program rotates at a time. With four warps a thread has 16 pairs, 64 bytes to read."""
 WARPS = 4
 
 
 def rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Write q and k, rotated, and v, if there is one. `sources`, `targets`: [rows, length, heads, dim] with any
-    strides; cos and sin [rows or 1, length, width]. `back`: the transposed operation."""
+    """Write q and k rotated, and v (if given) unchanged, to `targets`. All are [rows, length, heads, dim] with any
+    strides; cos and sin are [rows or 1, length, width]. `back`: apply the transpose."""
     rows, length, heads, dim = sources[0].shape
     if not rows * length:
         return

@@ -1,14 +1,15 @@
-"""act(gate) * up and its gradient, in one pass each over the inner tensors of a gated MLP (SwiGLU, GeGLU: arXiv
+"""act(gate) * up and its gradient, each in one pass over the inner tensors of a gated MLP (SwiGLU, GeGLU: arXiv
 2002.05202).
 
-`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor of
-the caller whose rows may have gaps between them, such as the left part of a buffer that the next matmul reads. All
-arithmetic is float32, and each result is rounded once. On a GPU Triton kernels do it (swiglu_lora_triton.py);
-elsewhere torch does, in the same order.
+`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor that
+the caller passes. Its rows may have gaps between them: it may be the left part of a buffer that the next matmul reads.
+All arithmetic is float32, and each result is rounded once. On a GPU Triton kernels compute this
+(swiglu_lora_triton.py); elsewhere torch does, in the same order.
 
-What adapters add to gate and up, and backward to the gradient of p, is given as two factors and added here: a matmul
-would read and write these widest tensors of a layer once more. The backward pass can also sum over the rows of what it
-makes, for the gradients of adapters (`FusedSums`, swiglu_reduce_triton.py).
+The functions also add the products of adapters, each passed as its two factors: forward to gate and up, backward to
+the gradient of p = act(gate) * up. A matmul of its own would read and write these tensors, the widest of a layer, once
+more. The backward pass can also reduce its results over the rows, for the gradients of adapters (`FusedSums`,
+swiglu_reduce_triton.py).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch import Tensor
 ACTS = ("silu", "gelu_pytorch_tanh")
 """Values of `act`, by transformers' names."""
 Share = tuple[Tensor, Tensor]
-"""Two factors of a product that is still to be added."""
+"""An adapter's product that is not added yet, as its two factors."""
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 MIN_ROWS, MAX_RANK = 4096, 32
-"""On a GPU FusedSums are taken of so many rows or more, and up to this rank: sums of a larger one do not fit into
+"""On a GPU FusedSums needs at least this many rows, and at most this rank: sums of a larger rank do not fit into
 registers.
 """
 
 
 @dataclass
 class FusedSums:
-    """Sums over rows that gated_backward() takes of what it makes: g^T xa and p^T dyb, with g = [dgate | dup]."""
+    """Sums over rows that gated_backward() computes from its results: g^T xa and p^T dyb, with g = [dgate | dup]."""
 
     xa: Tensor
     """[rows, R]: first the columns for dgate, then those for dup."""
@@ -41,15 +42,15 @@ class FusedSums:
     ranks: tuple[int, int, int]
     """Columns of xa for dgate, for dup, and columns of dyb. Other columns of the sums have no meaning."""
     keep_p: bool
-    """Whether p is needed, too; otherwise dp may stay as it is."""
+    """Whether dp must be overwritten with p; otherwise it may keep its values."""
     totals: tuple[Optional[Tensor], Optional[Tensor]] = field(default=(None, None))
-    """The sums in parts that are still to be added up, [parts, 2 width, R] and [parts, width, Q], float32 or float64.
-    Both are None, or what an earlier call left here, to which the sums of these rows are added.
+    """The two sums as partial sums, [parts, 2 width, R] and [parts, width, Q], float32 or float64. Before the call
+    both are None, or both are the result of an earlier call, to which the sums of these rows are added.
     """
 
 
 def can_fuse_sums(x: Tensor, ranks: tuple[int, int, int]) -> bool:
-    """Whether gated_backward() takes FusedSums for activations [rows, any] such as `x`."""
+    """Whether gated_backward() can compute FusedSums for activations like `x` [rows, any]."""
     return not x.is_cuda or (x.dtype.itemsize == 2 and len(x) >= MIN_ROWS and max(ranks) <= MAX_RANK)
 
 
@@ -70,11 +71,11 @@ def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
 def gated_backward(
     act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: Optional[FusedSums] = None
 ) -> Tensor:
-    """Write [dgate | dup] to `out` [rows, 2 width] and return it; `dp` [rows, width] is p's gradient, and p
-    afterwards.
+    """Write [dgate | dup] to `out` [rows, 2 width] and return it. `dp` [rows, width], p's gradient, is overwritten
+    with p.
 
-    `share` as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp`. `sums`: sums to take, too;
-    its xa and dyb are those of share and above.
+    `share`: as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` first. `sums`: sums to
+    compute as well; its xa and dyb are those of `share` and `above`.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if sums is not None:
@@ -114,6 +115,6 @@ def _act(act: str, gate: Tensor) -> tuple[Tensor, Tensor]:
         return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
     assert act == "gelu_pytorch_tanh", act
     squared = gate * gate
-    bent = (ROOT_2_OVER_PI * gate * (1 + CUBIC * squared)).tanh()
-    slope = 0.5 * (1 + bent) + 0.5 * gate * (1 - bent * bent) * ROOT_2_OVER_PI * (1 + 3 * CUBIC * squared)
-    return 0.5 * gate * (1 + bent), slope
+    tanh = (ROOT_2_OVER_PI * gate * (1 + CUBIC * squared)).tanh()
+    slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * ROOT_2_OVER_PI * (1 + 3 * CUBIC * squared)
+    return 0.5 * gate * (1 + tanh), slope

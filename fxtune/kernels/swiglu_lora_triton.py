@@ -1,11 +1,11 @@
 """Triton kernels of swiglu.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
-Adding an adapter's second half to gate and up by a matmul of its own would read and write the widest tensor of a layer
-once more: 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so it adds the adapter's
-product here, a few dozen multiplications a number, on tensor cores. A program keeps its columns of b and goes down the
-rows, or takes one tile if there are few rows. Backward the same is done, tile by tile, for the gradient of the
-product, to which down_proj's adapter adds. With many rows and small ranks swiglu_reduce_triton.py does it, which also
-sums the gradients of adapters.
+A separate matmul that adds an adapter's product to gate and up would read and write the widest tensor of a layer once
+more: 57 KB a token of Llama-3-8B, twice. The gated activation reads that tensor anyway, so its kernel adds the
+product, a few dozen multiplications a number, on tensor cores. A program keeps its columns of b and loops over rows,
+or computes one tile if there are few rows. The backward kernel works tile by tile and also adds the product of
+down_proj's adapter to the gradient of p. With many rows and small ranks swiglu_reduce_triton.py takes its place, which
+also sums the gradients of adapters.
 
 All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only where
 there is a GPU: torch's CPU builds come without triton.
@@ -22,9 +22,9 @@ from fxtune.kernels.activation import activation
 TILE = (64, 64, 4)
 """Rows, columns and warps of each program."""
 WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
-"""Rows a step, columns a program, and steps whose loads overlap, if a program goes down the rows."""
+"""The launch of _walk, where a program loops over rows: rows a step, columns a program, steps whose loads overlap."""
 WALK_ROWS = 512
-"""Rows for each program that goes down the rows; with fewer rows each tile has a program."""
+"""Rows for each program of _walk. If there are fewer rows than this, each tile has a program of its own."""
 RANKS = 64
 """Columns of xa in one product."""
 
@@ -32,8 +32,9 @@ Share = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) -> None:
-    """`gate_up`: [rows, 2 width]; `out`: [rows, width], written; `share`: xa [rows, R] and b [2 width, R]. Rows
-    contiguous.
+    """Write act(gate + xa b_gate^T) * (up + xa b_up^T) to `out` [rows, width].
+
+    `gate_up`: [rows, 2 width]; `share`: xa [rows, R] and b [2 width, R]. All have contiguous rows.
     """
     (rows, width), (xa, b) = out.shape, share
     _check_shapes(gate_up, out, xa, b)
@@ -78,8 +79,9 @@ def forward(act: str, gate_up: torch.Tensor, out: torch.Tensor, share: Share) ->
 
 
 def backward(act: str, gate_up: torch.Tensor, dp: torch.Tensor, out: torch.Tensor, share: Share, above: Share) -> None:
-    """`out`: [rows, 2 width], written. `dp`: [rows, width], overwritten with p. `above`: ya [rows, Q] and a [Q,
-    width]; ya a is added to dp first.
+    """Write [dgate | dup] to `out` [rows, 2 width] and p over its gradient `dp` [rows, width].
+
+    `above`: ya [rows, Q] and a [Q, width]; ya a is added to dp first.
     """
     (rows, width), (xa, b), (ya, a) = dp.shape, share, above
     _check_shapes(gate_up, dp, xa, b)

@@ -1,14 +1,14 @@
-"""The gated activation's backward kernel that also sums gradients of adapters over the numbers that it computes.
+"""The gated activation's backward kernel that also computes gradients of adapters from its results.
 
 [dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are
 sums over their rows: those of gate's and up's lora_B, dgate^T xa and dup^T xa, and that of down's lora_A, p^T dyb. A
 pass over memory for each of them costs as much as the activation's gradient itself. Here a program keeps a block of
-columns and goes down the rows: it multiplies what it has just computed on tensor cores, from registers, and sums in
-float32. So p is written only if p A^T was not kept.
+columns and loops over the rows: it multiplies the numbers that it has just computed, on tensor cores from registers,
+and sums in float32. So p is written only if p A^T was not kept.
 
 The rows are cut into parts, so that the GPU is full. Each part has sums of its own, and lora_triton.unpack() adds them
-up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. The products
-of adapters that are still missing in gate_up and dp are added here; their second halves stay in registers.
+up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. gate_up and
+dp come without the products of their adapters. The kernel adds these, and keeps their second factors in registers.
 
 All other arithmetic is float32. Offsets are int64. Import this module only where there is a GPU: torch's CPU builds
 come without triton.
@@ -26,8 +26,7 @@ from torch import Tensor
 from fxtune.kernels.activation import activation
 
 NARROW = 16
-"""The largest rank whose sums fit into registers with all columns of a program; up to twice that, with half of
-them.
+"""The largest rank whose sums fit into registers for all columns of a program. For half of them twice this rank fits.
 """
 WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
 """The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a
@@ -51,24 +50,26 @@ def backward(
     dyb: Tensor,
     ranks: tuple[int, int, int],
     totals: tuple[Optional[Tensor], Optional[Tensor]],
-    seconds: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
     keep_p: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Write [dgate | dup] to `out` and return the sums of lora_B of gate and up, [parts, 2 width, R], and of lora_A of
-    down, [parts, width, Q], float32, as lora_triton.reduce() would.
+    """Write [dgate | dup] to `out` and return the gradients of lora_B of gate and up and of lora_A of down.
+
+    Both are float32 partial sums as lora_triton.reduce() returns them, [parts, 2 width, R] and [parts, width, Q].
 
     Args:
         gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], the gradient of p; overwritten with p if `keep_p`.
         xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All of these have contiguous rows, any gaps.
-        ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are written.
+        ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are
+            written.
         totals: the result of an earlier call, to which the sums are added; both or none.
-        seconds: b [2 width, R] and a [Q, width]: xa b^T is added to gate_up, and dyb a to dp.
+        factors: b [2 width, R] and a [Q, width]: xa b^T is added to gate_up, and dyb a to dp.
     """
     rows, width = dp.shape
     assert gate_up.shape == out.shape == (rows, 2 * width)
     assert len(xa) == len(dyb) == rows
     assert max(ranks) <= 2 * NARROW
-    assert all(one.stride(1) == 1 and one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *seconds))
+    assert all(one.stride(1) == 1 and one.dtype.itemsize == 2 for one in (gate_up, dp, out, xa, dyb, *factors))
     shape = dict(WALK)
     if max(ranks) > NARROW:
         shape["COLUMNS"] //= 2
@@ -88,7 +89,7 @@ def backward(
     parts = len(of_b)
     assert (of_b.shape[1:], of_a.shape) == ((2 * width, xa.shape[1]), (parts, width, dyb.shape[1]))
     each = triton.cdiv(triton.cdiv(rows, parts), shape["ROWS"]) * shape["ROWS"]
-    b, a = seconds
+    b, a = factors
     _backward[(blocks, parts)](
         gate_up,
         gate_up.stride(0),
@@ -127,7 +128,7 @@ def _block(rank: int) -> int:
 
 
 def _parts(rows: int, blocks: int) -> int:
-    """The number of parts of the rows that leaves the fewest places empty in the last wave of programs."""
+    """The number of parts of the rows that leaves the fewest slots idle in the last wave of programs."""
     most = max(min(MOST_PARTS, rows // LEAST_ROWS), 1)
     return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // SLOTS) * SLOTS / (blocks * parts), parts))
 
@@ -221,14 +222,13 @@ def _backward(
         to = out_ptr + at * out_stride
         tl.store(to + (step * out_stride + column), d_gate, mask=inside)
         tl.store(to + width + (step * out_stride + column), d_up, mask=inside)
-        # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) lets these products run while the
-        # next rows are loaded over the xa and dyb that they read: operands that registers read, too, get one buffer too few.
+        # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) overwrites the xa and
+        # dyb of these products with the next rows while the products run: it gives an operand one buffer too few if
+        # registers read it, too.
         of_gate = tl.dot(tl.trans(d_gate), xa_gate, of_gate) + 0.0
         of_up = tl.dot(tl.trans(d_up), xa_up, of_up) + 0.0
         of_down = tl.dot(tl.trans(p), dyb, of_down) + 0.0
-        if (
-            KEEP
-        ):  # After the products, at which all threads have met, so each has read the dp that is overwritten here.
+        if KEEP:  # All threads have met at the products above, so each has read the dp that is overwritten here.
             tl.store(dp_ptr + at * dp_stride + (step * dp_stride + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, of_gate, width, gate_rank, ADD)

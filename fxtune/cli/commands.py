@@ -13,7 +13,8 @@ class Command:
     reads_data: bool = False
     """A config without data.sources is refused."""
     positional: str | None = None
-    """The module's function for arguments that are no keys (`fxtune merge ADAPTER FOLDER`); it gets them one by one."""
+    """The module's function for arguments that are no keys (`fxtune merge ADAPTER
+    FOLDER`); it gets them one by one."""
     positional_only: bool = False
     """It takes no config."""
     flags: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """The command line: `python -m fxtune [COMMAND] +recipe=NAME key=value ...`, also installed as `fxtune`.
 
-It is parsed once, composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called. Nothing slow
-is imported before it is needed: help and the list of recipes answer at once, and a mistake is reported before a model or a
-dataset is touched.
+It is parsed once, composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called.
+Nothing slow is imported before it is needed: help and the list of recipes answer at once, and a mistake is reported
+before a model or a dataset is touched.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def show(error: UserError) -> None:
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> int:
-    """The exit code where memory ran out and the code had no advice: in an import, a table, a merge. Raises other errors."""
+    """The exit code where memory ran out and the code had no advice: in an import, a table, a
+    merge. Raises other errors."""
     from fxtune.system.oom import out_of_memory_reason
 
     found = out_of_memory_reason(error)
@@ -145,7 +146,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(argv: list[str], command: Command) -> argparse.Namespace:
-    """The command's options and Hydra's, but for those that make Hydra read unchecked files (--config-dir and the like)."""
+    """The command's options and Hydra's, but for those that make Hydra read unchecked files
+    (--config-dir and the like)."""
     argv = [
         "--info=all" if text in ("-i", "--info") and after not in _INFO else text
         for text, after in itertools.pairwise([*argv, ""])
@@ -208,14 +210,16 @@ def _print_result(result: Any) -> None:
 
 
 class _JobError(BaseException):
-    """Carries an error that is no user's out of Hydra, which would finish the other jobs first and cut the traceback."""
+    """Carries an error that is no user's out of Hydra, which would finish the other jobs
+    first and cut the traceback."""
 
     def __init__(self, error: Exception):
         self.error = error
 
 
 def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None:
-    """Call the command for each job of a multirun, each with its own run.dir. A job that fails does not stop the others."""
+    """Call the command for each job of a multirun, each with its own run.dir. A job that fails
+    does not stop the others."""
     from fxtune.checkpoint.run_folder import sweep_folder
     from fxtune.config import compose
     from fxtune.system.redact import redact
@@ -251,8 +255,8 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
 
 
 def title_of(overrides: list[str], number: int) -> str:
-    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), in characters and a length that any file
-    system takes."""
+    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), in characters and a length
+    that any file system takes."""
     changes = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
     title = re.sub(r"[^\w.=,+-]+", "_", changes)
     if title == changes and len(title) <= 120:
@@ -261,7 +265,8 @@ def title_of(overrides: list[str], number: int) -> str:
 
 
 def _complete(arguments: list[str]) -> None:
-    """Shell completion. Bash gives the line in COMP_LINE. Commands, recipes and groups are completed here, keys by Hydra."""
+    """Shell completion. Bash gives the line in COMP_LINE. Commands, recipes and groups are
+    completed here, keys by Hydra."""
     if not any(text.startswith("query=") for text in arguments):
         from fxtune.config import compose
 

@@ -1,7 +1,7 @@
 """From recipes and the command line to one typed config.
 
-`prepare` checks what the command line names and says, Hydra composes it once, and `typed` validates the merged result once and
-returns dataclasses. No DictConfig leaves this file. What is nearer to the user wins:
+`prepare` checks what the command line names and says, Hydra composes it once, and `typed` validates the merged result
+once and returns dataclasses. No DictConfig leaves this file. What is nearer to the user wins:
 
     the dataclasses' defaults < the recipe (after what its `defaults:` build on) < groups < keys of the command line
 """
@@ -48,9 +48,9 @@ def load(overrides: list[str]) -> Config:
 def prepare(overrides: list[str], multirun: bool = False, register_all: bool = False) -> list[Choice]:
     """Check `overrides` with every recipe and group that they name, and register those with Hydra.
 
-    The choices that are returned have Hydra's spelling and order: `+recipe=` and `recipe=`, `+optimizer=` and `optimizer=`,
-    `+key=` and `key=` mean the same, and recipes come before groups, groups before keys. `register_all` also registers what
-    was not chosen, to be listed. Raises one ConfigError that lists all that is wrong.
+    The choices that are returned have Hydra's spelling and order: `+recipe=` and `recipe=`, `+optimizer=` and
+    `optimizer=`, `+key=` and `key=` mean the same, and recipes come before groups, groups before keys. `register_all`
+    also registers what was not chosen, to be listed. Raises one ConfigError that lists all that is wrong.
     """
     store, choices, problems = RecipeStore(Config), list[Choice](), []
     for text in overrides:
@@ -75,7 +75,8 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The composed config as dataclasses. Raises one ConfigError that names every key that is unknown, unset or out of range."""
+    """The composed config as dataclasses. Raises one ConfigError that names every key that is
+    unknown, unset or out of range."""
     validator = Validator(Config, lambda _: "in the config", from_file=False)
     try:
         values = OmegaConf.to_container(cfg, enum_to_str=True)
@@ -97,7 +98,8 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:
-    """Call `job(composed config, its overrides)` for each job of a multirun, by the sweeper and launcher of Hydra's config."""
+    """Call `job(composed config, its overrides)` for each job of a multirun, by the sweeper and
+    launcher of Hydra's config."""
 
     def task(cfg: DictConfig) -> None:
         job(cfg, list(HydraConfig.get().overrides.task))
@@ -109,7 +111,8 @@ def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -
 
 
 def check_jobs(choices: list[Choice]) -> None:
-    """Compose and validate each job of a multirun (the first 20): a mistake in the last one must not show after hours."""
+    """Compose and validate each job of a multirun (the first 20): a mistake in the last one
+    must not show after hours."""
     values: dict[str, list[str]] = {}
     for parsed in OverridesParser.create().parse_overrides([choice.text for choice in choices]):
         if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
@@ -122,7 +125,8 @@ def check_jobs(choices: list[Choice]) -> None:
 
 
 def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
-    """What `--cfg` prints, the composed config as YAML (`package`: only this key), or `--info`, how it was composed."""
+    """What `--cfg` prints, the composed config as YAML (`package`: only this key), or
+    `--info`, how it was composed."""
     texts = [choice.text for choice in choices]
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
         if cfg:
@@ -133,7 +137,8 @@ def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: s
 
 
 def complete(arguments: list[str]) -> None:
-    """Hydra's shell completion: `install=bash`, or `query=bash` with the line in COMP_LINE. Prints for the shell to read."""
+    """Hydra's shell completion: `install=bash`, or `query=bash` with the line in COMP_LINE.
+    Prints for the shell to read."""
     with _session() as hydra:
         hydra.shell_completion(_ROOT, arguments)
 
@@ -171,7 +176,8 @@ def _register(store: RecipeStore, everything: bool) -> None:
 def _session() -> Iterator[Any]:
     """Hydra, with what prepare() registered. Its errors become ConfigErrors.
 
-    Hydra keeps one global instance. Inside a job of a multirun (fxtune tune composes what it writes), the job's is put aside.
+    Hydra keeps one global instance. Inside a job of a multirun (fxtune tune composes what it
+    writes), the job's is put aside.
     """
     instance = GlobalHydra.instance()
     outer, instance.hydra = instance.hydra, None

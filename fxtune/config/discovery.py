@@ -1,7 +1,7 @@
 """Finds recipes and config groups: in ./recipes of the working directory first, then among those that ship.
 
-The shipped ones are next to the package in a checkout, and inside it in a wheel. This file imports neither torch nor Hydra, so
-that `fxtune recipes` answers at once.
+The shipped ones are next to the package in a checkout, and inside it in a wheel. This file imports neither torch nor
+Hydra, so that `fxtune recipes` answers at once.
 """
 
 from __future__ import annotations

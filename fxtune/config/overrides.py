@@ -1,8 +1,9 @@
-"""Reads the overrides of a command line and the recipes and groups that they choose. Everything is checked before Hydra sees it.
+"""Reads the overrides of a command line and the recipes and groups that they choose. Everything is
+checked before Hydra sees it.
 
-Hydra distinguishes `key=`, `+key=` and `++key=`, and takes the order of config groups from a file. Here each spelling is
-accepted, and `RecipeStore.override` returns the one that Hydra needs. `RecipeStore.recipe` merges a recipe over the recipes
-and groups in its `defaults:`.
+Hydra distinguishes `key=`, `+key=` and `++key=`, and takes the order of config groups from a file. Here each spelling
+is accepted, and `RecipeStore.override` returns the one that Hydra needs. `RecipeStore.recipe` merges a recipe over the
+recipes and groups in its `defaults:`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Choice:
 
 
 class RecipeStore:
-    """The recipes and groups that can be chosen from this working directory; those that were read are kept as plain data."""
+    """The recipes and groups that can be chosen from this working directory; those that were
+    read are kept as plain data."""
 
     def __init__(self, schema: type):
         self.schema = schema
@@ -63,7 +65,8 @@ class RecipeStore:
         self._parser = OverridesParser.create()
 
     def override(self, text: str, place: str = COMMAND_LINE, from_file: bool = False) -> Choice:
-        """Check the override `text`, which is written at `place`. Raises one ConfigError with all that is wrong in it."""
+        """Check the override `text`, which is written at `place`. Raises one ConfigError
+        with all that is wrong in it."""
         try:
             parsed = self._parser.parse_override(text)
         except HydraException as error:
@@ -119,7 +122,8 @@ class RecipeStore:
         return self.recipes[name]
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
-        """The values of a group's option, and whether they are keys of the whole config and not of the section `group`."""
+        """The values of a group's option, and whether they are keys of the whole config and
+        not of the section `group`."""
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
             whole_config = document.package == "_global_"
@@ -134,7 +138,8 @@ class RecipeStore:
         return self.options[group, option]
 
     def _read_defaults(self, document: Document, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
-        """The layers that a recipe builds on, in order: recipes (`- llama_lora`), groups (`- override /optimizer: muon`)."""
+        """The layers that a recipe builds on, in order: recipes (`- llama_lora`), groups (`-
+        override /optimizer: muon`)."""
         entries = document.data.get("defaults") or []
         if not isinstance(entries, list):
             validator.add(("defaults",), "`defaults` is a list: [llama_lora, {override /optimizer: muon}, _self_]")
@@ -174,7 +179,8 @@ class RecipeStore:
         return layers
 
     def _read_grid(self, document: Document, validator: Validator) -> list[Choice]:
-        """A recipe's grid for `-m`. It is the only Hydra setting a recipe may have: the others run code or move files."""
+        """A recipe's grid for `-m`. It is the only Hydra setting a recipe may have: the
+        others run code or move files."""
         settings = document.data.get("hydra")
         if settings is None:
             return []
@@ -204,7 +210,8 @@ class RecipeStore:
         return grid
 
     def _hydra_setting(self, text: str, key: str, place: str, from_file: bool) -> Choice:
-        """The user may choose and set sweepers and launchers. Settings that move files or run other code are refused."""
+        """The user may choose and set sweepers and launchers. Settings that move files or
+        run other code are refused."""
         plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
         if from_file or not plugin:
             raise ConfigError(

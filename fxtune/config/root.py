@@ -34,10 +34,11 @@ class RunConfig:
     """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
     seed: int = field(default=0, metadata={"min": 0})
     resume: Resume = Resume.auto
-    """`auto`: continue an unfinished run of the same config, or start one. `never`: start one. `must`: fail if there is none."""
+    """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
+    `must`: fail if there is none."""
     deterministic: bool = False
-    """Give the same bits each time on the same machine: use deterministic kernels only, and choose nothing by timing or by free
-    memory. An option that cannot do this is refused (docs/faults.md)."""
+    """Give the same bits each time on the same machine: use deterministic kernels only, and choose nothing by timing
+    or by free memory. An option that cannot do this is refused (docs/faults.md)."""
     device: Device = Device.auto
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
@@ -70,18 +71,19 @@ class TrainConfig:
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = field(default=5, metadata={"min": 1})
-    """Stop after this many consecutive steps with a non-finite loss or gradient (none of them changes the weights). Steps that
-    float16 skips while it searches for its loss scale do not count."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient (none of them changes the weights).
+    Steps that float16 skips while it searches for its loss scale do not count."""
     spikes: Spikes = Spikes.report
-    """What happens to a step whose loss is far above that of the steps before. `report`: log it with its samples. `skip`: also
-    leave the weights unchanged (decided on the device). `off`: nothing."""
+    """What happens to a step whose loss is far above that of the steps before. `report`: log it with its samples.
+    `skip`: also leave the weights unchanged (decided on the device). `off`: nothing."""
     spike_window: int = field(default=64, metadata={"min": 1})
     """A spike is judged by the losses of this many steps before it, as soon as a quarter of them exist."""
     spike_threshold: float = field(default=8.0, metadata={"above": 0})
-    """A loss is a spike if it is above their median by more than this many times 1.4826 x their median absolute deviation."""
+    """A loss is a spike if it is above their median by more than this many times 1.4826 x their
+    median absolute deviation."""
     out_of_memory: OutOfMemory = OutOfMemory.halve
-    """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from there on
-    and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
+    """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
+    there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Checks each key and value of a config against the dataclasses, and says exactly where one is wrong.
 
-A recipe is data from a stranger. So every recipe, group and override is checked before Hydra reads it, because Hydra acts on
-some values (`hydra.callbacks` runs code) and lets unknown keys pass (`+key`). The merged config is checked once more, by the
-same code, because only there is it known what a pointer such as `${optimizer.lr}` gives. Nothing that is read is executed.
+A recipe is data from a stranger. So every recipe, group and override is checked before Hydra reads it, because
+Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys pass (`+key`). The merged config is
+checked once more, by the same code, because only there is it known what a pointer such as `${optimizer.lr}` gives.
+Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Validator:
         name, number = ".".join(keys), value
         wrong = isinstance(value, (list, dict))
         if slot.kind is str:
-            # From a file, 007, 1e5 and `on` would not come out as they were written; on a command line Hydra keeps 007.
+            # From a file, 007, 1e5 and `on` would not come out as they were written; on a
+            # command line Hydra keeps 007.
             if not wrong and (isinstance(value, bool) or not isinstance(value, str if self.from_file else (str, int))):
                 self.add(keys, f"`{name}` is text, and {_shown(value)} is not: put it in quotes")
                 return
@@ -160,7 +162,8 @@ class Validator:
             self._check_permission(name, value, keys)
 
     def _check_permission(self, name: str, value: Any, keys: Keys) -> None:
-        """A file may not let foreign code run, nor write outside the working directory. Only the user may, by typing it."""
+        """A file may not let foreign code run, nor write outside the working directory. Only
+        the user may, by typing it."""
         if keys[-1] == TRUST and value is not False:
             self.add(
                 keys,
@@ -203,7 +206,8 @@ class Validator:
             self._check_permission(name, POINTER.sub("x", value), keys)
 
     def _no_such_key(self, slot: Slot, keys: Keys, depth: int) -> str:
-        """Why `slot`, which the first `depth` of `keys` lead to, has no key `keys[depth]`, and which key may be meant."""
+        """Why `slot`, which the first `depth` of `keys` lead to, has no key `keys[depth]`,
+        and which key may be meant."""
         above, key, rest = keys[:depth], keys[depth], keys[depth + 1 :]
         name, owner = ".".join(keys), ".".join(above)
         if _is_directive(key):
@@ -235,7 +239,8 @@ class Validator:
 
 
 def command_line_only(key: str) -> bool:
-    """Whether a key's value belongs on a command line, and not in a file that is shared: see Validator._check_permission."""
+    """Whether a key's value belongs on a command line, and not in a file that is shared: see
+    Validator._check_permission."""
     return key in OUTPUT_KEYS or key.rpartition(".")[2] == TRUST
 
 

@@ -77,7 +77,8 @@ def read(path: Path) -> Document:
 
 
 def _refuse_beyond_values(text: str, name: str) -> None:
-    """Raise ConfigError for YAML that is more than values. Parse events build nothing, so a YAML bomb does no harm here."""
+    """Raise ConfigError for YAML that is more than values. Parse events build nothing, so a
+    YAML bomb does no harm here."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = f"{name}:{event.start_mark.line + 1}"
@@ -96,7 +97,8 @@ def _refuse_beyond_values(text: str, name: str) -> None:
 
 
 def _collect_lines(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
-    """Add the line of each key below `node` to `lines`. `data` has the keys as OmegaConf reads them (`on:` is True)."""
+    """Add the line of each key below `node` to `lines`. `data` has the keys as OmegaConf
+    reads them (`on:` is True)."""
     if isinstance(node, yaml.MappingNode):
         for (key_node, value_node), key in zip(node.value, data, strict=True):
             lines[(*keys, str(key))] = key_node.start_mark.line + 1

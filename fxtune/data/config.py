@@ -36,7 +36,8 @@ class SourceConfig:
     format: RowFormat = RowFormat.auto
     """The rows' format; `auto` detects it from the first rows and prints it."""
     weight: Optional[float] = field(default=None, metadata={"above": 0})
-    """Share of the supervised tokens, relative to the other sources. Null for all sources: every row once an epoch."""
+    """Share of the supervised tokens, relative to the other sources. Null for all sources:
+    every row once per epoch."""
     split: str = "train"
     """Split of a hub dataset."""
     subset: Optional[str] = None
@@ -54,8 +55,8 @@ class SourceConfig:
 @dataclass
 class QuestionsConfig:
     path: Optional[str] = None
-    """Held-out chat rows in any chat format that data.sources takes. The last assistant turn is the reference answer, the
-    turns before it are the question. The model answers before and after training. Null: no questions."""
+    """Held-out chat rows in any chat format that data.sources takes. The last assistant turn is the reference answer,
+    the turns before it are the question. The model answers before and after training. Null: no questions."""
     limit: int = field(default=100, metadata={"min": 1})
     """Use the first `limit` rows."""
     show: int = field(default=3, metadata={"min": 0})
@@ -66,11 +67,12 @@ class QuestionsConfig:
 
 @dataclass
 class MixConfig:
-    """Short and long documents in every step, so that a model learns long documents and keeps its quality on short ones.
-    The length that counts is the one after data.on_long was applied."""
+    """Short and long documents in every step, so that a model learns long documents and keeps its quality on short
+    ones. The length that counts is the one after data.on_long was applied."""
 
     long_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
-    """Share of the tokens of each optimizer step that come from long documents, to within one row. Null: as in the data."""
+    """Share of the tokens of each optimizer step that come from long documents, to within one
+    row. Null: as in the data."""
     threshold: int = field(default=8192, metadata={"min": 1})
     """Documents with more tokens than this are long. Set it to the context length that the model had before."""
 
@@ -81,33 +83,37 @@ class DataConfig:
     eval_sources: list[SourceConfig] = field(default_factory=list)
     """Held-out sources for evaluation."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Instead of eval_sources: hold out this share of the documents. A document's content decides, so the choice is stable."""
+    """Instead of eval_sources: hold out this share of the documents. A document's content
+    decides, so the choice is stable."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     sequence_length: int = field(default=2048, metadata={"min": 2})
     """Tokens in a row: at least one to read and one to predict."""
     packing: bool = True
-    """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding."""
+    """Put several documents into one row; they cannot attend to each other. False: one
+    document a row, with padding."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
     """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch."""
     on_long: OnLong = OnLong.split
     """What to do with a document longer than sequence_length."""
     mix: MixConfig = field(default_factory=MixConfig)
     on_bad_row: OnBadRow = OnBadRow.error
-    """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in the run folder and goes on."""
+    """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
+    the run folder and goes on."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
     workers: int = field(default=0, metadata={"min": 0})
-    """Processes that tokenize; 0: one a core."""
+    """Processes that tokenize; 0: one per core."""
     cache_dir: Optional[str] = None
     """Where tokenized sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
     cache_days: Optional[int] = field(default=30, metadata={"min": 1})
-    """Whenever new tokens are cached, remove those that no run used for this many days, and print it. Null: keep them."""
+    """When new tokens are cached, remove those that no run has used for this many days, and
+    print a line. Null: keep all."""
 
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths that rows can have, ascending; empty if any length is possible.
 
-        `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first that holds
-        `sequence_length` are left out, because no document needs them.
+        `sequence_length` is added if all buckets are shorter, so that each document fits. Buckets beyond the first
+        that holds `sequence_length` are left out, because no document needs them.
         """
         if self.packing:
             return (self.sequence_length,)

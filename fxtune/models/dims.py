@@ -26,7 +26,8 @@ class Shape:
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
-        """`text`: the text model's config as a dict. Sizes that are missing there are those of a Llama of its width."""
+        """`text`: the text model's config as a dict. Sizes that are missing there are
+        those of a Llama of its width."""
         hidden = text.get("hidden_size") or 0
         heads = text.get("num_attention_heads") or 1
         head = text.get("head_dim") or hidden // heads

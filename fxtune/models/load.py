@@ -1,8 +1,8 @@
 """Builds a model and its tokenizer from a hub id, a folder or an architecture in the recipe.
 
-If weights do not fit a checkpoint's config, transformers warns and draws the rest at random. Here that is an error: each weight
-of the architecture comes from the checkpoint, and each weight of the checkpoint has a place. Only safetensors are read, since a
-pickle can run code. untrusted.py refuses what else a stranger's folder may try.
+If weights do not fit a checkpoint's config, transformers warns and draws the rest at random. Here that is an error:
+each weight of the architecture comes from the checkpoint, and each weight of the checkpoint has a place. Only
+safetensors are read, since a pickle can run code. untrusted.py refuses what else a stranger's folder may try.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class ModelConfig:
     init: Init = Init.pretrained
     """`random`: read only the config from `path` (or `architecture`), and draw the weights from run.seed."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """With init=random: a Hugging Face config in the recipe. With `model_type` it stands alone (other keys have that type's
-    defaults), without it overrides keys of the config of `path`."""
+    """With init=random: a Hugging Face config in the recipe. With `model_type` it is a complete config (other keys
+    have that type's defaults); without it, it overrides keys of the config of `path`."""
     adapter: Optional[str] = None
     """Start from the weights of this PEFT adapter (a folder or a hub id), with the RoPE scaling in its config.json.
     This does not resume a run: see run.resume."""
     tokenizer: Optional[str] = None
-    """Where the tokenizer comes from, if not from `path`."""
+    """A folder or a hub id for the tokenizer; null: that of `path`."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Needs a revision that is a full commit hash."""
 
@@ -72,7 +72,8 @@ def resolve_dtype(model: ModelConfig, world: World) -> torch.dtype:
 
 
 def load_config(model: ModelConfig) -> Any:
-    """The model's Hugging Face config, from its folder or from the recipe's `architecture`, with the RoPE scaling of its adapter.
+    """The model's Hugging Face config, from its folder or from the recipe's `architecture`, with the
+    RoPE scaling of its adapter.
 
     Raises ConfigError for a mistake in the recipe, StorageError for a hub out of reach or an unreadable file.
     """
@@ -89,10 +90,12 @@ def load_config(model: ModelConfig) -> Any:
 
 
 def with_adapter_rope(config: Any, adapter: Origin) -> Any:
-    """A base's config with the RoPE parameters that `adapter` was trained with; `config` itself if it was trained with these.
+    """A base's config with the RoPE parameters that `adapter` was trained with; `config` itself
+    if it was trained with these.
 
-    save_model() writes them to a config.json next to the adapter. At other frequencies the adapter gives wrong results, without an
-    error. Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
+    save_model() writes them to a config.json next to the adapter. At other frequencies the adapter gives
+    wrong results, without an error. Raises ConfigError for the config of another kind of model, StorageError
+    for one that cannot be read.
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / "config.json"
@@ -122,9 +125,9 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
 def load_tokenizer(model: ModelConfig) -> Any:
     """The model's fast tokenizer, with a pad token. Each of its ids has an embedding in the model.
 
-    A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. Nothing is resized.
-    This is safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
-    generation passes its own attention mask.
+    A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. Nothing
+    is resized. This is safe because no mask is derived from pad ids: targets are marked one by one, positions separate
+    documents, and generation passes its own attention mask.
     """
     from transformers import AutoTokenizer
 
@@ -165,12 +168,12 @@ def load_tokenizer(model: ModelConfig) -> Any:
 def build(model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False) -> Any:
     """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
 
-    Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB there and
-    nothing elsewhere. `shrinks`: the caller quantizes the weights and moves them one by one, so they may start in host memory,
-    which has room for a model larger than the GPU.
+    Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
+    there and nothing elsewhere. `shrinks`: the caller quantizes the weights and moves them one by one, so they may
+    start in host memory, which has room for a model larger than the GPU.
 
-    The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config differs from
-    the one found there.
+    The result's `name_or_path` and `base_revision` say where it came from, `config_edited` whether its config
+    differs from the one found there.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world), model.trust_remote_code
@@ -261,7 +264,8 @@ def _config_of_type(architecture: dict[str, Any]) -> Any:
 
 
 def _edited_config(config: Any, changes: dict[str, Any]) -> Any:
-    """`config` with `changes`. Values that its author computed from a changed size are dropped, to be computed again."""
+    """`config` with `changes`. Values that its author computed from a changed size are
+    dropped, to be computed again."""
     values = config.to_dict()
     if {"hidden_size", "num_attention_heads"} & set(changes):
         values.pop("head_dim", None)

@@ -13,8 +13,9 @@ from fxtune.system.redact import redact
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, over the empty form that peft writes.
 
-    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's fingerprint), figures
-    (metric -> value), facts (the machine's Facts), config (the run's config as plain data). Secrets are redacted.
+    `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's
+    fingerprint), figures (metric -> value), facts (the machine's Facts), config (the run's config as plain
+    data). Secrets are redacted.
     """
     import yaml
 
@@ -62,7 +63,8 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _loading_code(base: str, adapter: bool, config: bool) -> str:
-    """The Python lines that load the model or adapter. `config`: whether the folder of an adapter has a config.json."""
+    """The Python lines that load the model or adapter. `config`: whether the folder of an
+    adapter has a config.json."""
     classes, folder = "AutoModelForCausalLM, AutoTokenizer", 'folder = "."  # where this file lies'
     if not adapter:
         lines = [

@@ -1,13 +1,14 @@
 """Checks the folder of a model or an adapter before any library opens it: it is data from a stranger.
 
-Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names one, and build two
-billion layers if a config says so. Refused here are:
+Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names one,
+and build two billion layers if a config says so. This file refuses:
 
-    links out of the folder, except into the blobs of the hub's own cache, and except weights, which can only be numbers
-    pipes, devices and folders in place of files, where reading would never end
-    JSON that is too big or nested too deeply, and sizes that no model has
-    names of other files that are paths: shards in an index, named chat templates
-    values that make a library load code: attention kernels of the hub, Megatron modules of an adapter
+    - links out of the folder, except into the blobs of the hub's own cache, and except
+      weights, which can only be numbers
+- pipes, devices and folders in place of files, where reading would never end
+- JSON that is too big or nested too deeply, and sizes that no model has
+- paths where a file name belongs: shards in an index, named chat templates
+- values that make a library load code: attention kernels of the hub, Megatron modules of an adapter
 
 A model's own code (`auto_map`) and pickled weights are not read at all, see load.py.
 """
@@ -32,7 +33,7 @@ MAX_BYTES = {"tokenizer.json": 1 << 30, "vocab.json": 1 << 30, "model.safetensor
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_DEPTH = 64
 MAX_INTEGER = 2**31 - 1
-"""Of any integer except a frequency base."""
+"""Limit on any integer except a frequency base."""
 _LAYERS, MAX_LAYERS = re.compile(r"layers?$|blocks?$|depth"), 2000
 _EXPERTS, MAX_EXPERTS = re.compile(r"experts?$|heads?$"), 100_000
 MAX_RANK = 65_536
@@ -46,8 +47,8 @@ _LORA_INITS = (True, False, None, "gaussian", "pissa", "olora", "orthogonal", "m
 def inspect_folder(folder: Path, source: str) -> None:
     """Refuse the folder of a model, tokenizer or adapter if it is more than data.
 
-    `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for what no model needs,
-    StorageError for a file that cannot be read.
+    `source`: how the user names it, for messages, as in `model.path=ORG/MODEL`. Raises ConfigError for what no model
+    needs, StorageError for a file that cannot be read.
     """
     try:
         folders = [place for place in (folder, folder / TEMPLATE_FOLDER) if place.is_dir()]
@@ -65,7 +66,8 @@ def inspect_folder(folder: Path, source: str) -> None:
 
 
 def inspect_config(values: Any, source: str) -> None:
-    """Refuse numbers that no model has, and names of code to load. `source`: where `values` are written, for messages."""
+    """Refuse numbers that no model has, and names of code to load. `source`: where `values`
+    are written, for messages."""
     for name, value in _leaves(values):
         key = name.rpartition(".")[2]
         if isinstance(value, str) and _KERNEL.match(key) and ("/" in value or ":" in value):

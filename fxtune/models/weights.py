@@ -18,8 +18,9 @@ from fxtune.system.oom import out_of_memory_reason
 def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
     """Whether weights that will be quantized start on world.device and not in host memory.
 
-    Random weights do if they fit: a GPU draws them a hundred times faster than a host. Weights that are read pass through
-    host memory anyway, so they do only if they do not fit there; holding all of them once would fragment the GPU's memory.
+    Random weights do if they fit: a GPU draws them a hundred times faster than a host. Weights that are
+    read pass through host memory anyway, so they do only if they do not fit there; holding all of them once
+    would fragment the GPU's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -94,11 +95,12 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Whether no weight is NaN or infinite. It computes one number a tensor on its device, and waits once for all of them.
+    """Whether no weight is NaN or infinite. It computes one number a tensor on its device,
+    and waits once for all of them.
 
-    Each weight is read once, and no memory is needed. For an 8B model in bfloat16 (16 GB in 291 tensors): by arithmetic 5 ms on
-    a GPU that reads 3.35 TB/s, and about 10 ms to launch three kernels a tensor; on a host 2 s of one core (measured: 8.6 GB/s),
-    where a disk of 2 GB/s takes 8 s to read the files.
+    Each weight is read once, and no memory is needed. For an 8B model in bfloat16 (16 GB in 291 tensors): by
+    arithmetic 5 ms on a GPU that reads 3.35 TB/s, and about 10 ms to launch three kernels a tensor; on a host 2 s of
+    one core (measured: 8.6 GB/s), where a disk of 2 GB/s takes 8 s to read the files.
     """
     # min and max propagate NaN and, unlike a sum, never overflow. A finite number times 0 is 0, any other gives NaN.
     ends = [
@@ -128,7 +130,8 @@ def _misfits(report: dict[str, Any]) -> str:
 
 
 def _packed_weight(files: list[Path], model: torch.nn.Module) -> tuple[str, str, Path] | None:
-    """The name, dtype and file of the first weight that is stored as integers or complex numbers and would be read as real ones.
+    """The name, dtype and file of the first weight that is stored as integers or complex numbers
+    and would be read as real ones.
 
     Reads only the headers of the files.
     """
@@ -167,7 +170,8 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
 
 
 def _fetch(origin: Origin) -> list[str]:
-    """Make the model's safetensors files local, check that each opens, and return their names (those of its index, if any)."""
+    """Make the model's safetensors files local, check that each opens, and return their names
+    (those of its index, if any)."""
     from safetensors import SafetensorError, safe_open
 
     files = ["model.safetensors"]

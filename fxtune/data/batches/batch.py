@@ -22,18 +22,20 @@ MIN_TARGETS = 128
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and counts that need no device."""
+    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and
+    counts that need no device."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that token is supervised, else -100."""
+    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that token
+    is supervised, else -100."""
     position_ids: torch.Tensor
-    """Restart at 0 in each document. The padding of a packed row is a document of its own; in a row with one document the
-    positions go on through the padding."""
+    """Restart at 0 in each document. The padding of a packed row is a document of its own; in a row with one document
+    the positions go on through the padding."""
     cu_seqlens: torch.Tensor
-    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the total (empty
-    documents), so that all batches of a plan have the same length and compiled code sees no new shape. A row that is not packed
-    is one document, padding included; the padding comes after every token that counts."""
+    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the
+    total (empty documents), so that all batches of a plan have the same length and compiled code sees no new shape. A
+    row that is not packed is one document, padding included; the padding comes after every token that counts."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
@@ -47,12 +49,12 @@ class Batch:
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same batch with the lengths of `supervised_at` and `labels` rounded up to a multiple of MIN_TARGETS and of a
-        TARGET_COUNTS-th of all positions, by positions without a target (each once) with the label IGNORE_INDEX.
+        """The same batch with the lengths of `supervised_at` and `labels` rounded up to a multiple of MIN_TARGETS and
+        of a TARGET_COUNTS-th of all positions, by positions without a target (each once) with the label IGNORE_INDEX.
 
-        The loss and its gradients stay the same. The head computes the added rows in vain: half a TARGET_COUNTS-th of the
-        positions on average. In return its matmuls and buffers have few sizes, so freed memory fits the next request, and a
-        recorded CUDA graph serves every batch of its size. On the host only.
+        The loss and its gradients stay the same. The head computes the added rows in vain: half a TARGET_COUNTS-th of
+        the positions on average. In return its matmuls and buffers have few sizes, so freed memory fits the next
+        request, and a recorded CUDA graph serves every batch of its size. On the host only.
         """
         positions = self.targets.numel()
         step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
@@ -82,7 +84,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64 with one entry a segment."""
+    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64
+    with one entry a segment."""
 
     source: np.ndarray
     """Index of the table."""
@@ -96,8 +99,8 @@ class BatchSpec:
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens` of packed rows: at least one a segment, and one more a row for its padding. Rows that are
-    not packed take one each, by which attention recognizes them."""
+    """Room for documents in `cu_seqlens` of packed rows: at least one a segment, and one more a row for its padding.
+    Rows that are not packed take one each, by which attention recognizes them."""
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:

@@ -55,8 +55,8 @@ def plan_evaluation(
 ) -> Plan:
     """The plan of an evaluation: each segment exactly once, always in the same order, one micro-batch a step.
 
-    `held_out`: `tables` are the training sources, and the documents held out by `data.eval_fraction` are used. Otherwise they
-    are `data.eval_sources`, and all documents are used.
+    `held_out`: `tables` are the training sources, and the documents held out by `data.eval_fraction` are used.
+    Otherwise they are `data.eval_sources`, and all documents are used.
     """
     data.validate()
     fraction, side = (data.eval_fraction, Side.held_out) if held_out else (0.0, Side.all)
@@ -87,7 +87,8 @@ def prepare_data(
     quarantine: Optional[Path] = None,
     progress: bool = True,
 ) -> PreparedData:
-    """Tokenize every source, or take it from the cache, and plan the run. Errors as in `tokenize` and `plan_training`."""
+    """Tokenize every source, or take it from the cache, and plan the run. Errors as in
+    `tokenize` and `plan_training`."""
     data.validate()
     if not data.sources:
         raise ConfigError(

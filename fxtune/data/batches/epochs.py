@@ -1,10 +1,12 @@
-"""The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the seed and the epoch's number.
+"""The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the
+seed and the epoch's number.
 
-An epoch is a set of segments: all of them, or each source's share if sources have weights, or each kind's share if short and long
-documents are mixed. Everything is a pure function of (tables, settings, epoch), so no part needs the parts before it.
+An epoch is a set of segments: all of them, or each source's share if sources have weights, or each kind's
+share if short and long documents are mixed. Everything is a pure function of (tables, settings, epoch), so no
+part needs the parts before it.
 
-Cost: about 40 bytes a segment for the tables and 8 for each epoch in memory; an epoch of a million segments takes a fraction of a
-second.
+Cost: about 40 bytes a segment for the tables and 8 for each epoch in memory; an epoch of a million segments
+takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _EPOCHS_IN_MEMORY = 3
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Everything that decides the rows, besides the tables. The names and the order of the fields are part of the fingerprint."""
+    """Everything that decides the rows, besides the tables. The names and the order of the fields
+    are part of the fingerprint."""
 
     sequence_length: int
     packing: bool
@@ -67,7 +70,8 @@ class Epoch:
 
 
 class EpochStream:
-    """The rows of all epochs. Raises DataError if a table has nothing to learn from, or has a document that is too long."""
+    """The rows of all epochs. Raises DataError if a table has nothing to learn from, or has a
+    document that is too long."""
 
     def __init__(self, tables: Sequence[TokenTable], settings: StreamSettings) -> None:
         self.tables = tuple(tables)
@@ -197,9 +201,9 @@ class EpochStream:
     ) -> np.ndarray:
         """The segments of `members` (a mask) that an epoch gets: as many as make up `quota`, measured by `sizes`.
 
-        The members form an endless sequence of passes, each a new permutation by `key`. An epoch takes the next stretch of that
-        sequence, `quota` long; a segment belongs to the stretch in which it begins. So shares hold over any number of epochs, and
-        no segment is repeated before all were used.
+        The members form an endless sequence of passes, each a new permutation by `key`. An epoch takes the next
+        stretch of that sequence, `quota` long; a segment belongs to the stretch in which it begins. So shares hold
+        over any number of epochs, and no segment is repeated before all were used.
         """
         segments = np.flatnonzero(members)
         supply = int(sizes[segments].sum())

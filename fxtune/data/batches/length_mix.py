@@ -1,17 +1,18 @@
-"""Short and long documents together: an order of rows in which every step has the same share of tokens from long documents.
+"""Short and long documents together: an order of rows in which every step has the same share
+of tokens from long documents.
 
-A model that is tuned on long documents alone loses quality on short ones, and one that sees them in turns is pulled back and forth.
-So each optimizer step has the share that `data.mix.long_share` declares. Two things achieve that:
+A model that is tuned on long documents alone loses quality on short ones, and one that sees them in turns is pulled
+back and forth. So each optimizer step has the share that `data.mix.long_share` declares. Two things achieve that:
 
-- An epoch has as many tokens as the data, and draws the declared share of them from the long documents and the rest from the short
-  ones. Each kind is an endless sequence of passes (epochs.py), so no document is repeated before all of its kind were used. The
-  scarcer kind is repeated more often, and `Plan.notes()` says how often.
-- The epoch's rows are ordered so that every stretch is balanced, wherever a step begins and however long it is. In one dimension
-  that is simple: while the rows so far have too many long tokens, take a row with too few, else one with too many. (Steinitz 1913
-  has the theorem for any dimension.)
+- An epoch has as many tokens as the data, and draws the declared share of them from the long documents and the rest
+  from the short ones. Each kind is an endless sequence of passes (epochs.py), so no document is repeated before all of
+  its kind were used. The scarcer kind is repeated more often, and `Plan.notes()` says how often.
+- The epoch's rows are ordered so that every stretch is balanced, wherever a step begins and however long it is. In one
+  dimension that is simple: while the rows so far have too many long tokens, take a row with too few, else one with too
+  many. (Steinitz 1913 has the theorem for any dimension.)
 
-Any stretch of rows is within one row's tokens of the epoch's share, so a step of G rows is within 1/G of it. No order does better
-for rows that hold nothing but one long document. Nothing drifts: over a run the share is exact.
+Any stretch of rows is within one row's tokens of the epoch's share, so a step of G rows is within 1/G of it. No order
+does better for rows that hold nothing but one long document. Nothing drifts: over a run the share is exact.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class LengthMix:
 def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Reorder rows so that each stretch of them has about the same share of long tokens as all of them.
 
-    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the rows, which is
-    kept among rows with too many long tokens, and among the others. Returns a permutation, int64 [rows]. For any stretch of it,
-    sum(long) differs by less than max(tokens) from the stretch's sum of `tokens` times the overall share.
+    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of
+    the rows, which is kept among rows with too many long tokens, and among the others. Returns a permutation,
+    int64 [rows]. For any stretch of it, sum(long) differs by less than max(tokens) from the stretch's sum of
+    `tokens` times the overall share.
     """
     # Above the share if positive. In units of 1 / sum(tokens), so that integers are exact.
     excess = long * int(tokens.sum()) - tokens * int(long.sum())

@@ -1,17 +1,18 @@
 """Delivers batches on the device, ahead of their use.
 
-The main process knows what a micro-batch consists of (a few numbers) and sends that to a worker; the worker copies the tokens
-from the memory maps and sends tensors back. A worker holds nothing but open tables, so it starts at any step. On a GPU a batch is
-copied by its own stream while the one before it is computed, and its number of targets is rounded up
-(Batch.with_rounded_targets), so that steps have few shapes.
+The main process knows what a micro-batch consists of (a few numbers) and sends that to a worker; the worker copies the
+tokens from the memory maps and sends tensors back. A worker holds nothing but open tables, so it starts at any step.
+On a GPU a batch is copied by its own stream while the one before it is computed, and its number of targets is rounded
+up (Batch.with_rounded_targets), so that steps have few shapes.
 
-Workers are started by a fork server: a process that has no threads, imports torch once and is forked from then on. Measured on
-2 cores: fork 0.1 s to the first batch, but it can hang, because torch and the tokenizer have started threads; spawn 4.7 s each
-time; fork server 2.8 s the first time, then 0.1 s. A batch of 4 x 4096 tokens takes 0.2 ms, so workers matter only for tables on
-slow disks, and on a CPU none is started.
+Workers are started by a fork server: a process that has no threads, imports torch once and is forked from then on.
+Measured on 2 cores: fork 0.1 s to the first batch, but it can hang, because torch and the tokenizer have started
+threads; spawn 4.7 s each time; fork server 2.8 s the first time, then 0.1 s. A batch of 4 x 4096 tokens takes 0.2 ms,
+so workers matter only for tables on slow disks, and on a CPU none is started.
 
-A worker that dies (out of memory, a full /dev/shm) costs the run seconds: a batch is a function of the plan, so new workers
-continue where it stopped. After MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each time prints a line.
+A worker that dies (out of memory, a full /dev/shm) costs the run seconds: a batch is a function of the plan, so
+new workers continue where it stopped. After MAX_WORKER_DEATHS deaths the main process builds the batches
+itself. Each time prints a line.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SHUTDOWN_SECONDS = 2.0
 @dataclass
 class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0})
-    """Processes that build batches; null: 0 on a CPU, 2 for a GPU (a batch is a slice of a memory map and takes little work)."""
+    """Processes that build batches; null: 0 on a CPU, 2 for a GPU (a batch is a slice of a memory
+    map and takes little work)."""
     pin_memory: Optional[bool] = None
     """Page-locked batches, for copies that overlap with compute; null: on for a GPU."""
     persistent_workers: bool = True
@@ -78,8 +80,8 @@ class StepBatches:
 
 
 class Loader:
-    """Goes through a plan, as often as wanted and with the same workers (as an evaluation does), one pass at a time. Call close():
-    workers end with the loader, not with a pass."""
+    """Goes through a plan, as often as wanted and with the same workers (as an evaluation does), one pass at a time.
+    Call close(): workers end with the loader, not with a pass."""
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
@@ -110,8 +112,9 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of a signal may refer
-        to it until the interpreter exits, which then waits five seconds for each worker (torch 2.11, with a GPU)."""
+        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of
+        a signal may refer to it until the interpreter exits, which then waits five seconds for each worker
+        (torch 2.11, with a GPU)."""
         batches, self._pass = self._pass, None
         if (shutdown := getattr(batches, "_shutdown_workers", None)) is None:  # the main process builds the batches
             return
@@ -139,8 +142,8 @@ class Loader:
             persistent_workers=self.config.persistent_workers,
             prefetch_factor=self.config.prefetch_factor,
         )
-        # With its own generator: DataLoader draws a seed for its workers at each start. Drawn from torch's global generator, that
-        # would change the dropout of the first step after a resume.
+        # With its own generator: DataLoader draws a seed for its workers at each start. Drawn from torch's global
+        # generator, that would change the dropout of the first step after a resume.
         return DataLoader(
             _BatchDataset(self.plan.tables, round_targets=self.device.type == "cuda"),
             batch_size=None,
@@ -183,8 +186,8 @@ class Loader:
         """Start new workers if `problem` is the death of one; raise any other problem."""
         message = str(problem).strip()
         assert self._loader is not None
-        # torch's message begins with "Caught" if a worker raised an error, and with one of the other two if a worker died. An
-        # OSError of this process is a broken pipe to a dead worker.
+        # torch's message begins with "Caught" if a worker raised an error, and with one of the other two if a worker
+        # died. An OSError of this process is a broken pipe to a dead worker.
         if isinstance(problem, RuntimeError):
             died = message.startswith(("DataLoader worker", "Pin memory thread"))
         else:
@@ -272,8 +275,8 @@ def _init_worker(worker: int) -> None:
     sys.excepthook = _ignore_broken_connection
     main = multiprocessing.parent_process()
     assert main is not None
-    # torch's watchdog checks for a new parent, but a worker's parent is the fork server, which lives as long as its workers: if
-    # the main process is killed, both would stay forever.
+    # torch's watchdog checks for a new parent, but a worker's parent is the fork server, which lives as long as its
+    # workers: if the main process is killed, both would stay forever.
     threading.Thread(target=lambda: (wait([main.sentinel]), os._exit(1)), daemon=True).start()
 
 

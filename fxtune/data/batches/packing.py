@@ -1,16 +1,17 @@
 """Packs documents into rows of a fixed capacity with almost no padding.
 
-Best-fit decreasing: take the documents from the longest to the shortest, and put each into the fullest row that has room. One
-document at a time, that takes millions of searches. But only lengths matter, so it works on the histogram of lengths (LPFHP in
-Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all documents of one length are
-placed together, and rows with the same room left are one entry with a count. Unlike the paper's, this placement is exactly
-best-fit decreasing: a row takes as many documents of one length as fit before the next row is considered.
+Best-fit decreasing: take the documents from the longest to the shortest, and put each into the fullest row that has
+room. One document at a time, that takes millions of searches. But only lengths matter, so it works on the histogram
+of lengths (LPFHP in Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027):
+all documents of one length are placed together, and rows with the same room left are one entry with a count. Unlike
+the paper's, this placement is exactly best-fit decreasing: a row takes as many documents of one length as fit
+before the next row is considered.
 
-Cost: time grows with the number of *different* (row, length) pairs; a million documents take a fraction of a second. Natural mixes
-of lengths fill 99 % and more of the rows (scripts/bench/bench_packing.py prints both).
+Cost: time grows with the number of *different* (row, length) pairs; a million documents take a fraction of a second.
+Natural mixes of lengths fill 99 % and more of the rows (scripts/bench/bench_packing.py prints both).
 
-There are two steps, because only the first depends on lengths alone: the *pattern* (which lengths share a row), and which document
-takes which slot, which the caller chooses anew in each epoch by a permutation.
+There are two steps, because only the first depends on lengths alone: the *pattern* (which lengths share a row), and
+which document takes which slot, which the caller chooses anew in each epoch by a permutation.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class _Fill(NamedTuple):
 def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Which lengths share a row.
 
-    `lengths`: integers [documents], each in 1..capacity. Returns (`slots`, `offsets`), int64: row r holds one document of each
-    length in `slots[offsets[r]:offsets[r + 1]]`, longest first. Raises ValueError for a length outside 1..capacity.
+    `lengths`: integers [documents], each in 1..capacity. Returns (`slots`, `offsets`), int64: row r holds
+    one document of each length in `slots[offsets[r]:offsets[r + 1]]`, longest first. Raises ValueError for
+    a length outside 1..capacity.
     """
     lengths = np.asarray(lengths)
     if lengths.size == 0:
@@ -49,7 +51,8 @@ def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.
 
 
 def assign_documents(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] = None) -> np.ndarray:
-    """Give each slot a document of its length. Documents of equal length are taken in the order in which `order` lists them.
+    """Give each slot a document of its length. Documents of equal length are taken in the order
+    in which `order` lists them.
 
     `order`: a permutation of the documents; None: their own order. Returns the documents' indices, int64 [slots].
     """

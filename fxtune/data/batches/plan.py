@@ -1,8 +1,8 @@
 """Which documents each step learns from: a pure function of (tables, settings, step).
 
-Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py). If an epoch
-ends inside a step, the next one begins there; only the last step of a run can be short. There is no iterator state, so a run
-resumes at any step. Batches are read from memory maps when they are requested.
+Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py). If
+an epoch ends inside a step, the next one begins there; only the last step of a run can be short. There is no iterator
+state, so a run resumes at any step. Batches are read from memory maps when they are requested.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Plan:
         self.sizes = sizes
         self._row_count = self._count_rows()
         self.steps = -(-self._row_count // sizes.global_batch_size)
-        # As if each row had as many documents as the fullest row of the first epoch, counting padding as one. Few batches need more.
+        # As if each row had as many documents as the fullest row of the first epoch, counting padding as
+        # one. Few batches need more.
         fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
         self._slots = _next_power_of_two(fullest * sizes.micro_batch_size)
 
@@ -176,8 +177,8 @@ class Plan:
     def _mix_summary(self, epoch: Epoch) -> Optional[dict[str, Any]]:
         """What data.mix gives in an epoch; None without it.
 
-        `share` of the tokens are in long segments; `lowest` and `highest` are that share in a step, if the epoch begins with one.
-        For each kind: its segments, their tokens, and how often an epoch has each of them.
+        `share` of the tokens are in long segments; `lowest` and `highest` are that share in a step, if the epoch
+        begins with one. For each kind: its segments, their tokens, and how often an epoch has each of them.
         """
         mix, of = self.stream.settings.mix, self.stream.segments
         if mix is None:

@@ -1,11 +1,12 @@
 """From documents to segments, the units that rows are made of.
 
-A segment is a document, or a part of one that is longer than `data.sequence_length`. A segment's first token follows nothing, so
-it is never a target. A segment without a target teaches nothing; it is left out and counted.
+A segment is a document, or a part of one that is longer than `data.sequence_length`. A segment's first token follows
+nothing, so it is never a target. A segment without a target teaches nothing; it is left out and counted.
 
-The random choices are here too: which documents are held out, which depends on their content alone, and the permutations of
-epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") and not numpy's
-generators, whose streams may change between versions: a run resumed years later must get the same batches.
+The random choices are here too: which documents are held out, which depends on their content alone, and the
+permutations of epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+number generators") and not numpy's generators, whose streams may change between versions: a run resumed years
+later must get the same batches.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def make_segments(
 ) -> tuple[Segments, SegmentCounts]:
     """The segments of one side of a table. Each has at most `sequence_length` tokens and at least one target.
 
-    `eval_fraction`: the share of documents that is held out. Raises DataError if `on_long=error` and a document is too long. The
-    result may be empty.
+    `eval_fraction`: the share of documents that is held out. Raises DataError if `on_long=error` and a document is too
+    long. The result may be empty.
     """
     offsets = np.asarray(table.offsets, dtype=np.int64)
     chosen = np.flatnonzero(_is_on_side(side, table.digests, eval_fraction))
@@ -134,7 +135,8 @@ def _splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def _is_on_side(side: Side, digests: np.ndarray, eval_fraction: float) -> np.ndarray:
-    """Which documents are on `side`, bool [documents]. Equal documents are on the same side, whatever the run's seed."""
+    """Which documents are on `side`, bool [documents]. Equal documents are on the same
+    side, whatever the run's seed."""
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
     number = _splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)

@@ -1,15 +1,16 @@
-"""From rows to token ids and the mask of the tokens that the model learns to write.
+"""Encodes rows as token ids and the mask of the tokens that the model learns to write.
 
-Chat rows are rendered by the chat template and tokenized as one text, and the supervised character spans (template.py) are
-mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text (special_tokens.py). A token that
-overlaps a supervised span is supervised, even if it begins before the span, as a space that belongs to the first word's token
-does: else that word could never be learned. A token of no width that a tokenizer inserts is supervised inside a span.
+Chat rows are rendered by the chat template and tokenized as one text, and the supervised character spans
+(template.py) are mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text
+(special_tokens.py). A token that overlaps a supervised span is supervised, even if it begins before the span with the
+space in front of the first word; otherwise that word could never be learned. A token of zero width, which some
+tokenizers insert, is supervised if it is inside a span.
 
-Rendered text is tokenized without added special tokens, because the template has written them. Plain text gets the tokenizer's
-beginning-of-text and end-of-text tokens, unless the text has them.
+No special tokens are added to rendered text, because the template has written them. Plain text gets the
+tokenizer's beginning-of-text and end-of-text tokens, unless the text has them.
 
-The result for a row that cannot be used is the reason. A fault that makes every row unusable (no chat template, one that does
-not compile, a slow tokenizer) raises DataError at once.
+The result for a row that cannot be used is the reason. A fault that makes every row unusable (no chat template, one
+that does not compile, a slow tokenizer) raises DataError at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fxtune.system.resource_limits import LimitExceeded, limit_resources
 IGNORE_INDEX = -100
 """The label of tokens that are not targets in pre-tokenized data, as in PyTorch."""
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Long chat templates have 30,000 bytes; a longer one would only be slow."""
+"""Size limit of a chat template file. Long published templates have 30,000 bytes."""
 NO_TOKEN = "the tokenizer makes no token of this text"
 
 
@@ -49,7 +50,7 @@ class Document:
 
 @dataclass
 class _Text:
-    """A text for the tokenizer. `is_plain`: it still needs its first and last special tokens."""
+    """A text for the tokenizer. `is_plain`: its beginning-of-text and end-of-text tokens are still missing."""
 
     text: str
     spans: list[Span]
@@ -65,7 +66,8 @@ class Encoder:
         chat_template: path of a Jinja file that replaces the tokenizer's chat template.
 
     Raises:
-        DataError: the tokenizer is slow, has no chat template although the format needs one, or the template is broken.
+        DataError: the tokenizer is slow, has no chat template although the format needs
+            one, or the template is broken.
     """
 
     def __init__(self, tokenizer: Any, format: RowFormat, chat_template: str | None = None) -> None:
@@ -86,7 +88,7 @@ class Encoder:
             self._template(with_tools=False)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | str]:
-        """For each row, in order, its document or the reason why it cannot be used."""
+        """Return for each row, in order, its document or the reason why it cannot be used."""
         read: Callable[[Mapping[str, Any]], _Text | Document] = {
             RowFormat.text: self._text,
             RowFormat.tokens: self._tokens,
@@ -197,8 +199,8 @@ class Encoder:
             supervised = _overlaps(offsets, text.spans)
             if text.is_plain:
                 if ids[: len(self._bos)] != self._bos:
-                    whole = text.spans[0] == (0, len(text.text))  # with a prompt the beginning is not learned
-                    ids, supervised = self._bos + ids, [whole] * len(self._bos) + supervised
+                    all_supervised = text.spans[0] == (0, len(text.text))  # after a prompt, it is not
+                    ids, supervised = self._bos + ids, [all_supervised] * len(self._bos) + supervised
                 if self._eos is not None and ids[-1] != self._eos:
                     ids, supervised = [*ids, self._eos], [*supervised, True]
             documents.append(Document(ids, supervised))
@@ -277,8 +279,8 @@ def _leading_special_ids(tokenizer: Any) -> list[int]:
 
 
 def _with_exact_offsets(tokenizer: Any) -> Any:
-    """A copy without a post-processor. One of type ByteLevel (Llama-3, GPT-2) trims spaces off the offsets, which moves tokens of
-    spaces to the wrong place. Otherwise a post-processor only adds special tokens, which are not wanted here."""
+    """A copy without a post-processor. A ByteLevel post-processor (Llama-3, GPT-2) trims spaces off the offsets, so
+    tokens of spaces get the wrong position. All others only add special tokens, which are not needed here."""
     exact = copy.deepcopy(tokenizer)
     exact.backend_tokenizer.post_processor = None
     return exact

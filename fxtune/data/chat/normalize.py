@@ -1,11 +1,11 @@
-"""From a chat row as people store it to a conversation as chat templates take it.
+"""Converts chat rows of each format to the list of messages that chat templates expect.
 
-messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all become one list of messages with the keys that
-templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name. A row that cannot be read is
-a `RowError` whose message names the wrong key, because users' data must never end in a traceback.
+messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all become one list of messages with the keys
+that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name. A row that
+cannot be read is a `RowError` whose message names the wrong key, because users' data must never end in a traceback.
 
-This file also decides what the model learns (`Conversation.supervised`): assistant turns, except those that call tools, those
-that the row switches off (`weight: 0` or `train: false`), and those of a prompt.
+This file also decides what the model learns (`Conversation.supervised`): assistant turns, except those that call
+tools, those that the row switches off (`weight: 0` or `train: false`), and those of a prompt.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Conversation:
 def read_conversation(row: Mapping[str, Any], format: RowFormat) -> Conversation:
     """Read a chat row whose columns are already renamed.
 
-    `format`: messages, sharegpt, alpaca, or prompt_completion with lists of messages on both sides. Raises RowError if a part
-    is missing, unknown or of a wrong type, or if there is no assistant turn.
+    `format`: messages, sharegpt, alpaca, or prompt_completion with lists of messages on both sides. Raises RowError if
+    a part is missing, unknown or of a wrong type, or if there is no assistant turn.
     """
     if format is RowFormat.alpaca:
         chat = _alpaca(row)
@@ -153,11 +153,12 @@ def _add_turn(chat: Conversation, turn: Any, where: str) -> None:
     role, content_key = _role(turn, where)
     message: dict[str, Any] = {"role": role}
     calls = _tool_calls(turn, where) if role == "assistant" else None
-    supervised = _switched_on(turn, where) and role == "assistant" and not calls
+    supervised = _is_trained_on(turn, where) and role == "assistant" and not calls
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
-        # ShareGPT writes a call as the text of an answer. A call that is no JSON stays text, and is not learned either.
+        # ShareGPT writes a call as the text of an answer. A call that is not JSON stays text
+        # and is not learned either.
         supervised = False
         if (call := _json_object(content)) is not None:
             calls, content = [{"type": "function", "function": call}], None
@@ -190,7 +191,7 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
     return SHAREGPT_ROLES[role], "value" if "value" in turn or "content" not in turn else "content"
 
 
-def _switched_on(turn: Mapping[str, Any], where: str) -> bool:
+def _is_trained_on(turn: Mapping[str, Any], where: str) -> bool:
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and weight not in (0, 1):
         raise RowError(f"{where}.weight is {short(weight)}; use 0 (context only) or 1 (learn this turn)")

@@ -1,18 +1,21 @@
 """Special tokens that a message quotes are text, not structure.
 
-A chat template writes `<|im_start|>assistant` with special tokens, and a tokenizer makes a special token of each such string,
-whoever wrote it. A user message that quotes one would end its own turn and open an assistant turn, in training as in an attack.
-So in chat rows only the special tokens that the template writes are special. In a message, a name, a tool or a tool's answer
-they are tokenized as plain text, as the reference code of Llama, Mistral and gpt-oss does. The token that opens an assistant
-turn counts as special too, even if the tokenizer does not say so (DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and
-completions given as strings, are not messages: their authors write the structure themselves.
+A chat template writes `<|im_start|>assistant` with special tokens, and a tokenizer makes a special token of each such
+string, whoever wrote it. A user message that quotes one would end its own turn and open an assistant turn, in training
+as in a prompt injection. So in chat rows only the special tokens that the template writes are special. Such strings in
+a message, a name, a tool or a tool's answer are tokenized as plain text, as in the reference code of Llama, Mistral
+and gpt-oss. The token that opens an assistant turn counts as special too, even if the tokenizer does not say so
+(DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and completions given as strings, are not messages: their authors
+write the structure themselves.
 
-Method: render the row again with a private-use character inside each special token of its strings. A special token that is
-still complete was written by the template. It is replaced by an alias of private-use characters, and the result is tokenized by
-a copy of the tokenizer that knows its special tokens by these aliases only. So the rest of the text gets the same merges as
-always. If the second rendering differs otherwise (the template looks at that very string), the row is a bad row.
+Method: render the row again with a private-use character inside each special token of its strings. A special token
+that is still complete was written by the template. It is replaced by an alias of private-use characters, and the
+result is tokenized by a copy of the tokenizer that knows its special tokens by these aliases only. So the rest of the
+text gets the same merges as always. If the second rendering differs otherwise (the template looks at that very
+string), the row is a bad row.
 
-Cost: one search a row. For a row with such strings one more rendering, and once a process a second tokenizer.
+Cost: one search per row, and one more rendering of a row with such strings. Each process builds the second tokenizer
+once, when it first needs it.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ _ALIAS = re.compile(f"{_OPENING}[0-9]+{_CLOSING}")
 
 @dataclass(frozen=True)
 class AliasedText:
-    """A rendered text with aliases for the template's special tokens, and the map from its positions to the original's."""
+    """A rendered text with aliases for the template's special tokens, and the map from its
+    positions to the original's."""
 
     text: str
     alias_ends: list[int]
     shifts: list[int]
-    """How much longer the original is before the first of `alias_ends`, between the first and the second, and so on."""
+    """How much longer the original is before the first of `alias_ends`, between the first
+    and the second, and so on."""
 
     def original_position(self, position: int) -> int:
         """The position in the original text. No token begins or ends inside an alias."""
@@ -48,7 +53,7 @@ class AliasedText:
 
 
 class SpecialTokenEscaper:
-    """The special tokens of one tokenizer, and the copy of it that reads them as text. Pickles without the copy.
+    """Tokenizes quoted special tokens as text, by a changed copy of the tokenizer. Pickles without the copy.
 
     Args:
         tokenizer: a fast tokenizer.
@@ -62,7 +67,7 @@ class SpecialTokenEscaper:
         added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
         self._added = _any_of(added)
         opening = self._added.search(prompt)
-        # A special token of one character is that character: an exclamation mark used as padding token.
+        # A special token of one character (an exclamation mark used as padding token) stays that character.
         self._special = {
             content: number
             for content, (number, special) in added.items()
@@ -77,7 +82,8 @@ class SpecialTokenEscaper:
     def is_quoted(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
         """Whether a message or a tool quotes a special token.
 
-        Raises RowError if only two strings joined would make one: what the template writes between them is not known.
+        Raises RowError if a special token appears only where two strings are joined: what the template
+            writes between them is not known.
         """
         parts = [value for message in messages for key, value in message.items() if key != "role"]
         strings = list(_strings([*parts, tools]))
@@ -90,8 +96,8 @@ class SpecialTokenEscaper:
     def alias(self, text: str, render: Callable[[Callable[[Any], Any]], str]) -> AliasedText:
         """`text`, a rendered row, with aliases for the special tokens that the template wrote.
 
-        `render(mark)` renders the row again with `mark` applied to its messages and tools. Raises RowError if the template's
-        special tokens cannot be told from quoted ones.
+        `render(mark)` renders the row again with `mark` applied to its messages and tools. Raises RowError if the
+        template's special tokens cannot be told from quoted ones.
         """
         marker, _ = unused_characters(text)
         marked = render(lambda value: _map_strings(value, lambda string: self._break_up(string, marker)))
@@ -102,7 +108,7 @@ class SpecialTokenEscaper:
         if _ALIAS.search(text):
             raise RowError("holds private-use characters (U+10FAD0) that fxtune uses for special tokens; remove them")
         parts, ends, shifts = [], [], [0]
-        at = length = 0  # in `marked`, and of `parts`
+        at = length = 0  # position in `marked`; length of `parts`
         for match in re.finditer(f"{marker}|{self._added.pattern}", marked):
             found = match.group()
             new = "" if found == marker else self._alias.get(found, found)
@@ -115,7 +121,8 @@ class SpecialTokenEscaper:
         return AliasedText("".join([*parts, marked[at:]]), ends, list(accumulate(shifts)))
 
     def encode(self, aliased: AliasedText) -> tuple[list[int], list[Span]]:
-        """Token ids and their spans in the original text. Raises RowError if this tokenizer cannot write a special token as text."""
+        """Token ids and their spans in the original text. Raises RowError if this tokenizer cannot
+        write a special token as text."""
         if self._copy is None:
             self._copy = self._tokenizer_with_aliases()
             self._inseparable = {content for content in self._special if not self._is_separable(content)}
@@ -134,14 +141,14 @@ class SpecialTokenEscaper:
         return self._special[content] in alias_ids and not (letter_ids - unknown).intersection(self._special.values())
 
     def _break_up(self, string: str, marker: str) -> str:
-        """Put `marker` into each special token. Of two that overlap one pass breaks one, so repeat."""
+        """Put `marker` into each special token. One pass breaks only one of two that overlap, so repeat."""
         while self._any_special.search(string):
             string = self._any_special.sub(lambda match: match.group()[0] + marker + match.group()[1:], string)
         return string
 
     def _tokenizer_with_aliases(self) -> Any:
-        """The tokenizer with each special token under its alias. The vocabulary changes as well, because a Unigram model would
-        make `</s>` of the letters. Ids stay, since they are positions in the vocabulary or behind it."""
+        """The tokenizer with each special token under its alias. The vocabulary changes as well, because a Unigram
+        model would make `</s>` of the letters. Ids stay, since they are positions in the vocabulary or behind it."""
         from tokenizers import Tokenizer
 
         alias = self._alias

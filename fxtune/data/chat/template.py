@@ -1,28 +1,29 @@
 """A chat template, and which characters of the rendered text the model learns.
 
-A template turns messages into one text, and the loss mask needs the character span of every assistant turn in it. Searching the
-text for the content does not work: templates trim it, remove the reasoning of earlier turns, and users quote it. Two ways are
-exact:
+A template turns messages into one text, and the loss mask needs the character span of every assistant turn in it.
+Searching the text for the content does not work: templates trim it, remove the reasoning of earlier turns, and users
+quote it. Two methods are exact:
 
 (a) `{% generation %}` marks: the template marks the spans itself, and transformers returns them.
 
-(b) Sentinels, for templates without marks (the published ones of Llama-3.1, Qwen3 and Gemma-3): render once more with private-use
-characters in place of the assistant's contents. What surrounds them is written by the template, so the contents are what is left
-of the real text without it:
+(b) Sentinels, for templates without marks (the published ones of Llama-3.1, Qwen3 and Gemma-3): render once more with
+private-use characters in place of the assistant's contents. What surrounds them is written by the template, and the
+rest of the real text is the contents:
 
-    all turns at once   If the pieces between the sentinels, joined with the contents as given (or stripped, as `| trim` leaves
-                        them), spell the real text, the positions are proven. This is the usual case.
-    turn by turn        Otherwise one rendering a turn. The real text must end with the text after the sentinel: there the content
-                        ends, whatever the template did to it (reasoning removed, JSON escaped).
+    all turns at once   If the pieces between the sentinels, joined with the contents as given (or stripped, as
+                        `| trim` leaves them), spell the real text, the positions are proven. This is the usual case.
+    turn by turn        Otherwise, one rendering for each turn. The real text must end with the text after the
+                        sentinel: there the content ends, whatever the template did to it (reasoning removed, JSON
+                        escaped).
 
-A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty `<think></think>`
-that the template puts before the content is learned, and so is the header of a turn if the template has no generation prompt. A
-span ends after the end-of-turn token, before the newline behind it. A probe of two messages measures once for each template what
-the generation prompt, the text between it and the content, and the end of a turn are (`TurnFrame`). If a template cannot be read
-in these ways, the row is a bad row; nothing is guessed.
+A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty
+`<think></think>` that the template puts before the content is learned, and so is the header of a turn if the template
+has no generation prompt. A span ends after the end-of-turn token, before the newline behind it. A probe of two
+messages measures once for each template what the generation prompt, the text between it and the content, and the end
+of a turn are (`TurnFrame`). If a template cannot be read in these ways, the row is a bad row; nothing is guessed.
 
-Cost: (a) one rendering a conversation, (b) two. Templates run only in transformers' immutable Jinja sandbox, with limits on time
-and memory (system/resource_limits.py).
+Cost: one rendering per conversation for (a), two for (b). Templates run only in transformers' immutable Jinja sandbox,
+with limits on time and memory (system/resource_limits.py).
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class ChatTemplate:
         self.has_marks = bool(_MARK.search(source))
         frame = self._measure_frame()
         if frame is not None and frame.overrun is None:
-            # transformers misplaces marks inside a macro or a {% set %} block, and some templates mark only the last turn:
-            # marks that miss the probe's content cannot be trusted on any row.
+            # transformers misplaces marks inside a macro or a {% set %} block, and some templates mark only the last
+            # turn: marks that miss the probe's content cannot be trusted on any row.
             self.has_marks = False
         self.frame = frame or TurnFrame()
 
@@ -90,8 +91,8 @@ class ChatTemplate:
 
         Raises:
             RowError: the template refuses these messages (the message quotes it) or fails on them.
-            DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it needs more
-                time or memory than any rendering can need.
+            DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it
+                needs more time or memory than any rendering can need.
         """
         from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -162,8 +163,8 @@ class ChatTemplate:
         return text, spans
 
     def _span_of_mark(self, text: str, start: int, end: int) -> Span:
-        """The span of a generation mark, but ended after the end-of-turn token: marks may end before it, or after the newline
-        behind it. If no such token is found, the mark's own end stays."""
+        """The span of a generation mark, but ended after the end-of-turn token: marks may end before it, or after the
+        newline behind it. If no such token is found, the mark's own end stays."""
         content_end = end - (self.frame.overrun or 0)
         turn_end = self._turn_end(text, content_end)
         return (start, turn_end) if turn_end > content_end >= start else (start, end)
@@ -237,14 +238,15 @@ class ChatTemplate:
     ) -> int | None:
         """Where in `text` the generation prompt of a turn ends.
 
-        `before` is the text up to the sentinel content in a rendering with sentinels, `constant` the part of it before the
-        sentinel reasoning.
+        `before` is the text up to the sentinel content in a rendering with sentinels, `constant` the part of it
+        before the sentinel reasoning.
         """
         lead = self._lead_length(before)
         if lead is not None and text.startswith(before[: len(before) - lead]):
             return len(before) - lead
-        # The generation prompt may depend on the conversation: render it. It counts only if it includes the message before it,
-        # because a template that writes nothing until the assistant has spoken would make everything supervised.
+        # The generation prompt may depend on the conversation: render it. It counts only if it includes the
+        # message before it, because a template that writes nothing until the assistant has spoken would
+        # make everything supervised.
         sentinel = "".join(unused_characters(text))
         earlier = list(messages[:index])
         try:
@@ -261,8 +263,8 @@ class ChatTemplate:
         return len(constant) if text.startswith(constant) else None
 
     def _same_for_a_user(self, text: str, before: str, messages: Messages, index: int, tools: Tools) -> bool:
-        """Whether the text before a turn would be the same for a user turn, so that it does not say that the assistant speaks.
-        (Llama-3.1 writes its tools and the first message, of whatever role, into one user turn.)"""
+        """Whether the text before a turn would be the same for a user turn, so that it does not say that the assistant
+        speaks. (Llama-3.1 writes its tools and the first message, of whatever role, into one user turn.)"""
         opening, closing = unused_characters(text)
         content = f"{opening}0{closing}"
         try:
@@ -294,8 +296,8 @@ class ChatTemplate:
         leads = {""} if prompt else set()
         if before.startswith(prompted):
             leads.add(before[len(prompted) :])
-        # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The second ending is
-        # measured before the next generation prompt, where no other role's header can be mistaken for it.
+        # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The second
+        # ending is measured before the next generation prompt, where no other role's header can be mistaken for it.
         tails = [after]
         behind = continued.partition(answer)[2]
         if prompt and behind.endswith(prompt):
@@ -324,6 +326,7 @@ def _longest_first(texts: set[str]) -> tuple[str, ...]:
 
 
 def unused_characters(text: str) -> tuple[str, str]:
-    """Two private-use characters that do not occur in `text`. No template trims or splits at them, or changes their case."""
+    """Two private-use characters that do not occur in `text`. No template trims or splits at
+    them, or changes their case."""
     free = (chr(code) for code in range(0xF8000, 0x10FFFE) if chr(code) not in text and code & 0xFFFE != 0xFFFE)
     return next(free), next(free)

@@ -61,7 +61,8 @@ def media_columns(features: Any) -> list[str]:
 def without_decoding(feature: Any) -> Any:
     """A feature of `datasets`, or a dict of features, with decoding turned off for images and audio at any depth.
 
-    To decode one, `datasets` opens the file or URL that the row names: a dataset could make it read any file of this machine.
+    To decode one, `datasets` opens the file or URL that the row names: a dataset could make it
+    read any file of this machine.
     """
     if isinstance(feature, dict):
         return {name: without_decoding(inner) for name, inner in feature.items()}
@@ -75,10 +76,10 @@ def without_decoding(feature: Any) -> Any:
 
 
 def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterator[Row]:
-    """Rows of a small Arrow table, which follows `previous` rows. Rows that are too long are never decoded.
+    """Rows of a small Arrow table. Rows that are too long are never decoded. `previous`: the number of rows before it.
 
-    Arrow gives every struct all keys, with null where a row had none; these keys are removed. `content` stays, because chat
-    templates read it, and it is null in a turn that only calls tools.
+    Arrow gives every struct all keys, with null where a row had none; these keys are removed. `content` stays, because
+    chat templates read it, and it is null in a turn that only calls tools.
     """
     sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > MAX_ROW_BYTES else []
     size, begin = max(1, table.nbytes // max(1, len(table))), 0

@@ -1,4 +1,4 @@
-"""The data files that a path means: a file, a folder, a glob or `builtin:NAME`, all of one kind.
+"""Finds the data files that a path names: a file, a folder, a glob or `builtin:NAME`, all of one kind.
 
 Missing, empty, mixed or unknown files are reported here, with the closest name that exists, before a row is read.
 """
@@ -35,11 +35,11 @@ _COMPANIONS = ("readme", "license", "licence", "notice", "changelog", "citation"
 class DataFile:
     path: Path
     name: str
-    """The name in messages: as the user wrote it, or as found below what the user wrote."""
+    """The name in messages: the path as the user wrote it, or the path of a file found below it."""
     kind: str
     """jsonl, json, parquet, csv or text; arrow for a file that `datasets` made."""
     size: int
-    """How many of its bytes are used, from the first on."""
+    """Bytes to read, from the start of the file."""
     stamp: tuple[int, int]
     """Size and modification time when the file was found."""
 
@@ -68,13 +68,13 @@ class DataFile:
 
 
 def data_file(path: Path, kind: str, name: str | None = None) -> DataFile:
-    """A file that is known to exist."""
+    """Describe an existing file."""
     stamp = _stamp(path)
     return DataFile(path, name or str(path), kind, stamp[0], stamp)
 
 
 def find_files(written: str) -> list[Path] | None:
-    """The files that `written` means, sorted; None if it may be a hub id. Raises DataError if there are none."""
+    """The files that `written` names, sorted; None if it may be a hub id. Raises DataError if there are none."""
     path = expand_path(written)
     if written.startswith(BUILTIN):
         return [_builtin(written)]
@@ -97,7 +97,8 @@ def find_files(written: str) -> list[Path] | None:
 
 
 def select_data_files(written: str, found: list[Path], limit: int | None) -> list[DataFile]:
-    """The data files among `found`, all of one kind. With `limit`, no more files and bytes of JSONL than that many rows need."""
+    """The data files among `found`, all of one kind. With `limit`, only the files and bytes of
+    JSONL that so many rows need."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
         if path.name.lower().endswith(tuple(KINDS)):
@@ -142,7 +143,7 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
 
 
 def require_file(path: Path) -> None:
-    """Raise DataError if `path` exists and is no regular file."""
+    """Raise DataError if `path` exists and is not a regular file."""
     if (found := kind_of(path)) not in (None, FILE):
         raise DataError(f"{path} is {found}, not a file. Write what it holds to a file and name that.")
 
@@ -185,7 +186,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a .json file is misnamed JSONL: its first line is an object, and more lines follow or the object is a row."""
+    """Whether a .json file is misnamed JSONL: its first line is an object, and more lines
+    follow or the object is a row."""
     with _open(path) as file:
         line, _, rest = file.read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     try:
@@ -223,7 +225,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _looks_local(written: str, path: Path) -> bool:
-    """Whether `written` is meant as a file or folder, so that the hub must not be asked for it."""
+    """Whether `written` names a file or folder and not a hub dataset, so that no request is sent to the hub."""
     return (
         _HUB_ID.fullmatch(written) is None
         or path.name.lower().endswith((*KINDS, ".gz", ".zst", ".zip", ".arrow"))

@@ -37,7 +37,8 @@ COLUMNS = {
     RowFormat.tokens: ("input_ids",),
     RowFormat.text: ("text",),
 }
-"""The columns that a format requires. `text` comes last, because many chat datasets hold their rendered text as well."""
+"""The columns that a format requires. `text` comes last, because many chat datasets hold
+their rendered text as well."""
 
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
@@ -47,7 +48,8 @@ SYNONYMS = {
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The format of most of `rows`. Raises DataError with their columns, and with the columns to rename if that may help."""
+    """The format of most of `rows`. Raises DataError with their columns, and with the columns
+    to rename if that may help."""
     found = Counter(one for one in map(row_format, rows) if one is not None)
     if found:
         return found.most_common(1)[0][0]

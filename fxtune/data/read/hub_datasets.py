@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face hub, as memory-mapped Arrow tables.
 
-`datasets` retries an unreachable hub for half a minute for each file. So the hub gets one short request first (system/hub.py).
-If it does not answer, a copy that an earlier run left in the cache of `datasets` is used; without one, one error says what to do.
+`datasets` retries an unreachable hub for half a minute for each file. So the hub gets one short request first
+(system/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used; without
+one, one error says what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load(config: SourceConfig, cache_dir: Path | None) -> Any:
-    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split or revision, or no network."""
+    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split
+    or revision, or no network."""
     import datasets
     from datasets import exceptions
 
@@ -40,11 +42,8 @@ def load(config: SourceConfig, cache_dir: Path | None) -> Any:
         raise DataError(
             f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN."
         ) from problem
-    except (
-        ValueError,
-        OSError,
-        exceptions.DatasetsError,
-    ) as problem:  # unknown subset or split, broken file, full disk
+    except (ValueError, OSError, exceptions.DatasetsError) as problem:
+        # An unknown subset or split, a broken file, a full disk.
         if reason is not None and "cache" in str(problem).lower():
             raise _unreachable(path, f"{reason}; {str(problem).splitlines()[0]}") from problem
         raise DataError(
@@ -60,7 +59,7 @@ def load(config: SourceConfig, cache_dir: Path | None) -> Any:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None) -> str | None:
-    """Why a dataset cannot be had while the hub does not answer; None: the hub answers, or there is a copy. Fetches nothing."""
+    """Why a dataset is not available offline; None if the hub answers or the cache has a copy. Downloads nothing."""
     try:
         if _resolve_commit(config.path, config.revision)[1] is None:
             return None
@@ -133,7 +132,7 @@ def _unreachable(path: str, reason: str) -> DataError:
 
 
 def _has_commit(dataset: Any, commit: str) -> bool:
-    """Whether a cached dataset was made from this commit: `datasets` stores it under the commit's name.
+    """Whether a cached dataset is of this commit: `datasets` stores it under the commit's name.
 
     For a branch or a tag only the hub knows the commit.
     """

@@ -1,6 +1,6 @@
-"""JSON files: an array of objects, or an object that holds one such array beside other values.
+"""JSON files: an array of objects, or an object with one such array among its values.
 
-Values are decoded one by one from a window over the text, so a file of any size needs the memory of one row.
+Values are decoded one by one from a window over the text, so the memory needed is that of one row.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _array_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
 
 
 class _Scanner:
-    """Reads the values of a JSON text in turn. `line` is the line of the next value, `text` the text of the last one."""
+    """Reads the values of a JSON text in turn. `line` is the line of the next value, `text`
+    the text of the last one."""
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.buffer, self.at, self.line, self.text, self.ended = file, "", 0, 1, "", False
@@ -101,7 +102,7 @@ class _Scanner:
         self.at += 1
 
     def require_end(self) -> None:
-        """Raise if anything follows: rows after the end would be lost without a word."""
+        """Raise if anything follows: rows after the end would be lost silently."""
         while not self.buffer[self.at :].strip():
             if not self.read_more():
                 return
@@ -120,7 +121,8 @@ class _Scanner:
             try:
                 value, end = self.decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as problem:
-                # An error far from the window's end is in the file; near the end, the value may go on beyond the window.
+                # An error far from the window's end is in the file; near the end, the value
+                # may go on beyond the window.
                 cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.buffer) - 16
                 if cut and len(self.buffer) - self.at > 2 * MAX_ROW_BYTES:  # most often a quote that is never closed
                     raise self.error(
@@ -139,7 +141,8 @@ class _Scanner:
             return value
 
     def read_more(self) -> bool:
-        """Move the window: drop the text already decoded and read at least as much as is left. False at the file's end."""
+        """Move the window: drop the text already decoded and read at least as much as is
+        left. False at the file's end."""
         if not self.ended:
             left = self.buffer[self.at :]
             chunk = self.file.read(max(1 << 16, len(left)))

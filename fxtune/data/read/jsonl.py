@@ -101,9 +101,8 @@ def _line_rows(file: Any, name: str, first_line: int = 1, size: int | None = Non
 
 def _parse(line: bytes, where: str) -> Row:
     try:
-        text = line.decode().rstrip(
-            "\r\n"
-        )  # with the newline, an error at the end would have the next line's column 1
+        # Without the newline, because an error at the end would otherwise be reported at column 1 of the next line.
+        text = line.decode().rstrip("\r\n")
         value = json.loads(text)
     except UnicodeDecodeError as problem:
         raw = line.decode(errors="backslashreplace")

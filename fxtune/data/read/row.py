@@ -1,10 +1,11 @@
 """One row of a source, its limits, and what all readers share.
 
-A row that can be read has a value, a row that cannot has the reason. Every reader holds one row at a time and knows its line,
-because "line 81723 is not JSON" is fixed in a minute and "cannot read the dataset" is not.
+A readable row has a value, an unreadable row has the reason. Every reader holds one row at a time and knows
+its line, because "line 81723 is not JSON" is fixed in a minute and "cannot read the dataset" is not.
 
-Rows have limits. A tokenizer needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value nested as deep as
-Python allows cannot be written to the quarantine file. A longer row is skipped as it is read; it is never held in memory.
+Rows have limits. A tokenizer needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value
+nested as deep as Python allows cannot be written to the quarantine file. A longer row is skipped as it is
+read; it is never held in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fxtune.errors import DataError
 _Text = TypeVar("_Text", str, bytes, covariant=True)
 
 MAX_RAW_CHARACTERS = 100_000
-"""A bad row is kept for the quarantine file up to this length."""
+"""Characters of a bad row that are kept for the quarantine file."""
 MAX_ROW_BYTES = 16 << 20
 """A longer row is a bad row."""
 MAX_DEPTH = 100
@@ -44,7 +45,8 @@ class Row:
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows of a source that can only be read front to back. They are pickled for the worker, so there are few of them."""
+    """Rows of a source that can only be read front to back. The rows are pickled for the worker,
+    so a shard has few of them."""
 
     held: list[Row]
     size: int
@@ -68,7 +70,8 @@ def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) ->
 
 
 def checked_row(where: str, value: Any, size: int, suspicious: bool) -> Row:
-    """A row of `value`, or a bad row if it is no object, too long or not Unicode. `suspicious`: it may not be Unicode."""
+    """A row of `value`, or a bad row if it is no object, too long or not Unicode.
+    `suspicious`: it may not be Unicode."""
     if size > MAX_ROW_BYTES:
         return bad_row(where, too_long(size), None)
     if not isinstance(value, dict):

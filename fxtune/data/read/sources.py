@@ -1,13 +1,13 @@
 """A source of rows: files, a folder, a glob or a dataset of the hub.
 
-| kind    | files                               | how it is read                                                                |
-|---------|-------------------------------------|-------------------------------------------------------------------------------|
-| jsonl   | .jsonl .ndjson, also with .gz       | an object a line, blank lines ignored; plain files in parallel, by byte ranges |
-| json    | .json                               | an array of objects, or an object with one such array (or, misnamed, JSONL)   |
-| parquet | .parquet                            | through Arrow, a small batch at a time                                        |
-| csv     | .csv .tsv                           | a header line, every cell a string                                            |
-| text    | .txt .md                            | documents, paragraphs or lines (`text_unit`)                                  |
-| hub     | a dataset id, a save_to_disk folder | through `datasets`, memory-mapped                                             |
+| kind    | files                               | how it is read                                                      |
+|---------|-------------------------------------|---------------------------------------------------------------------|
+| jsonl   | .jsonl .ndjson, also with .gz       | an object a line, blank lines ignored; uncompressed in parallel     |
+| json    | .json                               | an array of objects, or an object with one such array; JSONL passes |
+| parquet | .parquet                            | through Arrow, a small batch at a time                              |
+| csv     | .csv .tsv                           | a header line, every cell a string                                  |
+| text    | .txt .md                            | documents, paragraphs or lines (`text_unit`)                        |
+| hub     | a dataset id, a save_to_disk folder | through `datasets`, memory-mapped                                   |
 
 A row that cannot be read becomes a `Row` with the reason; it is never left out. formats.py decides what a row means.
 """
@@ -36,7 +36,7 @@ from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
 SHARD_BYTES = 1 << 20
-"""Bytes that one worker takes at a time: about a second of work, so that 16 workers share 40 MB evenly."""
+"""Bytes that a worker takes at a time. They are about a second of work, so 16 workers share 40 MB evenly."""
 HEAD_ROWS = 100
 """Rows that are read to detect the format."""
 
@@ -66,11 +66,12 @@ class Source:
 
     @property
     def file_names(self) -> list[str]:
-        """The names that rows' places begin with."""
+        """The file names with which `Row.where` begins."""
         return [self.name] if self.kind == "hub" else [file.name for file in self.files]
 
     def shards(self) -> Iterator[Shard]:
-        """The source in pieces, in order. Each can be read in another process, and has a few megabytes (or one row) at most."""
+        """The pieces of the source, in order. A worker process can read each; it has at most a
+        few megabytes, or one row."""
         limit = self.config.limit
         if self.kind == "jsonl" and (limit is None or not any(file.compressed for file in self.files)):
             for file in self.files:
@@ -179,7 +180,8 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
-    """Why the data of `config.path` cannot be had, as far as can be known while the hub does not answer; None: no reason."""
+    """Why the data of `config.path` is not available, as far as this can be checked
+    offline; None if it is available."""
     try:
         if files.find_files(config.path) is not None:
             return None

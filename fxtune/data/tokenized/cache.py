@@ -1,8 +1,8 @@
 """The token cache: one folder for each table, named by the table's fingerprint.
 
-A table is written to a staging folder under a lock and renamed when it is complete. So of two runs that start at once one works
-and the other waits, and a kill at any moment leaves either the complete table or none. A table that is open is locked against
-removal.
+A table is written to a staging folder under a lock and renamed when it is complete. So of two runs that start
+together, one tokenizes and the other waits, and a kill at any moment leaves either the complete table or none. An open
+table is locked against removal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _lock_file(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path, source: str) -> Iterator[None]:
-    """Hold the lock of a table. It is required to make the table, and to check whether it is complete."""
+    """Hold the lock of a table. Take it before building the table, and before checking whether it is complete."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,8 @@ def locked(folder: Path, source: str) -> Iterator[None]:
 
 
 def keep_from_removal(folder: Path) -> IO[bytes] | None:
-    """Note that a table is used now, and return an open file that keeps other processes from removing it (remove_unused) until
-    it is closed, at the latest when the process ends. None on a file system that is read-only or has no locks."""
+    """Record that a table is in use, and return an open file. Until it is closed, at the latest when the process ends,
+    no other process removes the table (remove_unused). None on a file system that is read-only or has no locks."""
     try:
         held = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
         fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -92,7 +92,7 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
 
 
 def require_own(folder: Path, files: list[str]) -> None:
-    """Raise StorageError if something else lies at the place of a table's folder or of one of its `files`."""
+    """Raise StorageError if a path of a table (its folders, its lock or one of its `files`) is of another kind."""
     wanted = {folder: FOLDER, staging_folder(folder): FOLDER, _lock_file(folder): FILE}
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):

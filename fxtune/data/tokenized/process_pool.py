@@ -1,8 +1,8 @@
 """Worker processes that take tasks in order and return the results in the same order.
 
-Each worker has its own pipe to the main process. The workers of a ProcessPoolExecutor share a queue: if one is killed while it
-writes a large result, the main process reads the rest of it forever, and if one is killed while it holds the queue's lock, the
-others wait forever. A pipe of its own ends with its process.
+Each worker has its own pipe to the main process. The workers of a ProcessPoolExecutor share a queue: if one is killed
+while it writes a large result, the main process reads the rest of it forever, and if one is killed while it holds the
+queue's lock, the others wait forever. A pipe of its own ends with its process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class WorkerDied(Exception):
 def map_in_order(
     setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
 ) -> Iterator[Result]:
-    """`setup(argument)(task)` for each task, in `processes` new processes (spawn) that end with the iterator.
+    """Yield `setup(argument)(task)` for each task. `processes` new processes (spawn) compute
+    it, and end with the iterator.
 
-    `setup` is a function at the top of a module; each process calls it once. An exception of `setup` or of a task is raised
-    here, in the place of that task's result. Raises WorkerDied if a process dies.
+    `setup` is a function at the top of a module; each process calls it once. An exception of `setup` or of a task is
+    raised here in place of that task's result. Raises WorkerDied if a process dies.
     """
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, BaseProcess] = {}

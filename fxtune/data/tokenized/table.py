@@ -1,7 +1,7 @@
 """A tokenized source on disk: four arrays, the bad rows, and a JSON file with counts and file sizes.
 
-The arrays are .npy files, opened as memory maps: a table of a hundred gigabytes opens at once, all processes share it through
-the page cache, and it pickles as the name of its folder.
+The arrays are .npy files, opened as memory maps: a table of a hundred gigabytes opens immediately, all processes share
+it through the page cache, and it pickles as the name of its folder.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class TokenTable:
         return TokenTable, (self.folder, self.name)
 
     def read_bad_rows(self, files: list[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows that could not be used: {where, error, row}. `files`: the source's files under their present names; the
-        table may have been made from a copy with other names."""
+        """The rows that could not be used: {where, error, row}. `files`: the source's files under their present names;
+        the table may have been made from a copy with other names."""
         names = dict(zip(self._files, files or self._files, strict=True))
         with open(self.folder / BAD_ROWS, encoding="utf-8") as lines:
             for line in lines:
@@ -79,7 +79,8 @@ class TokenTable:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The content of a table's JSON file; None if there is no table or it is damaged (a crash, a full disk, an edit)."""
+    """The content of a table's JSON file; None if there is no table or it is damaged (a
+    crash, a full disk, an edit)."""
     try:
         meta = json.loads((folder / META).read_text())
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
@@ -124,7 +125,8 @@ class TableWriter:
         self.escaped += part.escaped
         self.first_bad = self.first_bad or next(iter(part.bad), None)
         for bad in part.bad:
-            # `a.jsonl:17` or `a.parquet row 5`; file and place are stored apart, because a copy of the file has another name.
+            # `a.jsonl:17` or `a.parquet row 5`; file and place are stored separately, because a copy of
+            # the file has another name.
             found = _PLACE.fullmatch(bad.where)
             file, place = (found[1], found[2]) if found and found[1] in self.files else (bad.where, "")
             entry = {"file": file, "place": place, "error": bad.error, "row": bad.raw}

@@ -1,7 +1,7 @@
-"""From a source to a `TokenTable`: in parallel, in bounded memory, once for each content and settings.
+"""Tokenizes a source into a `TokenTable`: in parallel, in bounded memory, once for the same content and settings.
 
-Shards go to worker processes and come back as arrays, which are written to disk in order. Only a few are in memory at a time.
-The table's folder is named by a hash of the rows' bytes and of every other setting that the tokens depend on.
+Shards go to worker processes and come back as arrays, which are written to disk in order. Only a few are in memory at
+a time. The table's folder is named by a hash of the rows' bytes and of every other setting that the tokens depend on.
 `data.sequence_length` is not one of them: documents are split later.
 """
 
@@ -36,7 +36,7 @@ from fxtune.system.host import cores
 ENCODING_VERSION = 3
 """Part of every fingerprint. Raise it when the code makes other tokens of the same row."""
 IN_PROCESS_BYTES = 4 << 20
-"""Smaller sources are tokenized in this process, because starting workers would take longer."""
+"""Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
@@ -52,7 +52,8 @@ def tokenize(
         progress: print a line about the result, and show a bar on a terminal.
 
     Raises:
-        DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is usable, or nothing is supervised.
+        DataError: the source cannot be read, a row is bad (on_bad_row=error), no row is
+            usable, or nothing is supervised.
         StorageError: the cache cannot be written, or has pipes, sockets or devices under the names of its files.
     """
     started = time.perf_counter()

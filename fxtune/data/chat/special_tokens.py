@@ -83,7 +83,7 @@ class SpecialTokenEscaper:
         """Whether a message or a tool quotes a special token.
 
         Raises RowError if a special token appears only where two strings are joined: what the template
-            writes between them is not known.
+        writes between them is not known.
         """
         parts = [value for message in messages for key, value in message.items() if key != "role"]
         strings = list(_strings([*parts, tools]))

@@ -107,7 +107,7 @@ class LanguageModel:
         states = backbone(self.model)(
             **model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)
         )[0]
-        selected: torch.Tensor = _Rows.apply(states.flatten(0, 1), batch.supervised_at)
+        selected: torch.Tensor = _SelectRows.apply(states.flatten(0, 1), batch.supervised_at)
         return selected
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -124,7 +124,7 @@ class LanguageModel:
         # A head with an adapter or with packed weights: its own forward, run again in the backward pass, so no logits are kept.
         # The random state is saved for dropout only, because it cannot be read while a CUDA graph is recorded.
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
-        chunks = zip(hidden.split(self._chunk()), labels.split(self._chunk()), strict=True)
+        chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [
             checkpoint(self._chunk_losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=random)
             for chunk in chunks
@@ -143,7 +143,7 @@ class LanguageModel:
         logits = self.model(**model_inputs(self.model, batch.input_ids, batch.position_ids, batch.cu_seqlens)).logits
         return logits.flatten(0, 1).index_select(0, batch.supervised_at).float()
 
-    def _chunk(self) -> int:
+    def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
 
@@ -171,25 +171,25 @@ class LanguageModel:
             else:
                 why = f"its logits are not those of its head (relative difference {differences[0]:.1e})"
         self.own_forward = not max(differences) <= limit
-        asked = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
+        requested = "cross-entropy of supervised rows only, " + ("fused with the head" if self.fused else "plain")
         if self.own_forward:
             found = f"{type(self.model).__name__}: {why}, so all its logits are computed"
-            return Evidence("loss", asked, found, not self.fused)
+            return Evidence("loss", requested, found, not self.fused)
         found = f"a small row's logits and losses within {max(differences):.1e} of the model's own"
-        return Evidence("loss", asked, f"{found}; {self._description()}" if self.fused else found, True)
+        return Evidence("loss", requested, f"{found}; {self._description()}" if self.fused else found, True)
 
     def _description(self) -> str:
         linear = _linear(self.head)
         if linear is None:
             head = type(self.head).__name__
-            return f"chunks of {self._chunk():,} rows, the head ({head}) runs again in the backward pass"
+            return f"chunks of {self._chunk_size():,} rows, the head ({head}) runs again in the backward pass"
         dtype = linear.weight.dtype if _fp8_scales(linear) is None else torch.bfloat16
         rows = self.chunk_rows or default_chunk_rows(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
         return f"chunks of {rows:,} rows, {trained}"
 
 
-class _Rows(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """states[at] for distinct rows: the backward pass copies their gradients back instead of adding them up."""
 
     @staticmethod

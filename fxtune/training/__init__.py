@@ -1,1 +1,1 @@
-"""One run: built, looped, resumed."""
+"""One training run: how it is built, looped, evaluated and resumed."""

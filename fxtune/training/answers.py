@@ -1,11 +1,11 @@
 """Greedy answers to held-out questions, and the share that is exactly right.
 
-A question is a chat row like those of training: the supervised tokens of its last assistant turn are the right answer, and all
-before them is the prompt. So prompts are the same tokens as in training, and an answer ends at the end-of-turn token that the
-model was trained to write.
+A question is a chat row like those of training: the supervised tokens of its last assistant turn are the right answer,
+and everything before them is the prompt. So prompts have the same tokens as in training, and an answer ends at the
+end-of-turn token that the model was trained to write.
 
-Prompts of similar length are batched, padded on the left, with a KV cache. Neither the cache nor the evaluation mode outlasts the
-call, and no random number is drawn.
+Prompts of similar length are batched, padded on the left, with a KV cache. After a call the cache is freed, the model
+is back in its earlier mode, and the random state is unchanged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load_questions(config: QuestionsConfig, tokenizer: Any, chat_template: str |
 
     Raises:
         ConfigError: a setting is out of range.
-        DataError: the data does not exist, or a row cannot be read or has no answer (with its file and line).
+        DataError: the data does not exist, or a row cannot be read or has no answer. Names its file and line.
     """
     for name in ("limit", "batch_size", "max_new_tokens"):
         if (value := getattr(config, name)) < 1:
@@ -125,7 +125,7 @@ class AnswerEvaluation:
     questions: list[Question]
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
-    """By time: "before" and "after" training."""
+    """Keys: "before" and "after" training."""
 
     @staticmethod
     def open(
@@ -142,7 +142,7 @@ class AnswerEvaluation:
         return evaluation
 
     def ask(self, model: nn.Module, when: str, batch_sizes: BatchSizes | None = None) -> float:
-        """Ask, keep the answers as those of `when`, and return the share that is exactly right. `batch_sizes`: see answer()."""
+        """Ask, store the answers under `when`, and return the share of exact matches. `batch_sizes`: see answer()."""
         config = self.config
         given = answer(model, self.tokenizer, self.questions, config.batch_size, config.max_new_tokens, batch_sizes)
         self.answers[when] = given
@@ -167,7 +167,7 @@ class AnswerEvaluation:
         ]
 
     def verdict(self) -> str:
-        """One sentence for people."""
+        """One sentence with the scores, for the display."""
         scores = [f"{exact_match(given, self.questions):.0%} {when} training" for when, given in self.answers.items()]
         return f"Exactly right on {len(self.questions)} held-out questions: {', '.join(scores)}"
 
@@ -184,7 +184,7 @@ class AnswerEvaluation:
 
 
 def _question(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
-    """The question whose answer is the row's last run of supervised tokens; a str says why there is none."""
+    """The question whose answer is the row's last run of supervised tokens; if there is none, the reason as a str."""
     supervised = document.supervised
     if True not in supervised:
         return "the row has no assistant turn with an answer in it"
@@ -239,10 +239,10 @@ def _greedy(
             break
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    return [_until(row, ends) for row in torch.stack(written, dim=1).tolist()]
+    return [_before_end(row, ends) for row in torch.stack(written, dim=1).tolist()]
 
 
-def _until(ids: list[int], ends: set[int]) -> list[int]:
+def _before_end(ids: list[int], ends: set[int]) -> list[int]:
     return next((ids[:index] for index, token in enumerate(ids) if token in ends), ids)
 
 

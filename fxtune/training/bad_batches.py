@@ -1,10 +1,10 @@
-"""Bad steps kept for inspection: the samples of a step that was not finite or was a loss spike, and its batches.
+"""Saves bad steps for inspection: the samples and batches of a step that was not finite or was a loss spike.
 
-    RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and each row's samples: source, document, text
-                              batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch, and so on
+    RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and the samples of each row
+                              batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch
 
-A step's batch is a function of (data plan, step), so nothing is kept while steps run: it is built again when the figures are read.
-Steps count from 0 in the data plan, and from 1 in folder names and log lines.
+A step's batch is a function of (data plan, step), so no batch is kept while steps run: it is rebuilt when the figures
+are read. Steps count from 0 in the data plan, and from 1 in folder names and log lines.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class BadBatches:
         self.folder, self.plan, self.decode, self.note = folder, plan, decode, note
 
     def report(self, kind: str, records: list[StepRecord], reason: str) -> None:
-        """Print one note on these steps, and write their samples to `kind`, a subfolder. Raises nothing: a full disk must not end
-        the run.
+        """Print one note on these steps, and write their samples to the subfolder `kind`.
+
+        Raises no error: a full disk must not end the run.
         """
         if not records:
             return
@@ -54,12 +55,12 @@ class BadBatches:
         figures = f" (loss {first.loss:.4g}, above {first.spike_limit:.4g})" if first.spike else ""
         others = f", and {more} more steps like it" if more else ""
         written = [path for record in records if (path := self._write(kind, record, reason))]
-        message = f"step {first.step + 1}: {reason}{figures}{others}. Its samples: {self._samples(first.step)}."
+        message = f"step {first.step + 1}: {reason}{figures}{others}. Its samples: {self._sample_names(first.step)}."
         if written:
             message += f" See {written[0]}" + f" and {len(written) - 1} more there" * (len(written) > 1) + "."
         self.note(message)
 
-    def _samples(self, step: int) -> str:
+    def _sample_names(self, step: int) -> str:
         pairs = [pair for micro in range(self.plan.micro_batches(step)) for pair in self.plan.documents(step, micro)]
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
@@ -71,14 +72,15 @@ class BadBatches:
         return names + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
-        """Write a step's samples and batches, and return their folder. None where there are MAX_STEPS already, or the disk is full
-        (which is noted).
+        """Write a step's samples and batches, and return their folder.
+
+        Returns None if MAX_STEPS steps are saved already, or if the write fails, which is noted.
         """
         parent = self.folder / kind
         final = parent / f"step-{record.step + 1:08d}"
         staging = parent / f".{final.name}"
         try:
-            if final.exists():  # by a process that was killed afterwards
+            if final.exists():  # written by a process that was killed afterwards
                 return final
             if parent.exists() and len(list(parent.glob("step-*"))) >= MAX_STEPS:
                 return None
@@ -95,7 +97,7 @@ class BadBatches:
                 "step": record.step + 1,
                 "why": reason,
                 **{name: value if math.isfinite(value) else None for name, value in figures.items()},
-                "micro_batches": [self._rows(record.step, micro) for micro in micro_batches],
+                "micro_batches": [self._row_samples(record.step, micro) for micro in micro_batches],
             }
             (staging / "samples.json").write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
             os.replace(staging, final)
@@ -105,7 +107,7 @@ class BadBatches:
             self.note(f"{final} could not be written ({error}); training goes on")
             return None
 
-    def _rows(self, step: int, micro: int) -> list[list[dict[str, Any]]]:
+    def _row_samples(self, step: int, micro: int) -> list[list[dict[str, Any]]]:
         rows = []
         for contents in self.plan.contents(step, micro):
             row = []

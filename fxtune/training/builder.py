@@ -1,5 +1,5 @@
-"""Builds a run up to its first step, in order. Training, evaluation, `fxtune verify`, `bench` and `doctor` all use it, so what they
-say about a recipe is what training does with it.
+"""Builds a run up to its first step, in order. Training, evaluation, `fxtune verify`, `bench` and `doctor` share this
+code, so their results hold for training.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from fxtune.training.step import TrainStep
 
 
 class RunBuilder:
-    """The machine and the techniques as they act on it; on demand the data, the model, and the training step.
+    """Resolves a recipe for this machine; builds the data, the model and the training step on demand.
 
-    The constructor refuses what cannot work, from configs alone: no weight is loaded, no row is read. It raises ConfigError with
-    all reasons at once, and HardwareError and StorageError as World.create() and load_config() do.
+    The constructor refuses impossible recipes from configs alone: no weight is loaded, no row is read. It raises
+    ConfigError with all reasons at once, and the HardwareError and StorageError of World.create() and load_config().
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,7 +59,8 @@ class RunBuilder:
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
         torch.use_deterministic_algorithms(config.run.deterministic)
-        # By default torch then fills each torch.empty with NaN, to reveal reads of unwritten memory: a pass over every result.
+        # In deterministic mode torch fills each torch.empty with NaN by default, to reveal reads of unwritten
+        # memory. That costs a pass over every result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _all_missing_at_once(config):
             self.hf_config = models.load_config(config.model)
@@ -83,8 +84,8 @@ class RunBuilder:
         self.facts = replace(self.facts, techniques=self.techniques)
 
     def read(self, quarantine: Path | None = None) -> tuple[Any, PreparedData]:
-        """The tokenizer and the data. They come before the weights: a bad row is found in seconds, and an 8B model takes a
-        minute to load. `quarantine`: see tokenize().
+        """The tokenizer and the data. They are read before the weights: a bad row is found in seconds, but an 8B model
+        takes a minute to load. `quarantine`: see tokenize().
         """
         config = self.config
         with _all_missing_at_once(config):
@@ -108,12 +109,12 @@ class RunBuilder:
 
     def language_model(self, model: nn.Module) -> LanguageModel:
         """`model` with its loss head, as the techniques configure it."""
-        # Under autocast as in training: the constructor compares its logits with the model's own.
+        # Autocast is on as in training: the constructor compares its logits with those of the model's own forward.
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
             return LanguageModel(model, self.techniques.liger)
 
     def prove(self, model: LanguageModel) -> list[Evidence]:
-        """Evidence of every technique and of the loss. Raises ConfigError where one did not act."""
+        """Evidence of every technique and of the loss. Raises ConfigError if one did not act."""
         return require_acted(self.observe(model))
 
     def observe(self, model: LanguageModel) -> list[Evidence]:
@@ -131,7 +132,8 @@ class RunBuilder:
     ) -> TrainStep:
         """The training step of `model` with a new optimizer.
 
-        `loss_scale`: None: that of training. `recorded`: whether passes may run as CUDA graphs, if techniques.compile says so.
+        `loss_scale`: None means that of the recipe. `recorded`: whether passes may run as CUDA graphs, if
+        techniques.compile asks for them.
         """
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
         with self.oom_context("Making the optimizer"):
@@ -145,14 +147,14 @@ class RunBuilder:
         return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
     def meter(self, model: nn.Module, plan: Plan, tokens: int = 0, supervised_tokens: int = 0) -> Meter:
-        """Counts the work of steps of `plan`, after `tokens` and `supervised_tokens` of earlier ones."""
+        """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: those of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
         return Meter(model, plan, self.world.device, tokens, supervised_tokens, dtype=dtype)
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:
-        """Turn running out of memory inside into out_of_memory(). `part`: what is done there, for the message."""
+        """Raise out_of_memory() if the body runs out of memory. `part` names the work of the body in the message."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -163,8 +165,8 @@ class RunBuilder:
     def out_of_memory(
         self, message: str, phase: MemoryPhase, rows: int | None = None, width: int | None = None
     ) -> HardwareError:
-        """The error with `message` and the changes that would help most. `rows`, `width`: of the batch that did not fit; None: the
-        largest that the recipe has.
+        """The error with `message` and the changes that would help most. `rows` and `width` are those of the batch
+        that did not fit; None: the largest of the recipe.
         """
         rows = rows or self.facts.micro_batch_size
         width = width or self.facts.row_length
@@ -174,8 +176,8 @@ class RunBuilder:
 
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
-    """The builder of the run in `folder`, and the check that a resumed run is the same: there each `auto` keeps what was decided
-    when the run started. Raises what RunBuilder and ResumeCheck do.
+    """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
+    keeps its decision from the start of the run. Raises the errors of RunBuilder and ResumeCheck.
     """
     builder = RunBuilder(config)
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
@@ -188,8 +190,8 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
 
 @contextmanager
 def _all_missing_at_once(config: Config) -> Iterator[None]:
-    """Where the hub cannot be reached for one thing, name all missing files and data sets of the recipe in one error, so that
-    they can be fetched elsewhere in one go.
+    """If the hub cannot be reached for one file, name all missing files and data sets of the recipe in one error, so
+    that the user can fetch them elsewhere in one go.
     """
     try:
         yield
@@ -220,8 +222,8 @@ def _all_missing_at_once(config: Config) -> Iterator[None]:
 
 
 def _reset_process() -> None:
-    """Free the GPU memory of an earlier run in this process and undo its global switches: the first run of a sweep must not decide
-    what fits in the second, nor what its matmuls round to.
+    """Free the GPU memory of an earlier run in this process and undo its global switches: the first run of a sweep
+    must not decide what fits in the second, nor what its matmuls round to.
     """
     if not torch.cuda.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data."""
+"""Evaluation: the loss on held-out data, without gradients and dropout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxtune.techniques.precision import Precision
 
 
 class HeldOutEvaluation:
-    """Evaluates `model` on the held-out data of a run, `plan`."""
+    """Evaluates `model` on `plan`, the held-out data of a run."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class HeldOutEvaluation:
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, objective: Objective, loader: Loader, precision: Precision) -> dict[str, float]:
-    """The objective's means over the loader's whole plan, without dropout: `loss`, its metrics, and what it derives from them."""
+    """Means of the objective over the plan, without dropout: `loss`, its metrics, and figures derived from them."""
     plan, training = loader.plan, model.model.training
     sums: dict[str, torch.Tensor] = {}
     try:

@@ -1,7 +1,9 @@
-"""Advice where memory ran out: single changes of the recipe, and how much memory each would save by memory.py's estimate.
+"""Advice after running out of memory: single changes of the recipe, and how much memory each saves by the estimate of
+techniques/estimate/memory.py.
 
-Each change is evaluated alone, for the recipe as it is, with the model's sizes and the rows that did not fit. A change that is not
-possible here (a package is missing, a technique does not support the model) is left out: the techniques' own `check` decides.
+Each change is evaluated alone, for the recipe as it is, with the model's sizes and the rows that did not fit. A change
+that is not possible here (a package is missing, a technique does not support the model) is left out: the techniques'
+own `check` decides.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from fxtune.techniques.quantize import Type
 
 MAX_CHANGES = 3
 MIN_SHARE = 0.01
-"""A change that saves a smaller share of the need is left out."""
+"""A change that saves a smaller share of the memory is left out."""
 
 
 class MemoryPhase(str, Enum):
-    """The part of a run that ran out of memory, by what it holds there."""
+    """The part of a run that ran out of memory, by the kinds of memory that it holds."""
 
     weights = "weights"
     """Weights, gradients and moments: building, loading, updating."""
@@ -41,7 +43,7 @@ class Change:
     setting: str
     """As the user types it."""
     saves: int
-    """Bytes."""
+    """Estimated bytes."""
 
 
 def advice(
@@ -51,14 +53,16 @@ def advice(
 
     `facts`: with the rows and the row length that did not fit. `techniques`: every `auto` decided.
     """
-    need = _bytes(techniques.memory_need(facts), phase) - (CONTEXT if facts.device == "cpu" else 0)
+    need = _phase_bytes(techniques.memory_need(facts), phase) - (CONTEXT if facts.device == "cpu" else 0)
     changes = []
     for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase):
         try:
             ready, _ = pipeline.resolved(changed_facts)
         except ConfigError:
             continue
-        saves = _bytes(techniques.memory_need(facts), phase) - _bytes(ready.memory_need(changed_facts), phase)
+        saves = _phase_bytes(techniques.memory_need(facts), phase) - _phase_bytes(
+            ready.memory_need(changed_facts), phase
+        )
         changes.append(Change(setting, saves))
     changes = [change for change in changes if change.saves > MIN_SHARE * need]
     return need, sorted(changes, key=lambda change: -change.saves)[:MAX_CHANGES]
@@ -78,7 +82,7 @@ def to_text(need: int, changes: list[Change], phase: MemoryPhase, rows: int, wid
     )
 
 
-def _bytes(need: Need, phase: MemoryPhase) -> int:
+def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
     if phase is not MemoryPhase.training:
         need = replace(need, kept=0, layer=0, loss=need.loss if phase is MemoryPhase.forward else 0)
     return need.device
@@ -87,7 +91,7 @@ def _bytes(need: Need, phase: MemoryPhase) -> int:
 def _candidates(
     facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
-    """Each possible change: (the setting, the facts with it, the techniques with it)."""
+    """Yield each candidate change as (setting, facts with it, techniques with it)."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
     width = facts.row_length
     if phase is MemoryPhase.training and facts.micro_batch_size > 1:
@@ -117,7 +121,7 @@ def _candidates(
 
 
 def _more_checkpointing(techniques: Pipeline) -> Iterator[tuple[str, Pipeline]]:
-    """Settings with which layers keep less for their backward pass."""
+    """Settings that keep fewer activations for the backward pass."""
     checkpointing, group = techniques.checkpointing, "techniques.checkpointing"
     full = replace(checkpointing, enabled=True, policy=Policy.full, every=1, save=[], recompute=[], mix={})
     settings = [f"{group}.enabled=true"] if not checkpointing.enabled else []

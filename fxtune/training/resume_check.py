@@ -1,14 +1,15 @@
-"""Checks that a resumed run finds what it started with: the decisions for each `auto`, base weights, data, and machine.
+"""Checks that a resumed run has the same decisions for each `auto`, base weights, data and machine as when it started.
 
-run_folder.py compares the recipe. What the recipe leaves open is written to `setting.json` when a run starts and compared when it
-resumes, so that it ends with the same bits as an uninterrupted run:
+run_folder.py compares the recipe. Whatever the recipe leaves open is written to `setting.json` when a run starts and
+compared when it resumes, so that a resumed run ends with the same bits as an uninterrupted one:
 
 - Each `auto` keeps its decision. It is not decided again: a card with less free memory today would decide differently.
-- The base model's files and each source's tokens must be the same, or the run is refused with a line for each difference.
-- Another card, torch or package version may round differently. The user is told, and the run resumes; with
+- The base model's files and each source's tokens must be the same, or the run is refused with a line for each
+  difference.
+- Another card, torch or package version may round differently. The user gets a note and the run resumes; with
   run.deterministic=true it is refused.
 
-Nothing is compared before the first checkpoint: such a run starts again.
+A run without a checkpoint starts again, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from fxtune.techniques.facts import Facts
 
 FILE = "setting.json"
 SAMPLES = 64
-"""Blocks of 4 KiB that are hashed of a weights file, with its size: hashing all of 16 GB would take a minute."""
+"""How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""
 BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {"wandb", "tensorboard"}
-"""Packages that compute nothing."""
+"""Packages that do not affect numerics."""
 Techniques = TypeVar("Techniques")
 
 
 class ResumeCheck:
-    """The check of the run in `folder`. `resumes`: it has a checkpoint, so `setting.json` is read; otherwise it is written.
+    """The check of the run in `folder`. `resumes`: the run has a checkpoint, so `setting.json` is read, not written.
 
     Raises StorageError if the file exists and cannot be read.
     """
@@ -64,10 +65,10 @@ class ResumeCheck:
                 ) from error
 
     def earlier_decisions(self, configured: Techniques, today: Techniques) -> Techniques | None:
-        """`configured` with each `auto` as decided when the run started; None if `today`, the decisions of today, are the same.
+        """`configured` with each `auto` as decided when the run started; None if `today`, decided today, is the same.
 
-        The folder may come from a stranger: values that the recipe sets itself are kept, and a value that no recipe may have raises
-        StorageError.
+        The folder may come from a stranger: an explicit value of the recipe is kept, and a value that no recipe may
+        have raises StorageError.
         """
         changes = {}
         for name, was in self._section("techniques").items():
@@ -77,7 +78,7 @@ class ResumeCheck:
             if "auto" not in _as_json(list(dataclasses.asdict(technique).values())):
                 continue
             different = {
-                key: self._typed(name, technique, key, value)
+                key: self._parse_recorded(name, technique, key, value)
                 for key, value in was.items()
                 if hasattr(technique, key) and _as_json(getattr(decided, key)) != value
             }
@@ -90,7 +91,7 @@ class ResumeCheck:
                 self.note(f"{name}: as when the run was started, {', '.join(values)}")
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 
-    def _typed(self, name: str, technique: Any, key: str, value: Any) -> Any:
+    def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
         """A recorded value with the type of the technique's field: JSON has no enums."""
         validator = Validator(type(technique), lambda _: str(self.folder / FILE))
         if (slot := validator.find((key,))) is not None:
@@ -106,7 +107,7 @@ class ResumeCheck:
     def check_config(
         self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts
     ) -> None:
-        """compare() what is known before rows and weights are read. `techniques`: the options of those that are on, decided."""
+        """compare() everything known before rows and weights are read. `techniques`: options of the enabled ones."""
         self.compare("techniques", techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
             self.compare("optimizer", {"library": library(optimizer, facts).value})
@@ -122,19 +123,20 @@ class ResumeCheck:
         self.compare("data", documents)
 
     def compare(self, section: str, now: Mapping[str, Any], refuse: bool = True) -> None:
-        """Compare a section with its values at the start of the run, and remember it for save(). Raises ConfigError with each
-        difference; without `refuse` the user is only told, unless the run is deterministic.
+        """Compare a section with its values at the start of the run, and remember it for save(). Raises ConfigError
+        with each difference; without `refuse` it prints a note instead, unless the run is deterministic.
         """
         plain = self.now[section] = _as_json(dict(now))
         before = self._section(section)
         if not before:
             return
         keys = sorted(key for key in before.keys() | plain.keys() if before.get(key) != plain.get(key))
-        changed = [f"  {section}.{key}: {_shown(before, key)} -> {_shown(plain, key)}" for key in keys]
+        changed = [f"  {section}.{key}: {_value_text(before, key)} -> {_value_text(plain, key)}" for key in keys]
         if changed and (refuse or self.strict):
             why = CAUSES.get(section, "") if refuse else " (with run.deterministic=true it must not)"
             raise ConfigError(
-                f"{self.folder} cannot be resumed with the same bits: its {section} changed since it was started{why}:\n"
+                f"{self.folder} cannot be resumed with the same bits: its {section} changed since it was "
+                f"started{why}:\n"
                 + "\n".join(changed)
                 + f"\nRestore it as it was, or start anew with {HOW_TO_START_ANEW}."
             )
@@ -146,7 +148,7 @@ class ResumeCheck:
 
     def check_model(self, model: nn.Module, techniques: Mapping[str, Any]) -> None:
         """compare() the built model, and save() all sections."""
-        self.compare("techniques", techniques)  # again: it changes where an automatic choice does not compile
+        self.compare("techniques", techniques)  # again: an automatic choice that failed to compile has changed
         self.compare(
             "built",
             {"revision": getattr(model, "base_revision", None), "products": getattr(model, "products_by", "torch")},
@@ -171,7 +173,7 @@ class ResumeCheck:
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    """What may change rounding: the device, torch and its threads, the packages that compute."""
+    """Versions that may change rounding: the device, torch and its threads, and the packages that compute."""
     threads = {"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}
     name = facts.device_name if facts.device == "cuda" else "cpu"
     return {
@@ -183,8 +185,8 @@ def _machine(facts: Facts) -> dict[str, str]:
 
 
 def _weight_digests(model: ModelConfig) -> dict[str, str]:
-    """A digest of each weights file of a local base model, from its size and samples. A model from the hub has a revision, which is
-    compared when it is built. Raises StorageError for a file that cannot be read.
+    """A digest of each weights file of a local base model, from its size and samples. A model from the hub has a
+    revision, which check_model() compares. Raises StorageError for a file that cannot be read.
     """
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
@@ -209,6 +211,6 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _shown(section: Mapping[str, Any], key: str) -> str:
+def _value_text(section: Mapping[str, Any], key: str) -> str:
     value = section.get(key, "(absent)")
     return value if isinstance(value, str) else json.dumps(value)

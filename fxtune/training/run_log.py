@@ -1,4 +1,4 @@
-"""Log lines of a run: figures for the tracker and the display, the introduction before the first step, and notes printed once."""
+"""The log of a run: figures for the tracker and the display, the introduction, and one-time notes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunLog:
         self.folder, self.screen, self.tracker, self.state = folder, screen, tracker, state
         self.startup, self.compile = startup, compile
         self.done: set[str] = set()
-        """Notes that are printed once and were."""
+        """One-time notes that were printed."""
 
     def log(self, figures: dict[str, Any]) -> None:
         """Log `figures` for the steps done so far."""
@@ -44,14 +44,14 @@ class RunLog:
         self.screen.log(self.state.step, figures)
 
     def started(self) -> None:
-        """After the first steps, once: where the start-up time went."""
+        """Print once, after the first steps, where the start-up time went."""
         if "start-up" not in self.done:
             self.done.add("start-up")
             self.startup.done("first steps")
             self.screen.note(self.startup.summary())
 
     def compiled(self, after: str) -> None:
-        """After the first steps of each kind (`training`, `evaluation`), once: the compiler's report."""
+        """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`."""
         if after in self.done or not self.compile.enabled:
             return
         self.done.add(after)
@@ -73,7 +73,7 @@ class RunLog:
             self.screen.note(line)
 
     def stopped(self, steps: int, again: bool) -> str:
-        """Where a stopped run of `steps` steps stands. `again`: the very same command resumes it."""
+        """A sentence on how far the stopped run got and how to resume it. `again`: the same command resumes it."""
         step, folder = self.state.step, self.folder.path
         command = "The same command" + " with run.resume=auto" * (not again)
         if step == 0:
@@ -93,19 +93,20 @@ class RunLog:
 
 
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
-    """Lines on what `auto` and null were resolved to, and on the data."""
+    """Lines on the values chosen for `auto` and null, and on the data."""
     facts, device, loader = builder.facts, builder.world.device, config.loader.resolved(builder.world.device)
     yield (
-        f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned memory "
-        f"{'on' if loader.pin_memory else 'off'}"
+        f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned "
+        f"memory {'on' if loader.pin_memory else 'off'}"
     )
     yield from config.techniques.ignored_options()
     yield from builder.decided
-    yield from _plan(data.training, config.train.global_batch_size)
+    yield from _plan_notes(data.training, config.train.global_batch_size)
     if data.evaluation:
         held = data.evaluation.summary()
         yield (
-            f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised tokens"
+            f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised "
+            "tokens"
         )
     if facts.dtype == "bfloat16" and not builder.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
         yield (
@@ -115,10 +116,10 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         )
 
 
-def _plan(plan: Plan, rows: int) -> Iterator[str]:
+def _plan_notes(plan: Plan, rows: int) -> Iterator[str]:
     yield from plan.notes()
     summary = plan.summary()
     yield (
-        f"{summary['steps']} steps of {rows} rows, {summary['epochs']:.2f} epochs; {summary['supervised_share']:.1%} of the tokens "
-        f"supervised, {summary['padding_share']:.1%} padding"
+        f"{summary['steps']} steps of {rows} rows, {summary['epochs']:.2f} epochs; {summary['supervised_share']:.1%} "
+        f"of the tokens supervised, {summary['padding_share']:.1%} padding"
     )

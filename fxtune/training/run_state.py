@@ -1,6 +1,7 @@
 """The state of a run: saved to checkpoints as the run goes on, and loaded from the newest one when it resumes.
 
-A checkpoint holds the trained weights, the optimizer's moments, and a `TrainState` with all else that the next step depends on.
+A checkpoint holds the trained weights, the optimizer's moments, and a `TrainState` with everything else that the next
+step needs.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from fxtune.training.step_monitor import StepMonitor
 
 
 class RunState:
-    """The state of the run in `folder`. `recipe`: its whole config as plain data. `note` prints one-line messages for the user.
+    """The state of the run in `folder`. `recipe`: its whole config as plain data. `note` prints one-line messages for
+    the user.
 
-    The loop keeps `state` up to date; the parts of it that belong to the optimizer, the loss scale and the monitor are read from
-    them when it is saved. A context: leaving it waits for the save in progress.
+    The loop keeps `state` up to date. save() adds the state of the optimizer, the loss scale and the monitor. As a
+    context manager it waits at the end for the save in progress.
     """
 
     def __init__(
@@ -52,10 +54,10 @@ class RunState:
         self.checkpoints.__exit__(*error)
 
     def load(self, fingerprint: str) -> TrainState:
-        """Load weights, moments and state of the newest checkpoint; a new state where there is none.
+        """Load weights, moments and state of the newest checkpoint. Without a checkpoint, make a new state.
 
-        `fingerprint`: of the data plan. Raises ConfigError where the checkpoint belongs to other data, StorageError where there are
-        checkpoints and none of them is complete.
+        `fingerprint`: of the data plan. Raises ConfigError if the checkpoint belongs to other data, StorageError if
+        there are checkpoints and none of them is complete.
         """
         saved = self.checkpoints.load_newest(self.weights()) if self.folder.resumed else None
         if saved is None:
@@ -65,8 +67,9 @@ class RunState:
             return self.state
         if saved.state.data_fingerprint != fingerprint:
             raise ConfigError(
-                f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat template), so its "
-                f"run cannot be resumed. Restore the data as it was, or start anew with {HOW_TO_START_ANEW}."
+                f"The data changed since {self.folder.path} was started (its rows, the tokenizer or the chat "
+                f"template), so its run cannot be resumed. Restore the data as it was, or start anew with "
+                f"{HOW_TO_START_ANEW}."
             )
         with torch.no_grad():
             for name, parameter in self.weights().items():
@@ -77,15 +80,15 @@ class RunState:
             self.monitor.load(saved.state.step, saved.state.numbers)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise StorageError(
-                f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove this checkpoint, "
-                "and the run resumes from the one before."
+                f"{saved.path}: its state is not as fxtune writes it ({type(error).__name__}: {error}). Remove this "
+                "checkpoint, and the run resumes from the one before."
             ) from error
         self.note(f"Resuming {self.folder.path} after step {saved.state.step} ({HOW_TO_START_ANEW}, starts anew).")
         self.state, self.saved, self._saved_rows = saved.state, saved.state.step, dict(saved.state.rows)
         return self.state
 
     def save(self) -> None:
-        """Copy the state; it is written to the disk while the next steps run."""
+        """Copy the state; the copy is written to the disk while the next steps run."""
         since = time.perf_counter()
         state = self.state
         moments, state.optimizer = self.optimizer.state()
@@ -94,15 +97,15 @@ class RunState:
         self.saved, self._saved_rows = state.step, dict(state.rows)
 
     def ensure_saved(self) -> None:
-        """Return when the current state is on the disk; a failed save is tried once more. Raises StorageError."""
+        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError."""
         failed = self.checkpoints.settle()
         if self.state.step and (failed or self.state.step > self.saved or self.state.rows != self._saved_rows):
             self.save()
         self.checkpoints.wait()
 
     def check_room(self, steps: int, optimizer: str, export_all: bool) -> None:
-        """Refuse a run of `steps` steps whose disk has no room for one checkpoint and the export: the whole model with
-        `export_all`, or only what is trained. `optimizer`: its name in the recipe. Raises StorageError.
+        """Refuse a run of `steps` steps if the disk has no room for one checkpoint and the export: the whole model
+        with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. Raises StorageError.
         """
         if self.state.step < steps:
             trained = list(self.weights().values())

@@ -1,10 +1,11 @@
 """Loss spikes: steps whose loss is far above that of the steps before, detected on the device while they run.
 
-A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826 times the
-median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974). Unlike a mean, median and
-spread are not moved by the spikes themselves: up to half of the window may be outliers. The spread is at least MIN_SPREAD of the
-median, for losses that hardly differ. Every loss enters the window, those of spikes too: where the level of the loss has changed
-for good, it is no spike any more after half a window, and skipping ends by itself.
+A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
+times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974). Unlike
+a mean, median and spread are not moved by the spikes themselves: up to half of the window may be outliers. The spread
+is at least MIN_SPREAD of the median, for losses that hardly differ. Every loss enters the window, also that of a
+spike: if the loss has moved to a new level for good, it stops being a spike after half a window, and skipping ends by
+itself.
 
 Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them (scripts/bench/bench_guards.py).
 """
@@ -24,7 +25,7 @@ MIN_FILLED = 4
 
 
 class SpikeWindow:
-    """The losses of the last `size` steps, float32 on `device`. With the kind `off` nothing is a spike."""
+    """The losses of the last `size` steps, float32 on `device`. With kind `off` no step is a spike."""
 
     def __init__(self, device: torch.device, kind: Spikes, size: int, threshold: float) -> None:
         self.kind, self.size, self.threshold = kind, size, threshold
@@ -35,15 +36,16 @@ class SpikeWindow:
 
     @torch.no_grad()
     def limit(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss above which a step is a spike, a scalar on the device, by the losses before `loss`, which is then added.
+        """The loss above which this step is a spike, a scalar on the device; infinity while there are too few losses.
 
-        Infinity while there are too few.
+        It is computed from the losses before `loss`, which is then added.
         """
         if self.kind is Spikes.off:
             return self._no_limit
         limit, count = self._no_limit, min(self.taken, self.size)
         if count >= max(1, self.size // MIN_FILLED):
-            losses = self.losses[:count]  # the order does not matter; sorting puts NaN last, as if it were high
+            # The order of the losses does not matter. sort() puts NaN last, as if it were the highest loss.
+            losses = self.losses[:count]
             median = losses.sort().values[(count - 1) // 2]
             spread = (losses - median).abs().sort().values[(count - 1) // 2]
             limit = median + self.threshold * torch.maximum(1.4826 * spread, MIN_SPREAD * median)
@@ -53,16 +55,16 @@ class SpikeWindow:
         return limit
 
     def updates_weights(self, limit: torch.Tensor, loss: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Whether the step updates the weights: it is finite, and no spike where those are skipped. A bool on the device."""
+        """Whether the step updates the weights (finite, and no spike if spikes are skipped), a bool on the device."""
         return finite & (loss <= limit) if self.kind is Spikes.skip else finite
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to judge the next step as this one would. Waits for the device."""
+        """The state with which a resumed run judges the next step as this one would. Waits for the device."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses.tolist()]
         return {} if self.kind is Spikes.off else {"losses": losses, "taken": self.taken}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what state() returned; does nothing where the window has another size now."""
+        """Restore what state() returned; does nothing if the window now has another size."""
         if len(state.get("losses", ())) == self.size:
             self.losses.copy_(torch.tensor([math.nan if loss is None else loss for loss in state["losses"]]))
             self.taken = state["taken"]

@@ -1,8 +1,9 @@
-"""One optimizer step: forward and backward of its micro-batches, clipping, update. Training, `fxtune bench` and `fxtune verify`
-all take this one, so what the one measures or proves is what the other does.
+"""One optimizer step: forward and backward of its micro-batches, clipping, update. Training, `fxtune bench` and
+`fxtune verify` share this code, so a benchmark or a proof holds for training.
 
-Micro-batch losses are summed and divided by the objective's normalizer of the whole step, so the split into micro-batches does
-not change the result. Nothing here waits for the device: a step whose loss or gradient is not finite is skipped on the device.
+Micro-batch losses are summed and divided by the objective's normalizer of the whole step, so the split into
+micro-batches does not change the result. Nothing here waits for the device: a step whose loss or gradient is not
+finite is skipped on the device.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ Metrics = dict[str, torch.Tensor]
 
 
 class TrainStep:
-    """Takes optimizer steps of `model`. `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients.
+    """Takes optimizer steps of `model`.
 
-    Called, it takes one whole step. backward(), clip() and update() are its parts, in this order, for callers that do something
-    in between.
+    `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients.
+
+    Calling the object takes a whole step. Callers that do something in between call its parts, backward(), clip() and
+    update(), in this order.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class TrainStep:
         self._names: tuple[str, ...] = ("loss",)
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
-        """Take `step` of `plan` with learning rate `lr`. Returns the objective's means (`loss`, ...), `grad_norm` before clipping,
-        `finite` (whether loss and gradient are; if not, nothing is updated), the `loss_scale` that was used, and `spike_limit`,
-        the loss above which this step is a spike.
+        """Take `step` of `plan` with learning rate `lr`.
+
+        Returns the objective's means (`loss`, ...), `grad_norm` before clipping, `finite` (whether loss and gradient
+        are; if not, nothing is updated), the `loss_scale` of this step, and `spike_limit`, the loss above which this
+        step is a spike.
         """
         metrics = self.backward(step.micro_batches, self.objective.normalizer(plan, step.index), step.index)
         self.clip(metrics)
@@ -64,9 +69,9 @@ class TrainStep:
         return metrics
 
     def backward(self, batches: Iterable[Batch], normalizer: float, index: int = 0) -> Metrics:
-        """Forward and backward passes: the gradients of the mean are left in the parameters, and the means are returned.
+        """Run forward and backward: leaves the gradients of the mean in the parameters and returns the means.
 
-        `index`: of the step. Dropout depends on the seed and on it alone, so a resumed run repeats it exactly.
+        `index`: of the step. Dropout depends only on it and the seed, so a resumed run repeats it exactly.
         """
         torch.manual_seed(_step_seed(self.seed, index))
         totals: torch.Tensor | None = None
@@ -92,7 +97,7 @@ class TrainStep:
         self.loss_scale.update(finite)
 
     def _pass(self, batch: Batch, normalizer: torch.Tensor | float) -> torch.Tensor:
-        """Forward and backward of a micro-batch: its part of the mean loss, a scalar; with metrics, [1 + metrics]."""
+        """Run a micro-batch forward and backward. Returns its share of the mean loss, or of [1 + metrics] means."""
         with self.precision.context(batch.input_ids.device):
             loss, metrics = self.objective.loss(self.model, batch)
             mean = loss / normalizer

@@ -1,7 +1,8 @@
 """Per-step statistics: kept on the device until the next log line, then counted, logged, and checked for bad steps.
 
-Whether a step is skipped is decided on the device, in the step itself (step.py). Here skipped steps and loss spikes are counted and
-reported with their samples (bad_batches.py), and too many bad steps in a row end the run.
+Whether a step is skipped is decided on the device, in the step itself (step.py). This file counts skipped steps and
+loss spikes, reports them with their samples (bad_batches.py), and ends the run after too many steps in a row that were
+not finite.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fxtune.training.bad_batches import BadBatches
 from fxtune.training.spikes import SpikeWindow
 
 MONITORED = ("loss", "grad_norm", "finite", "loss_scale", "spike_limit")
-"""Metrics of every step (TrainStep); all others are the objective's."""
+"""Metrics of every step (TrainStep); the objective adds others."""
 
 
 @dataclass
@@ -34,12 +35,12 @@ class StepRecord:
     spike_limit: float
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
-    """Those of the objective."""
+    """Metrics of the objective."""
 
     @property
     def scale_too_large(self) -> bool:
-        """The gradient overflowed and the loss did not: the loss scale was too large and is halved, nothing else is wrong.
-        From 65536 that happens at most 16 times, so a run with other problems still ends.
+        """Whether the gradient overflowed because the loss scale was too large: the loss itself is finite. The scale
+        is then halved. From 65536 that happens at most 16 times, so a run with other problems still ends.
         """
         return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
 
@@ -49,11 +50,11 @@ class StepRecord:
 
     @property
     def bad(self) -> bool:
-        """A spike, or not finite for another reason than the loss scale."""
+        """Whether the step is a spike, or is not finite for another reason than the loss scale."""
         return self.spike or not (self.finite or self.scale_too_large)
 
     def to_json(self) -> list[Any]:
-        """`[loss, grad_norm, finite, loss_scale, spike_limit, step]`, and `metrics` if there are any; null: not finite."""
+        """`[loss, grad_norm, finite, loss_scale, spike_limit, step]`, then `metrics` if any; null means not finite."""
         row: list[Any] = [_finite_or_none(getattr(self, name)) for name in MONITORED] + [self.step]
         return [*row, {name: _finite_or_none(value) for name, value in self.metrics.items()}] if self.metrics else row
 
@@ -67,7 +68,7 @@ class StepRecord:
 class StepStatistics:
     """Collects the metrics of steps without waiting for them; read() and settle() wait for the device.
 
-    `scaled`: a loss scale is in use, and is logged. `skips_spikes`: spikes do not update the weights.
+    `scaled`: a loss scale is in use and is logged. `skips_spikes`: spikes do not update the weights.
     """
 
     def __init__(self, scaled: bool = False, skips_spikes: bool = False) -> None:
@@ -76,7 +77,7 @@ class StepStatistics:
         self.pending: list[torch.Tensor] = []
         """Metrics of each step, [len(names)] on the device."""
         self.posted: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        """Those on their way to the host, [steps, len(names)], and the event of their arrival."""
+        """Metrics being copied to the host, [steps, len(names)], and the event that ends each copy."""
         self.records: list[StepRecord] = []
         """Steps since the last log line."""
         self.unreported: list[StepRecord] = []
@@ -86,7 +87,7 @@ class StepStatistics:
         self.skipped = 0
         """Steps that did not update the weights."""
         self.consecutive_bad = 0
-        """How many of the latest steps were not finite for another reason than the loss scale."""
+        """How many of the latest steps in a row were not finite for another reason than the loss scale."""
         self.spikes = 0
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
@@ -107,7 +108,7 @@ class StepStatistics:
         self.pending.clear()
 
     def settle(self) -> None:
-        """Count the steps so far."""
+        """Wait for the steps so far and count them."""
         self.post()
         for values, arrived in self.posted:
             if arrived is not None:
@@ -131,7 +132,10 @@ class StepStatistics:
             self.unreported.append(record)
 
     def read(self) -> dict[str, Any]:
-        """Means of loss, gradient norm and metrics over the steps since the last reading that updated the weights, or None."""
+        """Means of loss, gradient norm and metrics over the steps since the last read(), without skipped steps.
+
+        A mean is None if all steps were skipped.
+        """
         self.settle()
         records, self.records = self.records, []
         rows = [
@@ -146,23 +150,23 @@ class StepStatistics:
 
 
 class StepMonitor:
-    """Watches the steps of a run for losses and gradients that are not finite and for spikes. `scaled`: a loss scale is in use."""
+    """Watches a run for losses and gradients that are not finite, and for spikes. `scaled`: a loss scale is in use."""
 
     def __init__(self, config: TrainConfig, spikes: SpikeWindow, bad_batches: BadBatches, scaled: bool) -> None:
         self.config, self.spikes, self.bad_batches = config, spikes, bad_batches
         self.statistics = StepStatistics(scaled=scaled, skips_spikes=config.spikes is Spikes.skip)
 
     def read(self) -> dict[str, Any]:
-        """Figures of the steps since the last reading; reports bad ones. Waits for the device."""
+        """Figures of the steps since the last read(); reports bad steps. Waits for the device."""
         figures = self.statistics.read()
         self._report()
         return figures
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to count, judge and log as this one would. Waits for the device."""
+        """The state with which a resumed run counts, judges and logs as this one would. Waits for the device."""
         statistics = self.statistics
         statistics.settle()
-        self._report()  # before the save: if the run is killed after it, nobody else will
+        self._report()  # before the save: a run that is killed after the save would never report them
         return {
             "skipped": statistics.skipped,
             "in_a_row": statistics.consecutive_bad,
@@ -188,11 +192,11 @@ class StepMonitor:
 
     @property
     def last_finite(self) -> int:
-        """The number of steps up to the last finite one: the step that the weights belong to."""
+        """The number of steps up to the last finite one, which is the step of the current weights."""
         return self.statistics.step - self.statistics.consecutive_bad
 
     def stop_error(self, checkpoints: Path) -> NumbersError:
-        """The error of must_stop. `checkpoints`: the folder where the state is saved."""
+        """The error to raise if must_stop. `checkpoints`: the folder where the state is saved."""
         statistics = self.statistics
         return self._error(
             f"The loss or the gradient was not finite in {statistics.consecutive_bad} steps in a row, up to step "
@@ -200,8 +204,8 @@ class StepMonitor:
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
-        """Raise NumbersError where a run of `steps` steps ends in steps that were not finite (or took none), and its weights give
-        no finite loss on the batch of the last finite step either.
+        """Raise NumbersError if the weights are broken: the last steps of the run were not finite (or all were
+        skipped), and the weights give no finite loss on the batch of the last finite step either. `steps`: of the run.
         """
         skipped, last_finite = self.statistics.skipped, self.last_finite - 1
         if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
@@ -210,7 +214,8 @@ class StepMonitor:
             return
         raise self._error(
             f"{skipped} of {steps} steps were skipped, the last ones for a loss or gradient that was not finite, "
-            f"and the weights give no finite loss on other data: nothing was exported. The state is saved: {checkpoints}."
+            "and the weights give no finite loss on other data: nothing was exported. The state is saved: "
+            f"{checkpoints}."
         )
 
     def summary(self, steps: int) -> list[str]:
@@ -221,7 +226,8 @@ class StepMonitor:
             last = f". The last {statistics.consecutive_bad} too, but the weights give a finite loss"
             last *= bool(statistics.consecutive_bad)
             lines.append(
-                f"{statistics.skipped} of {steps} steps were skipped: their loss or gradient was not finite{spikes}{last}."
+                f"{statistics.skipped} of {steps} steps were skipped: their loss or gradient was not "
+                f"finite{spikes}{last}."
             )
         if statistics.spikes:
             lines.append(f"{statistics.spikes} loss spikes: {self.bad_batches.folder / 'spikes'}")
@@ -237,7 +243,8 @@ class StepMonitor:
     def _error(self, message: str) -> NumbersError:
         half = ", use bfloat16 in place of float16" if self.statistics.scaled else ""
         return NumbersError(
-            f"{message} Lower optimizer.lr{half}, or look at the data of these steps: {self.bad_batches.folder / 'skipped'}."
+            f"{message} Lower optimizer.lr{half}, or look at the data of these steps: "
+            f"{self.bad_batches.folder / 'skipped'}."
         )
 
 

@@ -1,8 +1,8 @@
 """Training: one loop for LoRA and full fine-tuning, read top to bottom.
 
-`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop, `step` is one optimizer step (step.py). There are no
-callbacks: the loop names what it calls. It waits for the device only where figures are logged, and then for a past step, with the
-next one already issued. run_state.py saves and resumes, run_log.py logs.
+`Trainer.__init__` shows the order in which a run is built, `_loop` is the loop, and `step` is one optimizer step
+(step.py). There are no callbacks: the loop calls everything by name. It waits for the device only to log figures; by
+then the next step is already issued. run_state.py saves and resumes, run_log.py logs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fxtune.training.step_monitor import StepMonitor
 def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
     """Train as `config` says and return the run's last figures. `python -m fxtune +recipe=...` calls this.
 
-    `objective`: what is minimised; None: CausalLM.
+    `objective` is the loss to minimise; None means CausalLM.
     """
     with SIGNALS:
         SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
@@ -51,7 +51,8 @@ def run(config: Config, objective: Objective | None = None) -> dict[str, Any]:
         try:
             if folder.finished:
                 screen.note(
-                    f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
+                    f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train "
+                    "again."
                 )
                 return folder.result()
             with SIGNALS.interruptible():
@@ -79,7 +80,7 @@ class Trainer:
         self.config, self.folder, self.screen, self.recipe = config, folder, screen, recipe
         self.objective = objective or CausalLM()
         self.startup = StartupTimer()
-        # What cannot work is refused first, from configs alone: no weight is loaded, no row is read.
+        # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
         builder, resume_check = build_for_run(config, folder, screen.note)
         self.builder = builder
         self.world, self.facts, self.techniques = builder.world, builder.facts, builder.techniques
@@ -103,7 +104,8 @@ class Trainer:
         folder.write("evidence.json", [dataclasses.asdict(one) for one in evidence])
         screen.evidence(evidence)
         self.startup.done("proofs")
-        # The optimizer comes after the techniques: they replace modules, and a replaced weight would never move.
+        # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
+        # weight.
         self.train_step = builder.train_step(self.language_model, self.objective)
         self.bad_batches = BadBatches(folder.path, self.plan, self.tokenizer.decode, screen.note)
         self.monitor = StepMonitor(
@@ -139,11 +141,11 @@ class Trainer:
             self.state.figures.get("train/step"),
             note=screen.note,
         )
-        # Kept where this part of the run has no W&B: a later part goes on with the same W&B run.
+        # The id is kept even if W&B is off now: when the run is resumed with W&B on, it continues the same W&B run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
         self.log = RunLog(folder, screen, self.tracker, self.state, self.startup, self.techniques.compile)
         self.logs_late = self.world.device.type == "cuda"
-        """On a GPU a line is logged after the next step is issued, so that the device does not stand still."""
+        """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
         self.unlogged_lr: float | None = None
         """The learning rate of a step whose log line is due; None: no line is due."""
 
@@ -172,7 +174,7 @@ class Trainer:
                 self.close()
 
     def close(self) -> None:
-        """End the loader processes. Last of all: the checkpoint of a signal does not wait for them."""
+        """End the loader processes. This comes last, so that the checkpoint after a signal does not wait for them."""
         for loading in (self.loader, self.held_out):
             if loading is not None:
                 loading.close()
@@ -180,7 +182,7 @@ class Trainer:
     def _loop(self) -> None:
         config, state, plan, statistics = self.config, self.state, self.plan, self.monitor.statistics
         meter = self.meter = self.builder.meter(self.model, plan, state.tokens, state.supervised_tokens)
-        if state.evaluation_due:  # a signal interrupted it
+        if state.evaluation_due:  # a signal interrupted the evaluation
             self._evaluate()
             self.run_state.save()
         for step, lr, metrics in self.steps():
@@ -208,7 +210,7 @@ class Trainer:
                 self.run_state.save()
 
     def steps(self) -> Iterator[tuple[StepBatches, float, Metrics]]:
-        """Take the remaining optimizer steps one by one: the step, its learning rate, and its metrics on the device."""
+        """Take the remaining optimizer steps. Yields each step, its learning rate, and its metrics on the device."""
         self.model.train()
         index = self.state.step
         while index < self.plan.steps:
@@ -229,7 +231,7 @@ class Trainer:
                 self._halve(index, exhausted)
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
-        """TrainStep, with what a run adds to it: signals, the checkpoint in progress, running out of memory."""
+        """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
         take = self.train_step
         with SIGNALS.interruptible():  # nothing has changed yet, and compiling can take minutes
             metrics = take.backward(step.micro_batches, self.objective.normalizer(self.plan, step.index), step.index)
@@ -241,7 +243,7 @@ class Trainer:
         return metrics
 
     def _halve(self, index: int, found: MemoryExhausted) -> None:
-        """Cut the steps from `index` on into smaller micro-batches. The first of them did not fit, and is repeated."""
+        """Halve the micro-batches from step `index` on. That step did not fit and is repeated."""
         self.batch_sizes.free_memory()  # which also waits for gradients that are still being added up
         self.train_step.optimizer.drop()  # they hold a part of the sum
         sizes = self.plan.sizes
@@ -256,13 +258,13 @@ class Trainer:
         self.plan = self.bad_batches.plan = self.plan.with_micro_batch_size(micro_batch_size)
 
     def _drop_recordings(self) -> None:
-        """Free the memory that recorded passes own; they are recorded again."""
+        """Free the memory of recorded CUDA graphs; they are recorded again."""
         self.techniques.compile.drop()
         if self.train_step.recorder:
             self.train_step.recorder.drop()
 
     def _out_of_memory_error(self, part: str, rows: int, why: str) -> HardwareError:
-        """The error where `part` ran out of memory with micro-batches of `rows` rows and no fewer can be tried. Saves the state."""
+        """Save the state and return the error that `part` ran out of memory at `rows` rows and cannot halve them."""
         message = out_of_memory_message(part, rows, why)
         with SIGNALS.deferred():
             if self.unlogged_lr is not None:
@@ -283,16 +285,16 @@ class Trainer:
         return self.builder.out_of_memory(message, MemoryPhase.forward, rows, width)
 
     def _stop(self, stop: Stopped) -> None:
-        """Save the state, and say how the run is resumed. Returns when it is on the disk."""
+        """Save the state and tell the user how to resume the run. Returns when the state is on the disk."""
         if self.unlogged_lr is not None:
             self._log_line(self.unlogged_lr)
         self.run_state.ensure_saved()
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _stop_if_not_finite(self) -> None:
-        """End the run where too many steps in a row were not finite, by the steps read so far."""
+        """End the run if too many steps in a row were not finite."""
         if self.monitor.must_stop:
-            self.monitor.statistics.settle()  # the step issued meanwhile may have been finite
+            self.monitor.statistics.settle()  # a step issued since may be finite
         if self.monitor.must_stop:
             if self.unlogged_lr is not None:
                 self._log_line(self.unlogged_lr)
@@ -339,7 +341,7 @@ class Trainer:
         self.log.log({"questions/exact_match": share})
 
     def _finish(self) -> dict[str, Any]:
-        """Export what was trained, ask the questions again, say where everything is."""
+        """Export the trained weights, ask the questions again, and tell the user where everything is."""
         kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
         self.monitor.refuse_broken_weights(self.plan.steps, self.run_state.checkpoints.folder, self._gives_finite_loss)

@@ -53,8 +53,8 @@ class Apex(Technique):
         precision = facts.techniques.precision
         if precision.casts:
             yield (
-                f"enabled: Apex's norms would compute in {precision.autocast.value} under autocast, where torch's stay in float32. Set "
-                "techniques.precision.autocast=none, or this to false."
+                f"enabled: Apex's norms would compute in {precision.autocast.value} under autocast, where torch's "
+                "stay in float32. Set techniques.precision.autocast=none, or this to false."
             )
 
     def apply(self, model: nn.Module, world: World) -> nn.Module:
@@ -62,8 +62,8 @@ class Apex(Technique):
 
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
-                plain = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
-                if self.layer_norm and plain:
+                is_layer_norm = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
+                if self.layer_norm and is_layer_norm:
                     fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps)
                     fused.bias = norm.bias
                 elif self.rms_norm and (eps := _rms_epsilon(norm)) is not None:
@@ -88,7 +88,7 @@ class Apex(Technique):
 
 
 def _rms_epsilon(norm: nn.Module) -> float | None:
-    """The epsilon of an RMSNorm that Apex computes exactly alike, or None."""
+    """The epsilon of an RMSNorm if Apex computes the same function, or None."""
     if isinstance(norm, nn.RMSNorm) and norm.weight is not None:
         return norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
     known = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
@@ -102,5 +102,5 @@ def _difference(fused: nn.Module, norm: nn.Module) -> float:
     with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
         torch.manual_seed(0)
         rows = 3 * torch.randn(16, weight.shape[-1], device=weight.device, dtype=weight.dtype)
-    wanted, seen = norm(rows).double(), fused(rows).double()
-    return ((seen - wanted).norm() / wanted.norm()).item()
+    expected, actual = norm(rows).double(), fused(rows).double()
+    return ((actual - expected).norm() / expected.norm()).item()

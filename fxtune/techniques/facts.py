@@ -1,6 +1,6 @@
-"""Everything that a technique may decide by: the machine, the packages, the model, the run and the other techniques.
+"""The input of a technique's decisions: the machine, the packages, the model, the run and the other techniques.
 
-`Facts` is plain frozen data, so `check` and `resolve` are tested for hardware that is not here.
+`Facts` is plain frozen data, so tests of `check` and `resolve` need no hardware.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The techniques and their order. This dataclass is the recipe's `techniques` group.
+"""The techniques and the order in which they apply. This dataclass is the recipe's `techniques` group.
 
-What two techniques must agree on is decided here, so that neither predicts the other.
+A decision that concerns two techniques is made here, so that neither of them has to predict the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 FAR = 2
-"""A step that needs more than this many times a host's memory is refused, because no forecast is wrong by so much."""
+"""A step on a CPU is refused if it needs more than this many times the host's memory: no forecast is that wrong."""
 
 
 @dataclass
@@ -142,16 +142,16 @@ class Pipeline:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
     def _missing(self, facts: Facts) -> Iterator[str]:
-        """Reasons to enable a technique."""
+        """A reason for each disabled technique that this run needs."""
         if facts.packing and not self.attention.enabled:
             yield (
-                "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see each "
-                "other. Set it to true."
+                "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not "
+                "see each other. Set it to true."
             )
         if facts.dtype == "float16" and not self.lora.enabled:
             yield (
-                "techniques.lora.enabled: false, but float16 weights cannot be trained (small updates underflow). Set it to "
-                "true, or model.dtype to bfloat16 or float32."
+                "techniques.lora.enabled: false, but float16 weights cannot be trained (small updates underflow). "
+                "Set it to true, or model.dtype to bfloat16 or float32."
             )
         positions = facts.text.get("max_position_embeddings")
         if positions and facts.sequence_length > positions and not self.rope.enabled:
@@ -166,8 +166,8 @@ class Pipeline:
         return forecast(replace(facts, techniques=self), plan)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
-        """What cannot fit into a host's memory. A GPU reports that at once; a host swaps, or kills the process
-        late."""
+        """Reasons why a run cannot fit into a host's memory. A GPU reports that at once; a host swaps, or kills the
+        process late."""
         if facts.device != "cpu" or not facts.memory:
             return
         need = self.memory_need(facts)
@@ -183,8 +183,8 @@ class Pipeline:
             if facts.dtype == "float32":
                 changes.append("model.dtype=bfloat16")
             yield (
-                f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take {fixed / GIB:.1f} GiB, "
-                f"{here}. Use {', '.join([*changes, 'a smaller model'])}, or a GPU."
+                f"model.path: its weights in {facts.dtype}, gradients and the optimizer's moments take "
+                f"{fixed / GIB:.1f} GiB, {here}. Use {', '.join([*changes, 'a smaller model'])}, or a GPU."
             )
         elif least > FAR * facts.memory:
             if not self.checkpointing.enabled:
@@ -203,7 +203,8 @@ class Pipeline:
         """
         if model.adapter and not self.lora.enabled:
             raise ConfigError(
-                f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the adapter."
+                f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the "
+                "adapter."
             )
         hf_config = copy.deepcopy(hf_config)
         for _, technique in self.enabled():

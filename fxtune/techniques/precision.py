@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 VOLTA, AMPERE = (7, 0), (8, 0)
 LARGEST_SCALE = 2.0**100
-"""Twice this is still a float32."""
+"""The largest loss scale. Twice this is still a finite float32."""
 _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
-"""Operators that multiply activations by a weight: aten's mm and addmm, and libraries' fused ones."""
+"""Names of operators that multiply activations by a weight: aten's mm and addmm, and fused ones of libraries."""
 
 
 class Autocast(str, Enum):
@@ -89,8 +89,8 @@ class Precision(Technique):
             )
         if {self.autocast.value, facts.dtype} == {"bfloat16", "float16"}:
             yield (
-                f"autocast: {self.autocast.value} over {facts.dtype} weights loses the range of one and the precision of "
-                "the other. Use none, or another model.dtype."
+                f"autocast: {self.autocast.value} over {facts.dtype} weights loses the range of one and the precision "
+                "of the other. Use none, or another model.dtype."
             )
         if not (self.initial_scale > 0 and math.frexp(self.initial_scale)[0] == 0.5):
             yield f"initial_scale: {self.initial_scale} must be a power of two, so that scaling rounds nothing."
@@ -135,7 +135,7 @@ class Precision(Technique):
         """Count the matmuls of a forward pass by the dtype of their inputs, and look for TF32's rounding in a
         product."""
         device = next(model.parameters()).device
-        # Neither packed weights nor adapters, which have their own dtype.
+        # The dtype of the model's weights. Packed weights and adapters have dtypes of their own.
         weights = next(
             parameter.dtype
             for name, parameter in model.named_parameters()
@@ -146,7 +146,7 @@ class Precision(Technique):
             model(**probe)
         wanted = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
-        # At least one for each layer: float32 adapters and routers may have another dtype.
+        # Requires one matmul a layer, not all of them: float32 adapters and routers may have another dtype.
         yield Evidence(
             "precision",
             f"autocast {self.autocast.value} over {_name(weights)} weights",

@@ -118,7 +118,10 @@ class Quantize(Technique):
         if self.type is Type.nf4 and library is Library.torchao and not self.double:
             yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
         if self.type is not Type.nf4 and not self.double:
-            yield f"double: only nf4's scales can be quantized, and type is {self.type.value}. Set it to true, or type to nf4."
+            yield (
+                f"double: only nf4's scales can be quantized, and type is {self.type.value}. Set it to true, or type "
+                "to nf4."
+            )
         yield from self._compute(facts)
         yield from self._adapters(lora, library)
         model = skeleton(facts.model)
@@ -131,9 +134,11 @@ class Quantize(Technique):
             yield from self._linears(model, facts, library)
 
     def _fp8(self, facts: Facts) -> Iterator[str]:
-        """Requirements of fp8 products."""
+        """Reasons why fp8 products cannot run."""
         if facts.device != "cuda":
-            yield f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
+            yield (
+                f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. Use nf4 or int8."
+            )
         if self.library is not Library.auto:
             yield f"library: torch computes fp8 products, without {self.library.value}. Set it to auto."
         compute = facts.compute_dtype if self.compute_dtype is ComputeDtype.auto else self.compute_dtype.value
@@ -150,32 +155,34 @@ class Quantize(Technique):
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if self.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
             yield (
-                f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model has a "
-                f"{type(head).__name__} of {tuple(head.weight.shape)}. Set it to false."
+                f"head: a product in fp8 takes a plain linear with sizes of a multiple of {MULTIPLE}, and this model "
+                f"has a {type(head).__name__} of {tuple(head.weight.shape)}. Set it to false."
             )
         if self.embeddings and type(embedding) is not nn.Embedding:
             yield f"embeddings: this model has a {type(embedding).__name__}, not a plain embedding. Set it to false."
         tied = facts.text.get("tie_word_embeddings") or facts.model.get("tie_word_embeddings")
         if self.embeddings and tied and not self.head:
-            yield "embeddings: this model's head and embeddings are one tensor. Set head=true as well, or this to false."
+            yield (
+                "embeddings: this model's head and embeddings are one tensor. Set head=true as well, or this to false."
+            )
         lora = facts.techniques.lora
         trained = {*lora.modules_to_save, *lora.target_modules} if lora.enabled else set()
         for option, module in (("head", head), ("embeddings", embedding)):
             names = [name for name, one in model.named_modules() if one is module]
             if getattr(self, option) and any(_named(names[0], str(one)) for one in trained):
                 yield (
-                    f"{option}: techniques.lora trains {names[0]}, and fp8 weights are frozen. Set it to false, or remove it from "
-                    "target_modules and modules_to_save."
+                    f"{option}: techniques.lora trains {names[0]}, and fp8 weights are frozen. Set it to false, or "
+                    "remove it from target_modules and modules_to_save."
                 )
 
     def _compute(self, facts: Facts) -> Iterator[str]:
-        """Limits of the card and of the model's dtype."""
+        """Reasons why the card or the model's dtype does not support these options."""
         oldest = OLDEST[self.type.value]
         if facts.device == "cuda" and (facts.capability or oldest) < oldest:
             number = ".".join(map(str, facts.capability or ()))
             yield (
-                f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} has "
-                f"{number}. {INSTEAD[self.type.value]}."
+                f"type: {self.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} "
+                f"has {number}. {INSTEAD[self.type.value]}."
             )
         if (
             facts.device == "cuda"
@@ -194,22 +201,23 @@ class Quantize(Technique):
             )
 
     def _adapters(self, lora: Lora, library: Library | None) -> Iterator[str]:
+        """Reasons why quantized weights cannot have these adapters."""
         if not lora.enabled:
             return
         if lora.init in ("pissa", "olora"):
             yield (
-                f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and the rest would have to be "
-                "quantized again. Use init=default."
+                f"enabled: techniques.lora.init={lora.init.value} moves a part of the weights into the adapter, and "
+                "the rest would have to be quantized again. Use init=default."
             )
         if lora.dora and self.type is Type.fp8:
             yield (
-                "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use nf4 "
-                "or int8."
+                "type: techniques.lora.dora=true measures the norms of the weights, and peft cannot read fp8's. Use "
+                "nf4 or int8."
             )
         elif lora.dora and library is Library.torchao:
             yield (
-                "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from torchao's. "
-                "Use bitsandbytes."
+                "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from "
+                "torchao's. Use bitsandbytes."
             )
 
     def _linears(self, model: nn.Module, facts: Facts, library: Library | None) -> Iterator[str]:
@@ -218,8 +226,8 @@ class Quantize(Technique):
         total = sum(parameter.numel() for parameter in model.parameters())
         if not found:
             yield (
-                f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip names: "
-                "experts in one tensor, convolutions and embeddings are not quantized. Set it to false."
+                f"enabled: 0 % of this model's {total:,} parameters are in linears besides its head and what skip "
+                "names: experts in one tensor, convolutions and embeddings are not quantized. Set it to false."
             )
             return
         every = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -232,8 +240,8 @@ class Quantize(Technique):
         trained = [name for name in saved if any(_named(there, name) for there, _ in found)]
         if trained:
             yield (
-                f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be trained. "
-                "Add it to skip."
+                f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be "
+                "trained. Add it to skip."
             )
         uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
         if uneven and self.type is Type.nf4 and library is Library.torchao:
@@ -244,29 +252,29 @@ class Quantize(Technique):
         odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
         if odd and self.type is Type.fp8:
             yield (
-                f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, such as "
-                f"{odd[0]}. Use nf4 or int8, or name them in skip."
+                f"type: fp8's products take sizes of a multiple of {MULTIPLE}, and {len(odd)} linears have others, "
+                f"such as {odd[0]}. Use nf4 or int8, or name them in skip."
             )
-        yield from self._room(facts, total, sum(linear.weight.numel() for _, linear in found))
+        yield from self._memory(facts, total, sum(linear.weight.numel() for _, linear in found))
 
-    def _room(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
+    def _memory(self, facts: Facts, total: int, inside: int) -> Iterator[str]:
         """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
         quantization."""
         if facts.device != "cuda" or not facts.free_memory:
             return
         size = 4 if facts.dtype == "float32" else 2
-        whole = total * size / GIB
-        left = whole - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
+        before = total * size / GIB
+        after = before - inside * (size - bytes_per_weight(self.type.value, self.double)) / GIB
         free, host = facts.free_memory / GIB, facts.host_memory / GIB
-        if left > free:
+        if after > free:
             yield (
-                f"enabled: the quantized model takes {left:.1f} GiB, and the card has {free:.1f} GiB free. Use a smaller model"
-                + ("." if self.type is Type.nf4 else ", or type=nf4.")
+                f"enabled: the quantized model takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
+                "smaller model" + ("." if self.type is Type.nf4 else ", or type=nf4.")
             )
-        elif whole > max(free, host):
+        elif before > max(free, host):
             yield (
-                f"enabled: before quantization the model takes {whole:.1f} GiB in {facts.dtype}, and neither the card "
-                f"({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
+                f"enabled: before quantization the model takes {before:.1f} GiB in {facts.dtype}, and neither the "
+                f"card ({free:.1f} GiB free) nor the host ({host:.1f} GiB) holds that. Use a smaller model"
                 + (", or model.dtype=bfloat16." if size == 4 else ".")
             )
 
@@ -322,13 +330,13 @@ class Quantize(Technique):
             before += linear.weight.numel() * linear.weight.element_size()
             after += stored_bytes(made)
             setattr(parent, name, made)
-            # Drops the last reference to the whole weight.
+            # Drops the last reference to the unquantized weight.
             targets[index] = ("", parent, name, made)
         ends = self._quantize_ends(model, compute, world)
         _move(model, world.device)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
-            torch.cuda.reset_peak_memory_stats(world.device)  # the peak is to be training's
+            torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
         if self.library is Library.bitsandbytes:  # peft reads these before it wraps
             model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.type is Type.nf4, self.type is Type.int8
         model.quantization = {
@@ -418,4 +426,5 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _named(full: str, name: str) -> bool:
+    """Whether `name` is a module's full name or the end of it."""
     return full == name or full.endswith(f".{name}")

@@ -1,21 +1,22 @@
 """Frozen linears, heads and embeddings whose weights are stored in 4 or 8 bits.
 
 nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
-distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256. It
-is stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes twice.
+distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256.
+Weights are stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch and always quantizes
+the scales.
 
-int8: one scale for each output row. The matmul over what the library has stored is our own, since theirs do not suit
-training. bitsandbytes' rounds the activations to 8 bits too, and keeps them for a gradient that is not needed, out of
-checkpointing's reach. torchao's keeps each 16-bit weight from forward to backward, and with it the memory that
-quantizing saved.
+int8: one scale for each output row. A library stores the weights, but the matmul is fxtune's own, because neither
+library's suits training. That of bitsandbytes rounds the activations to 8 bits too, and keeps them for a gradient that
+nobody needs, where checkpointing cannot free them. That of torchao keeps each weight in 16 bits from forward to
+backward, which takes the memory that quantizing saved.
 
 nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
 as fast, and save no memory (kernels/fp8.py).
 
 The head and the token embeddings can be in fp8, too, the embeddings for memory, the head for speed and memory. Both
 are matrices [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An embedding is
-dequantized row by row as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows;
-their rounding is noise of about 0.04 of their size, and shows in the reported loss, also in that of an evaluation.
+dequantized row by row as it is read. The head's logits are an fp8 product of hidden states that are quantized by rows.
+Their rounding is noise of about 0.04 of their size, which shows in the reported loss, in an evaluation's too.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized linear stores, for an operator. kernels.quantized.unpack() reads them, except
-    fp8's.
+    """The tensors that a quantized linear stores, as an operator's argument. kernels.quantized.unpack() reads those of
+    nf4 and int8.
     """
     if isinstance(module, _Fp8):
         return [tensor.detach() for tensor in module.held()]
@@ -142,7 +143,7 @@ def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, d
     made.weight = library.Params4bit(
         weight, requires_grad=False, compress_statistics=double, quant_type="nf4", module=made
     ).to(weight.device)
-    # Otherwise an evaluation on a CPU repacks the weight for good, for a kernel that has no backward.
+    # Otherwise an evaluation on a CPU would repack the weight, and never back, for a kernel without a backward pass.
     made.support_avx512bf16_for_cpu = False
     made.fxtune_quantized = "nf4/bitsandbytes"
     return made
@@ -159,7 +160,7 @@ def _nf4_torchao(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double
 def _int8_bitsandbytes(linear: nn.Linear, weight: Tensor, compute: torch.dtype, double: bool) -> Any:
     library = bitsandbytes()
     made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
-    # Not Int8Params.to(), which quantises what comes from a CPU and leaves what is on a card as it is.
+    # Int8Params.to() is no choice: it quantizes a weight that comes from a CPU, and does not quantize one on a GPU.
     codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
     made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
     made.init_8bit_state()  # where peft looks for the scales
@@ -190,7 +191,7 @@ def _with_codes(made: Any, codes: Tensor, scale: Tensor, compute: torch.dtype, n
 
 
 class _Cast(nn.Linear):
-    """Computes in its own dtype. torchao's tensors come before autocast, which does not reach them."""
+    """A linear that casts its input to its own dtype: autocast does not reach torchao's tensors."""
 
     compute_dtype: torch.dtype
 
@@ -199,8 +200,8 @@ class _Cast(nn.Linear):
 
 
 class _Fp8(nn.Linear):
-    """A linear whose products are in fp8. `weight` holds the codes as uint8: peft would give adapters the dtype of a
-    float.
+    """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
+    dtype of a floating-point weight.
     """
 
     compute_dtype: torch.dtype
@@ -223,7 +224,7 @@ class _Fp8(nn.Linear):
 
 
 class _Int8Forward:
-    """The forward pass of a linear with `codes` and `scale`."""
+    """The forward pass of an int8 linear, which has `codes` and `scale`."""
 
     codes: Tensor
     scale: Tensor
@@ -303,7 +304,7 @@ def embedding_of(embedding: nn.Embedding, compute: torch.dtype, device: torch.de
 
 
 def end_bytes(module: Fp8Embedding | Fp8Head) -> int:
-    """Bytes of the codes and scales."""
+    """Bytes of an fp8 embedding's or head's codes and scales."""
     return sum(one.numel() * one.element_size() for one in (module.weight, module.scales))
 
 

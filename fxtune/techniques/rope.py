@@ -74,8 +74,8 @@ class Rope(Technique):
             return
         if kind == "phi3":
             yield (
-                "enabled: transformers reads any RoPE type in a phi3 config as longrope, so the result could not be loaded. "
-                "Set it to false."
+                "enabled: transformers reads any RoPE type in a phi3 config as longrope, so the result could not be "
+                "loaded. Set it to false."
             )
         current = _flat(config["rope_parameters"])
         if current is None:
@@ -84,13 +84,17 @@ class Rope(Technique):
         if "mrope_section" in current:
             yield f"enabled: {kind} splits its rotary dimensions among axes (mrope). Set it to false."
         if not self.factor > 1:
-            yield f"factor: {self.factor} does not extend the context. Set it to the new context over the original one, above 1."
+            yield (
+                f"factor: {self.factor} does not extend the context. Set it to the new context over the original one, "
+                "above 1."
+            )
         before, original = current.get("rope_type", "default"), self._original(config)
         unnamed = self.original_max_position_embeddings is None
         if before != "default" and unnamed and self._written(current, original) != current:
             yield (
-                f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). To "
-                "replace that scaling, give the context that `factor` multiplies. To keep it, set enabled to false."
+                f"original_max_position_embeddings: {kind} already scales its RoPE ({before}, {_scaling(current)}). "
+                "To replace that scaling, give the context that `factor` multiplies. To keep it, set enabled to "
+                "false."
             )
         elif original is None or original < 1:
             yield f"original_max_position_embeddings: {original}, and it must be a positive number of tokens."
@@ -116,8 +120,8 @@ class Rope(Technique):
             yield f"attention_factor: {self.attention_factor} must be above 0."
         if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor > 0:
             yield (
-                f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and that "
-                "above 0."
+                f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}, and "
+                "that above 0."
             )
 
     def configure(self, hf_config: Any) -> None:
@@ -237,7 +241,7 @@ class Rope(Technique):
 
 
 def own_scaling(config: dict[str, Any]) -> str | None:
-    """The RoPE scaling in a language model's own config (a plain dict), in words; None: it has none."""
+    """A description of the RoPE scaling in a language model's own config (a plain dict); None: it has none."""
     current = _flat(config.get("rope_parameters") or {}) or {}
     if current.get("rope_type", "default") == "default":
         return None

@@ -1,7 +1,7 @@
-"""Attention of transformers with another function in place of `apply_rotary_pos_emb`.
+"""Replaces `apply_rotary_pos_emb` for a single model of transformers.
 
-transformers' attentions call that function by its name in their own module. Replacing it there would change every
-model of the process; so a copy of the attention's forward gets globals of its own.
+An attention of transformers calls that function by its name in its own Python module. Replacing it there would change
+every model of the process. So the model's attention gets a copy of its forward, with globals of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROPE_FUNCTION = "apply_rotary_pos_emb"
 
 
 def keep_unrotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Takes the place of apply_rotary_pos_emb where q and k have been rotated already."""
+    """Replaces apply_rotary_pos_emb where q and k are already rotated."""
     return q, k
 
 
@@ -28,7 +28,7 @@ def keep_unrotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 def with_rope_function(forward: Any, function: Callable[..., Any], owner: str) -> Any:
     """A copy of `forward`, an attention's method, that calls `function` in place of apply_rotary_pos_emb.
 
-    Raises ConfigError if it does not call that; `owner` is the attention's name in the message.
+    Raises ConfigError if `forward` does not call it. `owner`: the attention's name for the message.
     """
     if ROPE_FUNCTION not in forward.__code__.co_names:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`fxtune bench`: how fast is a recipe as it is, and how much does each of its techniques contribute?
+"""`fxtune bench`: measures the speed of a recipe, and the contribution of each of its techniques.
 
     fxtune bench +recipe=quickstart                       # warm up, then measure the steps that training takes
     fxtune bench +recipe=quickstart --steps 20 --price 3  # more steps; the cost of a million tokens at 3 an hour
@@ -6,10 +6,10 @@
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. A technique is
-off by `techniques.NAME.enabled=false`, a switch inside one by `off`, and attention by torch's own kernel, because
-packed rows need one that isolates documents. A recipe that is refused or does not fit without a technique is a line
-with the reason.
+It writes nothing but the file of --json. fxtune/diagnostics/benchmark.py says what is measured and how. --ablate turns
+a technique off by `techniques.NAME.enabled=false` and a switch inside one by `off`. It replaces attention by torch's
+own kernel, because packed rows need one that isolates documents. If a recipe is refused or does not fit without a
+technique, its row holds the reason.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def run(
 ) -> None:
     """Measure and print. The options are strings, as typed on the command line.
 
-    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: of this machine per
-    hour; `json`: a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot be
-    written, CheckError if `ablate` cannot measure the recipe as it is; otherwise as training does.
+    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: what this machine costs
+    per hour; `json`: a file for the figures. Raises ConfigError for a bad option, StorageError for a file that cannot
+    be written, CheckError if `ablate` cannot measure the recipe as it is; otherwise as training does.
     """
     count, before = parse_int("--steps", steps, STEPS), parse_int("--warm-up", warm_up, WARM_UP, LEAST_WARM_UP)
     hour = parse_positive("--price", price, "what this machine costs per hour")
@@ -156,7 +156,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """(what is off, the overrides for it), for each technique that is on and each switch in it that is on.
+    """Yield (what is off, the overrides for it) for each technique that is on and for each switch in it that is on.
 
     `techniques`: see Measured.
     """

@@ -13,8 +13,8 @@ class Command:
     reads_data: bool = False
     """A config without data.sources is refused."""
     positional: str | None = None
-    """The module's function for arguments that are no keys (`fxtune merge ADAPTER
-    FOLDER`); it gets them one by one."""
+    """The module's function for arguments that are not keys (`fxtune merge ADAPTER FOLDER`). It
+    gets each as an argument."""
     positional_only: bool = False
     """It takes no config."""
     flags: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Command:
     gets_overrides: bool = False
     """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
     config_optional: bool = False
-    """Without a recipe or a key `run(None)` is called."""
+    """Without a recipe or key, `run(None)` is called."""
 
 
 COMMANDS = {

@@ -1,11 +1,11 @@
-"""`fxtune doctor`: what this machine has, whether it works, and the command that installs what is missing. One page.
+"""`fxtune doctor`: shows what this machine has, whether it works, and the commands that install what is missing.
 
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a process of its own (fxtune/diagnostics/package_checks.py), so that one that crashes or
-hangs is a line of the page and not its end. This process imports torch only to judge a recipe. Secrets are not
-printed, only whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run here.
+Each package is checked in a process of its own (fxtune/diagnostics/package_checks.py), so that a package that crashes
+or hangs is only a line of the page. This process imports torch only to judge a recipe. Secrets are not printed, only
+whether there is one. Exit code 1: an installed package does not work, or the recipe cannot run here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TIMEOUT_GPU = 180.0
 BATCH_TOKENS = 2**18
 """Tokens of a micro-batch in shared memory, if there is no recipe."""
 TOKEN_BYTES = 3 * 8
-"""Of a batch: ids, targets, positions."""
+"""Bytes of a token in a batch: ids, targets, positions."""
 DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Files that show a GPU if nvidia-smi is not installed."""
 
@@ -57,7 +57,7 @@ class Package:
     install: str
     purpose: str
     distributions: tuple[str, ...] = ()
-    """Names under which its version may be found, if not that of its check."""
+    """Names under which its version may be found, if not under `check`."""
 
     @property
     def version(self) -> str:
@@ -120,7 +120,7 @@ def run(config: Optional[Config] = None, json: Optional[str] = None) -> None:
 
 
 def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
-    """Title and findings of each part of the page, as soon as they are known. All slow checks run meanwhile."""
+    """Yield title and findings of each part of the page as soon as they are known. The slow checks run in parallel."""
     cards = system_report.gpus()
     gpu = bool(cards) or any(Path(name).exists() for name in DRIVERS)
     timeout = TIMEOUT_GPU if gpu else TIMEOUT

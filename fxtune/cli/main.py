@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         print(f"\nfxtune: {stop}", file=sys.stderr)
         return stop.exit_code
-    except KeyboardInterrupt:  # where our signal handlers are not installed, as in a thread
+    except KeyboardInterrupt:  # without our signal handlers, as in a thread
         print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fxtune recipes | head`: the reader has closed the pipe, which is no error
@@ -75,8 +75,8 @@ def show(error: UserError) -> None:
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> int:
-    """The exit code where memory ran out and the code had no advice: in an import, a table, a
-    merge. Raises other errors."""
+    """Report an out-of-memory error that nothing else handles (in an import, a table, a merge), and return its exit
+    code. Raises other errors."""
     from fxtune.system.oom import out_of_memory_reason
 
     found = out_of_memory_reason(error)
@@ -146,8 +146,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(argv: list[str], command: Command) -> argparse.Namespace:
-    """The command's options and Hydra's, but for those that make Hydra read unchecked files
-    (--config-dir and the like)."""
+    """Parse the command's options and those of Hydra that read no unchecked files (so no --config-dir)."""
     argv = [
         "--info=all" if text in ("-i", "--info") and after not in _INFO else text
         for text, after in itertools.pairwise([*argv, ""])
@@ -173,7 +172,8 @@ def _parse(argv: list[str], command: Command) -> argparse.Namespace:
 
 
 def _run_command(command: Command, options: argparse.Namespace) -> None:
-    """Compose the config, then call the command with it, print it (--cfg, --info) or sweep over it (-m)."""
+    """Compose the config. Then call the command with it, print it (--cfg, --info), or run
+    each job of a multirun (-m)."""
     own = {name: getattr(options, name) for name in (*command.flags, *command.values)}
     if command.gets_overrides:
         own["overrides"] = options.overrides
@@ -204,13 +204,13 @@ def _call(command: Command, config: Config, own: dict[str, Any]) -> None:
 
 
 def _print_result(result: Any) -> None:
-    """Merging returns the path it wrote to; other commands return nothing."""
+    """Print the path that merge returns. The results of other commands are not paths."""
     if isinstance(result, Path):
         print(f"The merged model is in {result}")
 
 
 class _JobError(BaseException):
-    """Carries an error that is no user's out of Hydra, which would finish the other jobs
+    """Carries an error that is not a UserError out of Hydra, which would run the other jobs
     first and cut the traceback."""
 
     def __init__(self, error: Exception):
@@ -255,13 +255,13 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
 
 
 def title_of(overrides: list[str], number: int) -> str:
-    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), in characters and a length
-    that any file system takes."""
+    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), in characters and of a length that
+    every file system allows."""
     changes = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
     title = re.sub(r"[^\w.=,+-]+", "_", changes)
     if title == changes and len(title) <= 120:
         return title
-    return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"  # two that are cut alike differ here
+    return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"  # two that are cut to the same text differ here
 
 
 def _complete(arguments: list[str]) -> None:

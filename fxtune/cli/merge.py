@@ -92,9 +92,9 @@ def merge(adapter: Path | str, out: Path | str, *, trust_remote_code: bool = Fal
 
 
 def _require_writable(out: Path) -> Path:
-    """Refuse a folder that exists or cannot be written. Returns the nearest folder above it that exists.
+    """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above it.
 
-    The staging paths of save_model() are examined and not opened, because opening a pipe would wait for ever.
+    The staging paths of save_model() are examined and not opened, because opening a pipe would wait forever.
     """
     for path in (out, *(out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "old") if out.name)):
         try:
@@ -217,7 +217,7 @@ def _merge_in_float32(layer: Any, name: str) -> None:
 
 
 def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
-    """Try the adapter's regular expressions on the module names within a time limit, because some would never end."""
+    """Match the adapter's regular expressions against the module names within a time limit, because some never end."""
     options = ("target_modules", "exclude_modules", "layers_pattern")
     patterns = {option: [value] for option in options if isinstance(value := getattr(lora, option, None), str)}
     for option in ("rank_pattern", "alpha_pattern"):

@@ -1,4 +1,4 @@
-"""Values of the commands' own options, and the file of `--json`."""
+"""Parses the values of the commands' own options, and writes the file of `--json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxtune.errors import ConfigError, StorageError
 
 
 def parse_int(option: str, text: str | None, default: int, least: int = 1) -> int:
-    """Raises ConfigError for anything but a whole number of `least` or more."""
+    """The whole number in `text`, or `default` without one. Raises ConfigError unless it is `least` or more."""
     if text is None:
         return default
     if not text.isdigit() or int(text) < least:
@@ -20,7 +20,7 @@ def parse_int(option: str, text: str | None, default: int, least: int = 1) -> in
 
 
 def parse_positive(option: str, text: str | None, what: str) -> float | None:
-    """A number above 0; None if the option was not given. `what`: what it stands for. Raises ConfigError."""
+    """The number above 0 in `text`; None if the option was not given. `what`: its meaning, for the ConfigError."""
     if text is None:
         return None
     try:
@@ -33,7 +33,7 @@ def parse_positive(option: str, text: str | None, what: str) -> float | None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Raises StorageError."""
+    """Write `value` as JSON. Raises StorageError."""
     try:
         file.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
@@ -41,7 +41,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def require_writable(file: Path) -> None:
-    """Raise StorageError if `file` cannot be written, before minutes of work; what is in it stays."""
+    """Raise StorageError if `file` cannot be written, before minutes of work. Its content stays."""
     existed = file.exists()
     try:
         with file.open("a"):

@@ -1,8 +1,8 @@
-"""`fxtune preview`: the first samples as the model will see them, after template, split and packing.
+"""`fxtune preview`: prints the first samples as the model will see them, after template, split and packing.
 
 Tokenizer, tables and plan are those of the training run, and the page is read back from the plan's first batches. It
-shows why most runs learn nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a
-template that is applied twice, rows that are mostly padding.
+shows the mistakes by which most runs learn nothing or the wrong thing: an answer that is not supervised, a missing
+end-of-turn token, a template that is applied twice, rows that are mostly padding.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class TokenTexts:
         return text
 
     def _next(self, ids: list[int], supervised: list[bool]) -> tuple[str, int]:
-        """The text of the next character, and its number of tokens: one character can be several tokens."""
+        """The text of the next character or token, and its number of tokens: one character can be several tokens."""
         if ids[0] in self.special:
             return self._printable(str(self.tokenizer.convert_ids_to_tokens(ids[0]))), 1
         for count in range(1, len(ids) + 1):

@@ -1,7 +1,7 @@
 """`fxtune sync RUN_FOLDER`: send W&B the rows of a run that it does not have yet.
 
 The rows come from the run's metrics.jsonl. Rows that W&B has are left out, so the command can be repeated, and a run
-that was online for a part of the time becomes complete, with each step once.
+that was partly online becomes complete, with each step once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fxtune.tracking import tracker
 
 
 def run(folder: str) -> None:
-    """Raises ConfigError without a run, an API key or wandb, StorageError if W&B does not take the rows."""
+    """Upload the missing rows. Raises ConfigError without a run, an API key or wandb,
+    StorageError if the upload fails."""
     from importlib.util import find_spec
 
     if find_spec("wandb") is None:

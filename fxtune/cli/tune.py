@@ -1,4 +1,4 @@
-"""`fxtune tune`: which settings are the fastest here, for this recipe, at the same loss?
+"""`fxtune tune`: searches for the fastest settings of a recipe on this machine, at the same loss.
 
     fxtune tune +recipe=quickstart                                  # short trials, then recipes/quickstart_tuned.yaml
     fxtune tune +recipe=quickstart --dry-run                        # what would be tried, what would not, and why
@@ -6,7 +6,7 @@
 
 It starts with the recipe as it is and varies one axis at a time from the best setting so far
 (fxtune/tuning/search.py), until nothing improves or the minutes are over. A setting that the memory forecast or a
-technique's check rules out is a line of the table and costs no trial; a trial that fails is a line with the reason.
+technique's check rules out costs no trial. The table has a row for it, and for a trial that fails, with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEPS = 8
 REASON_WIDTH = 200
 """Characters of a reason in the table; --json and the line printed after the trial have all of it."""
 PACKAGES = ("torch", "transformers", "peft", "liger-kernel", "flash-attn-4", "bitsandbytes", "torchao")
-"""Those named in the recipe's header."""
+"""Packages whose versions are in the recipe's header."""
 
 
 def run(
@@ -137,7 +137,7 @@ def _survey_there(overrides: list[str], with_data: bool) -> SearchContext:
 
 
 def _survey_here(config: Config, with_data: bool) -> SearchContext:
-    """Refuses what cannot run as configured, and tokenizes the data once for all trials."""
+    """Refuse a recipe that cannot run as configured, and tokenize the data once for all trials."""
     from fxtune.diagnostics.parity import precision_of
     from fxtune.training.builder import RunBuilder
 

@@ -1,4 +1,4 @@
-"""`fxtune verify`: does everything that the recipe asks for act, and is the loss right?
+"""`fxtune verify`: checks that every technique of the recipe acts, and that the loss is right.
 
     fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
-"""Elements of each trained tensor that are compared before and after a step. All of an 8B model do not fit twice."""
+"""Elements of each trained tensor that are compared before and after a step. Two copies of
+an 8B model would not fit."""
 FULLY_SUPERVISED = {RowFormat.text, RowFormat.tokens}
 """Formats in which every token may be supervised."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -197,7 +198,7 @@ def _observe_gradients(builder: RunBuilder, model: nn.Module, gradients: dict[st
 
 
 def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
-    """By adapted module (or by tensor, without adapters): whether the value of one of its tensors is true."""
+    """For each adapted module (for each tensor, without adapters): whether the value of any of its tensors is true."""
     modules: dict[str, bool] = {}
     for name, value in tensors.items():
         module = name.partition(".lora_")[0]
@@ -206,7 +207,8 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 
 
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
-    """Change every token of one document of a real row: does the loss of the others change? None without such a row.
+    """Change every token of one document of a real row, and check that the loss of the other documents stays the same.
+    None if no row has two documents with targets.
 
     Technique.verify does this on a few tokens; at the real length other kernels may run.
     """

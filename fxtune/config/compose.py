@@ -1,7 +1,7 @@
 """From recipes and the command line to one typed config.
 
-`prepare` checks what the command line names and says, Hydra composes it once, and `typed` validates the merged result
-once and returns dataclasses. No DictConfig leaves this file. What is nearer to the user wins:
+`prepare` checks the command line and every recipe and group that it names, Hydra composes them once, and `typed`
+validates the merged result once and returns dataclasses. No DictConfig leaves this file. The precedence, lowest first:
 
     the dataclasses' defaults < the recipe (after what its `defaults:` build on) < groups < keys of the command line
 """
@@ -50,7 +50,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
 
     The choices that are returned have Hydra's spelling and order: `+recipe=` and `recipe=`, `+optimizer=` and
     `optimizer=`, `+key=` and `key=` mean the same, and recipes come before groups, groups before keys. `register_all`
-    also registers what was not chosen, to be listed. Raises one ConfigError that lists all that is wrong.
+    also registers what was not chosen, so that it can be listed. Raises one ConfigError that lists every mistake.
     """
     store, choices, problems = RecipeStore(Config), list[Choice](), []
     for text in overrides:
@@ -98,8 +98,8 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:
-    """Call `job(composed config, its overrides)` for each job of a multirun, by the sweeper and
-    launcher of Hydra's config."""
+    """Call `job(composed config, its overrides)` for each job of a multirun, with the sweeper and
+    launcher that the config names."""
 
     def task(cfg: DictConfig) -> None:
         job(cfg, list(HydraConfig.get().overrides.task))
@@ -145,14 +145,15 @@ def complete(arguments: list[str]) -> None:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Config in OmegaConf's form, which takes 50 ms to make. Not to be changed."""
+    """Config as an OmegaConf schema, which takes 50 ms to make. Do not change it: all callers share it."""
     schema = OmegaConf.structured(Config)
     assert isinstance(schema, DictConfig)
     return schema
 
 
 def _register(store: RecipeStore, everything: bool) -> None:
-    """Give Hydra the schema and what was checked, by name. Hydra has no search path: it reads no file itself."""
+    """Store the schema and the checked recipes and groups in Hydra by name. Hydra has no search path,
+    so it reads no file itself."""
     if everything:
         for group, options in store.groups.items():
             for option in options:
@@ -177,7 +178,7 @@ def _session() -> Iterator[Any]:
     """Hydra, with what prepare() registered. Its errors become ConfigErrors.
 
     Hydra keeps one global instance. Inside a job of a multirun (fxtune tune composes what it
-    writes), the job's is put aside.
+    writes), the job's instance is put aside.
     """
     instance = GlobalHydra.instance()
     outer, instance.hydra = instance.hydra, None
@@ -191,7 +192,7 @@ def _session() -> Iterator[Any]:
 
 
 def _composed(overrides: list[str]) -> DictConfig:
-    """What Hydra composes from the texts of `prepare`, without Hydra's own section. Raises ConfigError."""
+    """The config that Hydra composes from the texts of `prepare`, without Hydra's own section. Raises ConfigError."""
     with _session() as hydra:
         compose = functools.partial(hydra.compose_config, _ROOT, run_mode=RunMode.RUN, from_shell=False)
         try:

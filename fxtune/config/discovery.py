@@ -15,7 +15,7 @@ from fxtune.errors import ConfigError, did_you_mean
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
 _HEADER_CHARACTERS = 4096
-"""The first comment line of a recipe is looked for in so many characters."""
+"""Characters at the start of a recipe that are searched for its first comment line."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe called `name`, or the one in the file `name` when that ends in .yaml. Raises ConfigError."""
+    """The recipe called `name`, or the one in the file `name` if that ends in .yaml or .yml. Raises ConfigError."""
     if name.endswith((".yaml", ".yml")):
         path = Path(os.path.expanduser(name))
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""The keys of a config, with the type and the range of each value: read from the dataclasses.
+"""Reads the keys of a config from the dataclasses, with the type and the range of each value.
 
 A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
 are allowed values, `above` and `below` are not. The range of a list's field holds for each entry.

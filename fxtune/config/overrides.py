@@ -51,8 +51,8 @@ class Choice:
 
 
 class RecipeStore:
-    """The recipes and groups that can be chosen from this working directory; those that were
-    read are kept as plain data."""
+    """The recipes and groups that can be chosen from this working directory. Each is read
+    once and kept as plain data."""
 
     def __init__(self, schema: type):
         self.schema = schema
@@ -65,8 +65,7 @@ class RecipeStore:
         self._parser = OverridesParser.create()
 
     def override(self, text: str, place: str = COMMAND_LINE, from_file: bool = False) -> Choice:
-        """Check the override `text`, which is written at `place`. Raises one ConfigError
-        with all that is wrong in it."""
+        """Check the override `text`, which is written at `place`. Raises one ConfigError with every mistake in it."""
         try:
             parsed = self._parser.parse_override(text)
         except HydraException as error:
@@ -100,7 +99,7 @@ class RecipeStore:
     def recipe(self, name: str, trail: tuple[str, ...] = ()) -> DictConfig:
         """The recipe `name` as plain data, merged over what its `defaults:` name.
 
-        `trail`: the recipes that build on it. Raises one ConfigError with all that is wrong in it.
+        `trail`: the recipes that build on it. Raises one ConfigError with every mistake in it.
         """
         if name in trail:
             path = discovery.place(self.paths[name])
@@ -122,8 +121,8 @@ class RecipeStore:
         return self.recipes[name]
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
-        """The values of a group's option, and whether they are keys of the whole config and
-        not of the section `group`."""
+        """The values of a group's option, and whether their keys start at the root of the config instead
+        of at the section `group`."""
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
             whole_config = document.package == "_global_"
@@ -138,8 +137,8 @@ class RecipeStore:
         return self.options[group, option]
 
     def _read_defaults(self, document: Document, validator: Validator, trail: tuple[str, ...]) -> list[Any]:
-        """The layers that a recipe builds on, in order: recipes (`- llama_lora`), groups (`-
-        override /optimizer: muon`)."""
+        """The layers that a recipe builds on, in order: recipes (`llama_lora`) and groups
+        (`override /optimizer: muon`)."""
         entries = document.data.get("defaults") or []
         if not isinstance(entries, list):
             validator.add(("defaults",), "`defaults` is a list: [llama_lora, {override /optimizer: muon}, _self_]")

@@ -2,7 +2,7 @@
 
 A recipe is data from a stranger. So every recipe, group and override is checked before Hydra reads it, because
 Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys pass (`+key`). The merged config is
-checked once more, by the same code, because only there is it known what a pointer such as `${optimizer.lr}` gives.
+checked once more, by the same code, because only then is the value of a pointer such as `${optimizer.lr}` known.
 Nothing that is read is executed.
 """
 
@@ -57,7 +57,7 @@ OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in name
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
 _NO_CODE = "a config holds values, it cannot name code to run"
-_IN_NO_NAME = re.compile("[\0\ud800-\udfff]")
+_FORBIDDEN_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Validator:
         self.problems.append(f"{self.place(keys)}: {text}")
 
     def find(self, keys: Keys) -> Slot | None:
-        """The slot at `keys`. Where there is none, adds the problem and returns None."""
+        """The slot at `keys`. If there is none, add the problem and return None."""
         slot = Slot(self.schema)
         for depth, key in enumerate(keys):
             found = None if _is_directive(key) else slot.below(key)
@@ -87,9 +87,9 @@ class Validator:
         return slot
 
     def check(self, slot: Slot, value: Any, keys: Keys) -> None:
-        """Add what is wrong with `value`, which `slot` is to hold."""
+        """Add a problem for each part of `value` that `slot` cannot hold."""
         name = ".".join(keys)
-        if isinstance(value, str) and _IN_NO_NAME.search(value):
+        if isinstance(value, str) and _FORBIDDEN_CHARACTER.search(value):
             why = "has a character that no file and no name can have (NUL, or half of a surrogate pair)"
             self.add(keys, f"`{name}={value!r}` {why}")
         elif isinstance(value, str) and "${" in value:
@@ -141,8 +141,7 @@ class Validator:
         name, number = ".".join(keys), value
         wrong = isinstance(value, (list, dict))
         if slot.kind is str:
-            # From a file, 007, 1e5 and `on` would not come out as they were written; on a
-            # command line Hydra keeps 007.
+            # YAML does not keep 007, 1e5 and `on` as they are written. On a command line, Hydra keeps 007.
             if not wrong and (isinstance(value, bool) or not isinstance(value, str if self.from_file else (str, int))):
                 self.add(keys, f"`{name}` is text, and {_shown(value)} is not: put it in quotes")
                 return
@@ -239,13 +238,12 @@ class Validator:
 
 
 def command_line_only(key: str) -> bool:
-    """Whether a key's value belongs on a command line, and not in a file that is shared: see
-    Validator._check_permission."""
+    """Whether a key may be set on a command line only, and not in a file (see Validator._check_permission)."""
     return key in OUTPUT_KEYS or key.rpartition(".")[2] == TRUST
 
 
 def _is_directive(key: str) -> bool:
-    """Whether it is one of Hydra's own words (`_target_`, `_partial_`, ...), which turn data into calls."""
+    """Whether `key` is a directive of Hydra (`_target_`, `_partial_`, ...), which turns data into a call."""
     return len(key) > 2 and key.startswith("_") and key.endswith("_")
 
 

@@ -1,9 +1,9 @@
-"""How fast a recipe is as it is: the training step itself (TrainStep), timed.
+"""Measures the speed of a recipe by timing the training step itself (TrainStep).
 
 `measure` builds what a run builds (the same checks, data path and optimizer), takes warm-up steps, which compile, tune
 and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
-where training does (every `train.log_every` steps) and at both ends, nowhere else; the time of a step is that between
-two events on the device's own stream. Tokens are those of documents; padding is counted separately and is in no rate.
+only where training does (every `train.log_every` steps) and at both ends. The time of a step is the time between two
+events on the device's own stream. Tokens per second count the tokens of documents; padding is counted separately.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ WARM_UP = 3
 PROFILED = 2
 """Further steps whose kernels are timed, if requested."""
 LEAST_WARM_UP = 2
-"""The first step compiles, the second finds the gradients and moments that the first one allocated."""
+"""The first step compiles and allocates gradients and moments; the second is the first that finds them."""
 
 
 @dataclass
 class Measured:
-    """Figures of the measured steps, unless a field says otherwise. None: not known here."""
+    """Figures of the measured steps, unless a field says otherwise. None: not known on this machine."""
 
     tokens_per_second: float
-    """Of documents, from the end of the warm-up to the end of the last measured step."""
+    """Tokens of documents, from the end of the warm-up to the end of the last measured step."""
     supervised_tokens_per_second: float
     padding_per_second: float
     step_seconds: float
@@ -76,7 +76,7 @@ class Measured:
     loss: Optional[float]
     """Mean in nats per supervised token."""
     losses: list[Optional[float]]
-    """Of every step, warm-up included; None if it was not finite."""
+    """The loss of every step, warm-up included; None if it was not finite."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite, warm-up included. They changed nothing."""
     steps: int

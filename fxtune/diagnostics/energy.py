@@ -1,13 +1,13 @@
-"""Energy that a GPU used while something ran, from NVIDIA's management library (NVML, by the package nvidia-ml-py).
+"""Measures the energy that a GPU uses, with NVIDIA's management library (NVML, in the package nvidia-ml-py).
 
-Of two sources, the first that the GPU has:
+It uses the first of two sources that the GPU has:
 
 - its energy counter (millijoules since the driver was loaded; Volta and newer): two readings, and nothing runs in
   between;
 - its power (milliwatts), sampled ten times a second by a thread and integrated by trapezoids.
 
-Both are of the whole board: memory, fans, and other processes on the same GPU are included, CPU and power supply are
-not. If there is neither, there is no figure, and `how` gives the reason.
+Both measure the whole board: memory, fans, and other processes on the same GPU are included, CPU and power supply are
+not. If the GPU has neither, there is no figure, and `how` gives the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a package work on this machine? Each check compares a tiny forward and backward through it with plain torch.
+"""Checks whether a package works here. Each check compares a tiny forward and backward through it with plain torch.
 
     python -P fxtune/diagnostics/package_checks.py NAME [gpu]
 
@@ -39,7 +39,7 @@ class Check:
 
 
 class NotTriedError(Exception):
-    """The package, or this version of it, is not for this machine; the message says why. It is not broken."""
+    """The package, or this version of it, cannot be used on this machine, but is not broken. The message says why."""
 
 
 def _torch(device: torch.device) -> str:
@@ -224,8 +224,7 @@ CHECKS = {
 def main(name: str, gpu: bool) -> dict[str, Any]:
     """The result of one check. `gpu`: this machine may have one."""
     check, facts = CHECKS[name], dict[str, Any]()
-    # The broad except is intended: whatever a package raises, on import or when it runs, becomes one line for the
-    # user.
+    # The broad except is intended: any error of a package, on import or when it runs, becomes one line for the user.
     try:
         if not _installed(check.module):
             return {"state": "missing", "seen": ""}
@@ -249,7 +248,7 @@ def main(name: str, gpu: bool) -> dict[str, Any]:
 
 
 def _installed(module: str) -> bool:
-    """A package that lacks modules of its own counts as installed, and is broken."""
+    """Whether the package is installed. One that lacks modules of its own counts as installed, but broken."""
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False
@@ -261,7 +260,7 @@ def _installed(module: str) -> bool:
 
 
 def _facts() -> dict[str, Any]:
-    """What fxtune finds out about this machine, and what torch says of its GPU."""
+    """The Facts of this machine, torch's CUDA version, and why torch does not use a GPU."""
     import torch
 
     from fxtune.distributed.world import World

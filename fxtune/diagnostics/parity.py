@@ -1,15 +1,15 @@
-"""Is the loss right? The same global batch through the recipe's techniques and through plain transformers.
+"""Checks the loss: runs the same global batch through the recipe's techniques and through plain transformers.
 
 The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
-compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in it: scaled RoPE,
-adapters, a quantized base. Dropout is off everywhere, because two passes would never agree.
+compiled, and cross-entropy of float32 logits. What changes the mathematics by design stays on in the reference: scaled
+RoPE, adapters, a quantized base. Dropout is off everywhere, because two passes would never agree.
 
-In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree, so plain transformers
-in that precision measures how far rounding alone leads from float32: fxtune may be twice as far, plus a fraction of
-the dtype's epsilon.
+In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree. So plain
+transformers in that precision measures the error of rounding alone, and the error of fxtune may be twice as large,
+plus a fraction of the dtype's epsilon.
 
 The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. One model is in
-memory at a time, and the plain ones run before anything of fxtune's own does.
+memory at a time, and the plain ones run before those with fxtune's own code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SLACK = (1 / 8, 1 / 2, 1.0)
 """In other precisions: epsilons of the dtype, added to twice the error of plain transformers."""
 MIN_NORM = 0.01
 """The error of a parameter's gradient is relative to its norm, or to this fraction of the mean norm if that is more:
-the gradient of a key's bias, for example, is zero but for rounding."""
+the gradient of a key's bias, for example, is zero except for rounding."""
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 
 
@@ -131,7 +131,8 @@ def precision_of(builder: RunBuilder) -> str:
 
 
 def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
-    """A scale at which float16 keeps small gradients: that of the sum over tokens. Training adapts its own scale."""
+    """A scale at which float16 keeps small gradients: about the number of supervised tokens.
+    Training adapts its own scale."""
     half = precision_of(builder) == "float16"
     return LossScale(builder.world.device, 2.0 ** round(math.log2(supervised)) if half else 1.0, active=half)
 

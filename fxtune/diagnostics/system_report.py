@@ -1,7 +1,7 @@
-"""What is known of this machine without torch: GPUs, memory, disks, and the servers that training uses.
+"""Describes this machine without torch: GPUs, memory, disks, and the servers that training uses.
 
-`fxtune doctor` prints it. Nothing here raises: what cannot be found out has no line. A secret is never shown, only
-whether there is one.
+`fxtune doctor` prints it. Nothing here raises: what cannot be found out has no line. A secret is never
+shown, only whether one is set.
 """
 
 from __future__ import annotations

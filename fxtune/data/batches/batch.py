@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
 TARGET_COUNTS = 16
-"""How many different numbers of targets with_rounded_targets() makes for batches of one shape."""
+"""How many numbers of targets with_rounded_targets() allows for batches of one shape."""
 MIN_TARGETS = 128
-"""Rows of a tile of the head's matmul: fewer take no less time."""
+"""Rows in one tile of the head's matmul: fewer targets take the same time."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class Batch:
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same batch with the lengths of `supervised_at` and `labels` rounded up to a multiple of MIN_TARGETS and
-        of a TARGET_COUNTS-th of all positions, by positions without a target (each once) with the label IGNORE_INDEX.
+        """The same batch with a rounded number of targets. `supervised_at` and `labels` are filled up with positions
+        that have no target (each at most once) and the label IGNORE_INDEX, to a multiple of MIN_TARGETS or of a
+        TARGET_COUNTS-th of all positions, whichever is larger.
 
-        The loss and its gradients stay the same. The head computes the added rows in vain: half a TARGET_COUNTS-th of
-        the positions on average. In return its matmuls and buffers have few sizes, so freed memory fits the next
-        request, and a recorded CUDA graph serves every batch of its size. On the host only.
+        The loss and its gradients stay the same. The cost: the head computes the added rows for nothing, on average
+        half a TARGET_COUNTS-th of the positions. In return its matmuls and buffers have few sizes, so freed memory
+        fits the next request, and a recorded CUDA graph serves every batch of its size. On the host only.
         """
         positions = self.targets.numel()
         step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
@@ -100,7 +101,7 @@ class BatchSpec:
     pad_id: int
     slots: int
     """Room for documents in `cu_seqlens` of packed rows: at least one a segment, and one more a row for its padding.
-    Rows that are not packed take one each, by which attention recognizes them."""
+    Unpacked rows take one slot each, by which attention recognizes them."""
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:

@@ -1,4 +1,4 @@
-"""From the data config to what a run reads: token tables, and the plans of training and evaluation."""
+"""Builds what a run reads from the data config: token tables, and the plans of training and evaluation."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ An epoch is a set of segments: all of them, or each source's share if sources ha
 share if short and long documents are mixed. Everything is a pure function of (tables, settings, epoch), so no
 part needs the parts before it.
 
-Cost: about 40 bytes a segment for the tables and 8 for each epoch in memory; an epoch of a million segments
+Cost in memory: about 40 bytes per segment, and 8 more for each epoch that is kept. An epoch of a million segments
 takes a fraction of a second.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings give other rows."""
 _PASSES, _ORDER, _ROWS, _KINDS = 1, 2, 3, 4
-"""What a permutation is for, so that no two are the same."""
+"""Keys of the permutations by purpose, so that no two permutations are the same."""
 _EPOCHS_IN_MEMORY = 3
 """A step can span two epochs, and a loader reads ahead."""
 
@@ -50,7 +50,7 @@ class StreamSettings:
     eval_fraction: float
     side: Side
     weights: Optional[tuple[float, ...]]
-    """One a table; None: every segment once an epoch."""
+    """One per table; None: every segment once per epoch."""
     seed: Optional[int]
     """None: no shuffling, as for evaluation; without packing, the longest documents come first then."""
     mix: Optional[LengthMix] = None
@@ -181,7 +181,8 @@ class EpochStream:
         return Epoch(segments[np.repeat(offsets[rows], size) + within], np.concatenate([[0], ends]))
 
     def _draw(self, epoch: int) -> list[np.ndarray]:
-        """The segments of an epoch that draws shares: of supervised tokens by source, or of tokens by length."""
+        """The segments of an epoch with weights or a mix: a share of the supervised tokens for each source, or of the
+        tokens for each kind of length."""
         weights, mix, of = self.settings.weights, self.settings.mix, self.segments
         if mix:
             share, total = Fraction(mix.long_share), int(of.length.sum())

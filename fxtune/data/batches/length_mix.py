@@ -33,12 +33,12 @@ class LengthMix:
 def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Reorder rows so that each stretch of them has about the same share of long tokens as all of them.
 
-    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of
-    the rows, which is kept among rows with too many long tokens, and among the others. Returns a permutation,
+    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the
+    rows. It stays the order of the rows with too many long tokens, and of the others. Returns a permutation,
     int64 [rows]. For any stretch of it, sum(long) differs by less than max(tokens) from the stretch's sum of
     `tokens` times the overall share.
     """
-    # Above the share if positive. In units of 1 / sum(tokens), so that integers are exact.
+    # A row's long tokens beyond the overall share, in units of 1 / sum(tokens), so that integers are exact.
     excess = long * int(tokens.sum()) - tokens * int(long.sum())
     above, below = order[excess[order] > 0], order[excess[order] <= 0]
     gains, losses = excess[above].tolist(), excess[below].tolist()
@@ -52,9 +52,8 @@ def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> n
             from_above[used_above + used_below] = True
             total += gains[used_above]
             used_above += 1
-    from_above[used_above + used_below :] = used_above < len(
-        gains
-    )  # the rows left are of one kind; total returns to 0
+    # The rows left are of one kind, and with them `total` returns to 0.
+    from_above[used_above + used_below :] = used_above < len(gains)
     result = np.empty(len(order), np.int64)
     result[from_above], result[~from_above] = above, below
     return result

@@ -12,7 +12,7 @@ so workers matter only for tables on slow disks, and on a CPU none is started.
 
 A worker that dies (out of memory, a full /dev/shm) costs the run seconds: a batch is a function of the plan, so
 new workers continue where it stopped. After MAX_WORKER_DEATHS deaths the main process builds the batches
-itself. Each time prints a line.
+itself. Each death prints a line.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ if TYPE_CHECKING:
 MAX_WORKER_DEATHS = 3
 """Deaths of workers in a run after which none is started."""
 SHUTDOWN_SECONDS = 2.0
-"""How long workers may take to end by themselves; one may be reading from a slow disk."""
+"""How long workers may take to end by themselves before they are killed; one may be reading from a slow disk."""
 
 
 @dataclass
 class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0})
-    """Processes that build batches; null: 0 on a CPU, 2 for a GPU (a batch is a slice of a memory
-    map and takes little work)."""
+    """Processes that build batches; null: 0 on a CPU, 2 for a GPU (building a batch copies slices of a memory map)."""
     pin_memory: Optional[bool] = None
     """Page-locked batches, for copies that overlap with compute; null: on for a GPU."""
     persistent_workers: bool = True
@@ -60,7 +59,7 @@ class LoaderConfig:
     """Batches that a worker keeps ready."""
 
     def resolved(self, device: torch.device) -> LoaderConfig:
-        """The same with every null decided. Raises ConfigError for what is impossible on `device`."""
+        """A copy with every null replaced by its value. Raises ConfigError for a setting that `device` cannot have."""
         cuda = device.type == "cuda"
         if self.pin_memory and not cuda:
             raise ConfigError("loader.pin_memory=true needs a GPU, and this run is on the CPU. Set it to null.")
@@ -80,8 +79,8 @@ class StepBatches:
 
 
 class Loader:
-    """Goes through a plan, as often as wanted and with the same workers (as an evaluation does), one pass at a time.
-    Call close(): workers end with the loader, not with a pass."""
+    """Iterates over a plan any number of times with the same workers (as an evaluation does), one pass at a time. Call
+    close(): the workers end with the loader, not with a pass."""
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
@@ -206,7 +205,7 @@ class Loader:
         self._loader = self._make_loader((self.config.num_workers or 0) if restart else 0)
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
-        """Each batch on the device. On a GPU the next one is being copied by then."""
+        """Yield each batch on the device. On a GPU, the copy of the next one has started by then."""
         if self.device.type != "cuda":
             yield from batches
             return
@@ -230,7 +229,8 @@ class Loader:
 
 
 class _SpecSampler:
-    """The batches that the workers build, in order, from (`step`, `micro`) on. Runs in the main process."""
+    """Yields the specs of the batches that the workers build, in order, from (`step`, `micro`) on.
+    Runs in the main process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -245,7 +245,7 @@ class _SpecSampler:
 
 
 class _BatchDataset(Dataset[Batch]):
-    """What a worker gets: the tables, which pickle as paths. Its keys are micro-batches."""
+    """The dataset of a worker: a BatchSpec as key gives a Batch. It holds the tables, which pickle as paths."""
 
     def __init__(self, tables: Sequence[TokenTable], round_targets: bool) -> None:
         self.tables, self.round_targets = tables, round_targets
@@ -281,7 +281,7 @@ def _init_worker(worker: int) -> None:
 
 
 def _ignore_broken_connection(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-    """A worker's excepthook: when the main process ends first, the thread that sends file descriptors
-    (multiprocessing.resource_sharer) fails with a broken connection, which is no error."""
+    """The excepthook of a worker. When the main process ends first, the thread that sends file descriptors
+    (multiprocessing.resource_sharer) fails with a broken connection, which is not an error."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

@@ -52,8 +52,8 @@ class Plan:
         self.sizes = sizes
         self._row_count = self._count_rows()
         self.steps = -(-self._row_count // sizes.global_batch_size)
-        # As if each row had as many documents as the fullest row of the first epoch, counting padding as
-        # one. Few batches need more.
+        # Slots for rows that all have as many documents as the fullest row of the first epoch, and
+        # padding. Few batches need more.
         fullest = int(np.diff(stream.epoch(0).offsets).max()) + 1 if stream.settings.packing else 2
         self._slots = _next_power_of_two(fullest * sizes.micro_batch_size)
 
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two plans whose step s learns from the same documents, for each s that both have.
+        """Equal for two plans if step s learns from the same documents in both, for each step s that both have.
 
         The length of the run, the division of a step into micro-batches and the padding of rows are not part of it.
         """
@@ -175,10 +175,11 @@ class Plan:
         )
 
     def _mix_summary(self, epoch: Epoch) -> Optional[dict[str, Any]]:
-        """What data.mix gives in an epoch; None without it.
+        """Figures of data.mix in an epoch; None without a mix.
 
-        `share` of the tokens are in long segments; `lowest` and `highest` are that share in a step, if the epoch
-        begins with one. For each kind: its segments, their tokens, and how often an epoch has each of them.
+        `share`: of the epoch's tokens, those in long segments. `lowest` and `highest`: that share in a
+            single step, if the epoch begins with a step. For each kind: its segments, their tokens, and how
+            often an epoch has each of them.
         """
         mix, of = self.stream.settings.mix, self.stream.segments
         if mix is None:

@@ -3,10 +3,9 @@
 A segment is a document, or a part of one that is longer than `data.sequence_length`. A segment's first token follows
 nothing, so it is never a target. A segment without a target teaches nothing; it is left out and counted.
 
-The random choices are here too: which documents are held out, which depends on their content alone, and the
-permutations of epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-number generators") and not numpy's generators, whose streams may change between versions: a run resumed years
-later must get the same batches.
+The random choices are made here too: the documents that are held out, by their content alone, and the permutations of
+epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") and not
+numpy's generators, whose streams may change between versions: a run resumed years later must get the same batches.
 """
 
 from __future__ import annotations

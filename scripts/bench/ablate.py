@@ -1,17 +1,19 @@
-"""The memory and the time of each technique, alone and together: each by `fxtune bench`, in one table and one plot.
+"""Measures memory and speed of each technique, alone and combined, with `fxtune bench`. Prints one table and draws one plot.
 
     python scripts/bench/ablate.py --data docs.jsonl --json ablation.json --plot docs/ablation.svg      # a GPU, an hour and a half
-    python scripts/bench/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json         # in pieces: goes on
+    python scripts/bench/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json         # in parts: continues
     python scripts/bench/ablate.py --json ablation.json --minutes 0 --plot docs/ablation.svg            # only table and plot
-    python scripts/bench/ablate.py --smoke                                                              # on a CPU: does it run at all?
+    python scripts/bench/ablate.py --smoke                                                              # a short test on a CPU
 
-Each row is a process of its own, through the whole data path: documents are read, tokenised and packed into rows of full
-length, weights are drawn at random (speed and memory do not depend on their values), LoRA r=16 is trained. Its figures are
-those of `fxtune bench`: of the steps after the first WARM_UP ones, and the peak of all of it. What is refused or does not fit
-is a row that says so. A case that stands in the JSON file is not run again (--again does), unless it failed for another reason.
+Each case runs in its own process and uses the complete data path: it reads documents, tokenizes them, packs them into full rows and
+trains LoRA r=16. Weights are random; speed and memory do not depend on their values. The figures are those of `fxtune bench`: the
+speed of the steps after the first WARM_UP ones, and the peak memory of the process. A case that is refused or does not fit has a
+row with the reason. A case that the JSON file already holds does not run again, unless it failed for another reason or --again is
+given.
 
-A technique is put on top of a base: `plain` where that fits (LoRA, bfloat16, torch's own attention), at lengths where plain
-does not fit what it needs to fit, which the row's name tells (`full + fused_loss`). Ratios are to that base.
+Each technique is added to a base. The base is `plain` (LoRA, bfloat16, torch's own attention) where that fits. At lengths where it
+does not fit, the base has the techniques that it needs to fit, and the row's name lists them (`full + fused_loss`). Ratios are
+relative to that base.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # of a checkout that is not installed
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 WARM_UP = 2
-"""Steps that compile, tune and fill caches."""
+"""Steps before the measured ones: they compile, tune and fill caches."""
 LENGTHS = {4096: 4, 16384: 1, 65536: 1}
-"""Tokens in a row -> rows in a micro-batch; another length has one row."""
+"""Tokens per row -> rows per micro-batch. Other lengths have one row."""
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -85,9 +87,9 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     ),
     "nf4": ("techniques.quantize.enabled=true",),
 }
-"""What each technique adds to the command line."""
+"""The command-line keys of each technique."""
 BASES: dict[int, tuple[str, ...]] = {65536: ("full", "fused_loss")}
-"""What a technique is put on top of, by length; nothing at any other length."""
+"""The techniques of the base, by length. At other lengths the base is `plain`."""
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "base": (),
@@ -103,12 +105,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "offload": ("offload",),
     "tiled_mlp": ("tiled_mlp",),
 }
-"""The rows, the most telling first: names in TECHNIQUES, or keys of the command line. `base` is left out where it is plain."""
+"""The rows, the most informative first: names in TECHNIQUES, or command-line keys. `base` does not run where it equals `plain`."""
 
-ALONE = ("plain", "together", "memory")
-"""Cases that stand on no base."""
+WITHOUT_BASE = ("plain", "together", "memory")
+"""Cases that are not added to a base."""
 POLICIES = ("selective", "offload", "tiled_mlp")
-"""Cases that say themselves what is recomputed."""
+"""Cases that set the recompute policy themselves."""
 
 
 def main() -> None:
@@ -119,13 +121,13 @@ def main() -> None:
     left_out = []
     folder = Path(tempfile.mkdtemp(prefix="fxtune-ablate-"))
     try:
-        for shape, length, case in wanted(args.shapes, args.lengths, args.cases):
+        for shape, length, case in cases_to_run(args.shapes, args.lengths, args.cases):
             key = f"{shape} {length} {case}"
             seconds = args.minutes * 60 - (time.monotonic() - began)
             if key in rows and not args.again and not rows[key].get("error", "").startswith("failed"):
                 continue
             siblings = [row["seconds"] for row in rows.values() if (row["shape"], row["length"]) == (shape, length)]
-            if seconds <= max(siblings, default=0):  # it would be broken off
+            if seconds <= max(siblings, default=0):  # the time limit would interrupt it
                 left_out.append(key)
                 continue
             print(f"{key} ...", flush=True)
@@ -134,14 +136,14 @@ def main() -> None:
                 left_out.append(key)
                 continue
             rows[key] = row
-            print(f"  {line(row, rows)}", flush=True)
+            print(f"  {table_row(row, rows)}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(table(rows))
     if left_out:
-        print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(left_out)}")
+        print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
     if args.plot:
         plot(rows, args.plot)
 
@@ -151,17 +153,17 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=words, default=["8b", "1b"], help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=words, default=["8b", "1b"], help=f"choose from {', '.join(SHAPES)}")
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=list(LENGTHS))
-    parser.add_argument("--cases", type=words, default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--steps", type=int, default=6, help=f"of each run, {WARM_UP} of them to warm up")
-    parser.add_argument("--minutes", type=float, default=600.0, help="stop in time and say what was not run")
+    parser.add_argument("--cases", type=words, default=list(CASES), help=f"choose from {', '.join(CASES)}")
+    parser.add_argument("--steps", type=int, default=6, help=f"steps per run, {WARM_UP} of them warm-up")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
     parser.add_argument(
-        "--data", type=Path, help="documents; default: text at hand, gathered by scripts/make/gather.py"
+        "--data", type=Path, help="documents; default: text of this machine, collected by scripts/make/gather.py"
     )
-    parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
-    parser.add_argument("--again", action="store_true", help="run also what stands there")
-    parser.add_argument("--plot", type=Path, help="an .svg or .png")
+    parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
+    parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
+    parser.add_argument("--plot", type=Path, help="an .svg or .png file")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, rows of 256 tokens, 4 steps")
     args = parser.parse_args()
     if args.smoke:
@@ -170,12 +172,12 @@ def arguments() -> argparse.Namespace:
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     if args.steps <= WARM_UP:
-        parser.error(f"--steps must be above the {WARM_UP} that warm up")
+        parser.error(f"--steps must be above {WARM_UP}, the number of warm-up steps")
     return args
 
 
-def wanted(shapes: list[str], lengths: list[int], cases: list[str]) -> Iterable[tuple[str, int, str]]:
-    """(shape, length, case), the most telling first: all shapes and lengths of the first case, then of the second."""
+def cases_to_run(shapes: list[str], lengths: list[int], cases: list[str]) -> Iterable[tuple[str, int, str]]:
+    """(shape, length, case), the most informative case first, each with all shapes and lengths."""
     for case in cases:
         for length in lengths:
             for shape in shapes:
@@ -185,18 +187,18 @@ def wanted(shapes: list[str], lengths: list[int], cases: list[str]) -> Iterable[
 
 
 def parts(length: int, case: str) -> list[str]:
-    """What this case is made of at this length: names in TECHNIQUES, and keys of the command line."""
-    if case in ALONE:
+    """The parts of this case at this length: names in TECHNIQUES, and command-line keys."""
+    if case in WITHOUT_BASE:
         return list(CASES[case])
     base = [name for name in BASES.get(length, ()) if not (name == "full" and case in POLICIES)]
     return [*base, *CASES[case]]
 
 
 def settings(length: int, case: str) -> list[str]:
-    """The keys of the command line that make this case at this length."""
+    """The command-line keys of this case at this length."""
     names = parts(length, case)
     keys = [key for name in names for key in TECHNIQUES.get(name, (name,))]
-    if {"liger", "fused_loss"} <= {*names}:  # neither switches the other off
+    if {"liger", "fused_loss"} <= {*names}:  # the `off` keys of one disable the other
         keys = [key for key in keys if not (key.startswith("techniques.liger.") and "off" in key)]
     if not any(key.startswith("techniques=") for key in keys):
         keys = [
@@ -211,7 +213,7 @@ def settings(length: int, case: str) -> list[str]:
 def measure(
     shape: str, length: int, case: str, args: argparse.Namespace, folder: Path, seconds: float
 ) -> dict[str, Any] | None:
-    """Run one case; its row, or None where `seconds` were not enough."""
+    """Run one case. Returns its row, or None if `seconds` were not enough."""
     from fxtune.diagnostics.benchmark import measure_in_process
 
     rows = LENGTHS.get(length, 1)
@@ -248,7 +250,7 @@ def measure(
 
 
 def documents(args: argparse.Namespace, folder: Path) -> Path:
-    """The documents to train on: those given, or text at hand on this machine, some 15k tokens each."""
+    """The training documents: --data, or text of this machine, about 15k tokens each."""
     if args.data:
         return args.data.resolve()
     file = folder / "documents.jsonl"
@@ -272,17 +274,19 @@ def documents(args: argparse.Namespace, folder: Path) -> Path:
 
 
 def base_of(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The row that this one is compared with; None where that was not measured."""
+    """The row of the base that this one is compared with, or None if it was not measured."""
     case = "base" if BASES.get(row["length"]) else "plain"
     found = rows.get(f"{row['shape']} {row['length']} {case}", {})
     return found if "tokens_per_second" in found else None
 
 
 def label(row: dict[str, Any]) -> str:
-    return " + ".join(["plain", *parts(row["length"], row["case"])]) if row["case"] not in ALONE else row["case"]
+    return (
+        " + ".join(["plain", *parts(row["length"], row["case"])]) if row["case"] not in WITHOUT_BASE else row["case"]
+    )
 
 
-def line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+def table_row(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     """One row of the table, in Markdown."""
     where = f"| {row['shape']} | {row['rows']} x {row['length']:,} | {label(row)} |"
     if "error" in row:
@@ -301,16 +305,16 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     order = {name: index for index, name in enumerate(CASES)}
     sizes = {name: index for index, name in enumerate(SHAPES)}
     lines = [
-        "| shape | batch | techniques | tokens/s | ms a step | peak GiB | MFU | speed | memory |",
+        "| shape | batch | techniques | tokens/s | ms/step | peak GiB | MFU | speed | memory |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in sorted(rows.values(), key=lambda each: (sizes[each["shape"]], each["length"], order[each["case"]])):
-        lines.append(line(row, rows))
+        lines.append(table_row(row, rows))
     return "\n".join(lines)
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Tokens a second and peak memory, two panels for each shape and length; what did not run says why."""
+    """Draw tokens/s and peak memory, two panels for each shape and length. A case that did not run shows the reason."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -326,12 +330,12 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
         len(shapes) * 2, len(lengths), figsize=(4 * len(lengths), 5.2 * len(shapes)), squeeze=False, sharey=True
     )
     colors = {"plain": "darkgray", "base": "darkgray", "together": "tab:orange", "memory": "tab:green"}
-    for down, shape in enumerate(shapes):
-        for across, length in enumerate(lengths):
+    for row_index, shape in enumerate(shapes):
+        for column, length in enumerate(lengths):
             for offset, (key, unit, digits) in enumerate(
                 (("tokens_per_second", "tokens/s", 0), ("memory_gib", "peak GiB", 1))
             ):
-                panel = panels[2 * down + offset][across]
+                panel = panels[2 * row_index + offset][column]
                 for at, case in enumerate(cases):
                     row = rows.get(f"{shape} {length} {case}", {})
                     if key in row:

@@ -1,11 +1,11 @@
-"""What watching the numbers costs: the test for finite losses and gradients, the window of losses, the figures kept for the log.
+"""Measures the cost of step monitoring: the check for finite losses and gradients, the loss window, the statistics for the log.
 
     python scripts/bench/bench_guards.py [--steps 40] [+recipe=NAME key=value ...]
 
-Two ways. Alone: what the guards do in a step is done a thousand times, and its time is divided by that of a step; this is exact,
-and an upper bound on a GPU, where the host does it while the device is busy with the step. In the run: blocks of steps with
-train.spikes=report and =off in turn, on one trainer; the difference of the medians, which is mostly noise on a busy machine.
-Without words: LoRA on the built-in model.
+It measures in two ways. Alone: it runs the monitoring of one step ROUNDS times and divides its time by the time of a step. This is
+exact on a CPU and an upper bound on a GPU, where the host does this work while the device computes the step. In the run: it
+alternates blocks of steps with train.spikes=report and train.spikes=off in one trainer and compares the medians; on a busy machine
+the difference is mostly noise. Without a recipe it trains LoRA on the built-in model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for a checkout that is not installed
 
 from fxtune.config import compose as configs
 from fxtune.config.root import Spikes
@@ -34,17 +34,17 @@ ROUNDS = 1000
 BLOCK = 5
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def guards(train_step: TrainStep, device: torch.device) -> tuple[float, float]:
-    """Seconds a step, until the host goes on and until the device is done."""
+def monitoring_seconds(train_step: TrainStep, device: torch.device) -> tuple[float, float]:
+    """Seconds per step: until the host continues, and until the device has finished."""
     loss, norm, scale = torch.ones((), device=device), torch.ones((), device=device), train_step.loss_scale.scale
     statistics_, spikes = StepStatistics(), train_step.spikes
     for round_ in range(2):  # the first one warms up
-        wait(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(ROUNDS):
             finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -53,16 +53,16 @@ def guards(train_step: TrainStep, device: torch.device) -> tuple[float, float]:
             metrics = dict(loss=loss, grad_norm=norm, finite=finite, loss_scale=scale, spike_limit=limit)
             statistics_.add(metrics)
         host = time.perf_counter() - began
-        wait(device)
-        whole = time.perf_counter() - began
+        synchronize(device)
+        device_done = time.perf_counter() - began
         statistics_.settle()
         assert round_ or statistics_.step == ROUNDS
-    return host / ROUNDS, whole / ROUNDS
+    return host / ROUNDS, device_done / ROUNDS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=40, help="of each kind")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps with each setting of train.spikes")
     options, words = parser.parse_known_args()
     words = words or ["+recipe=quickstart"]
     config = steps_only(configs.load(words), 2 * options.steps + 4 * BLOCK)
@@ -79,22 +79,23 @@ def main() -> None:
         for kind, found in seconds.items():
             train_step.spikes.kind = kind
             for _ in range(BLOCK):
-                wait(device)
+                synchronize(device)
                 began = time.perf_counter()
                 next(taken)
-                wait(device)
+                synchronize(device)
                 found.append(time.perf_counter() - began)
     taken.close()
     loader.close()
     train_step.spikes.kind = Spikes.report
-    host, whole = guards(train_step, device)
+    host, device_done = monitoring_seconds(train_step, device)
     with_, without = (statistics.median(found) for found in seconds.values())
     print(f"{device}, {' '.join(words)}: a step takes {with_ * 1e3:.1f} ms")
     print(
-        f"alone: {host * 1e6:.0f} us of the host and {whole * 1e6:.0f} us until done, a step: {whole / with_:.3%} of it"
+        f"alone: {host * 1e6:.0f} us/step on the host, {device_done * 1e6:.0f} us/step until the device has finished: "
+        f"{device_done / with_:.3%} of a step"
     )
     print(
-        f"in the run: {with_ * 1e3:.2f} ms with the window of losses, {without * 1e3:.2f} ms without, "
+        f"in the run: {with_ * 1e3:.2f} ms/step with the loss window, {without * 1e3:.2f} ms/step without, "
         f"{with_ / without - 1:+.2%}"
     )
 

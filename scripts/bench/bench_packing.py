@@ -2,8 +2,8 @@
 
     python scripts/bench/bench_packing.py [DOCUMENTS]
 
-Each line packs DOCUMENTS (default 1,000,000) lengths drawn from a log-normal with the given mean and sigma, longer ones
-cut to the capacity, as `data.on_long=truncate` would. Efficiency is the share of the rows' tokens that are not padding.
+Each line packs DOCUMENTS (default 1,000,000) lengths from a log-normal distribution with the given mean and sigma. Longer documents
+are cut to the capacity, as `data.on_long=truncate` does. Efficiency is the share of the rows' tokens that are not padding.
 """
 
 import sys
@@ -38,7 +38,7 @@ def main(documents: int) -> None:
             f"{mean:>6}{sigma:>7}{capacity:>10}{rows:>9}{lengths.sum() / (rows * capacity):>12.2%}"
             f"{lengths.mean() / capacity:>9.2%}{packed - started:>11.2f}{assigned - packed:>10.2f}"
         )
-    print("naive: one document a row, padded to the capacity")
+    print("naive: one document per row, padded to the capacity")
 
 
 if __name__ == "__main__":

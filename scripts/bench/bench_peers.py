@@ -1,23 +1,25 @@
-"""fxtune beside TRL and Unsloth on this GPU: the same model, tokens and settings, one run, one table, the ratio.
+"""Compares the speed of fxtune, TRL and Unsloth on this GPU: the same model, tokens and settings, one table with ratios.
 
-    python scripts/bench/bench_peers.py --json peers.json                                    # all of it, three quarters of an hour
-    python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json   # in pieces: goes on
+    python scripts/bench/bench_peers.py --json peers.json                                    # all cases, 45 minutes
+    python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json   # in parts: continues
     python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
-    python scripts/bench/bench_peers.py --minutes 0 --json peers.json                        # only the table of what was measured
-    python scripts/bench/bench_peers.py --smoke                                              # on a CPU: does it run at all?
+    python scripts/bench/bench_peers.py --minutes 0 --json peers.json                        # only the table of finished cases
+    python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
-Every case of every tool is a process of its own: a Llama shape with random weights in bfloat16, LoRA r=16 and alpha=32 on all
-seven linears of a layer, no dropout, AdamW fused at a constant 1e-4, one optimizer step a micro-batch. What is trained on is
-made once and lies on disk for all tools: rows of one document each that fill them exactly, random tokens; or chats, log-normal
-lengths of mean 500, which every tool tokenises and packs by its own means into rows of the same length. The loss is on every
-token, everywhere. Tokens a second are those of documents, over the time of the steps after the warm-up, at both ends of which
-the device is waited for and nowhere else; what a tool compiles or loads is warm-up. Peak memory is torch's, of the whole process.
+Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16 and alpha=32
+on all seven linear layers of a block, without dropout, with fused AdamW at a constant learning rate of 1e-4 and one micro-batch per
+optimizer step. All tools train on the same files. A file holds either documents of random tokens, each exactly as long as a row, or
+chats with log-normal lengths of mean 500. Each tool tokenizes and packs the chats itself into rows of the same length. The loss is
+over every token.
 
-Peers run as their own documentation has it, with the fastest of their own settings that fits (the first of VARIANTS that runs;
-the table says which). They need nothing of fxtune and no network. Losses stand beside each other: the weights are drawn by other
-code, so they agree as far as chance lets random models agree, and one that trains on fewer tokens would be seen.
+Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and after these steps
+and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for the process.
 
-A case that stands in the JSON file is not run again. `--set KEY=VALUE` is given to fxtune alone, and told in its row.
+Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that runs. The table
+names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws its own random weights, so the
+losses are close but not equal; a tool that trained on fewer tokens would show a different loss.
+
+A case that the JSON file already holds does not run again. `--set KEY=VALUE` applies to fxtune only; its row shows the value.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # of a checkout that is not installed
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 from ablate import SHAPES  # noqa: E402
@@ -47,9 +49,9 @@ from peer_tools import write_model  # noqa: E402
 TOOLS = ("fxtune", "trl", "unsloth")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
 WORDS = 1000
-"""Token ids of the random documents are below this, so that the built-in tokenizer knows them."""
+"""Upper limit of the random documents' token ids. The built-in tokenizer has all of them."""
 MEAN, SIGMA = 500, 1.0
-"""Of the chats' log-normal lengths, in tokens."""
+"""Mean (in tokens) and sigma of the chats' log-normal lengths."""
 FAST = ("techniques=[lora,fast]",)
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 
@@ -60,9 +62,9 @@ class Case:
     length: int
     rows: int
     ours: tuple[str, ...] = FAST
-    """What fxtune is told beyond what is the same for all."""
-    beside: Optional[str] = None
-    """The case whose peers this is compared with; None: its own. Peers are not run for the others."""
+    """Command-line keys of fxtune in addition to the common ones."""
+    peer_case: Optional[str] = None
+    """The case whose peer rows this case is compared with, if it has none of its own."""
     chats: bool = False
     steps: int = 8
     warm_up: int = 3
@@ -70,14 +72,14 @@ class Case:
 
 CASES = {
     "8b_4x4096": Case("8b", 4096, 4),
-    "8b_4x4096_fp8": Case("8b", 4096, 4, FP8, beside="8b_4x4096"),
+    "8b_4x4096_fp8": Case("8b", 4096, 4, FP8, peer_case="8b_4x4096"),
     "1b_8x4096": Case("1b", 4096, 8),
-    "1b_8x4096_fp8": Case("1b", 4096, 8, FP8, beside="1b_8x4096"),
+    "1b_8x4096_fp8": Case("1b", 4096, 8, FP8, peer_case="1b_8x4096"),
     "8b_chats": Case("8b", 4096, 4, chats=True),
-    "8b_chats_fp8": Case("8b", 4096, 4, FP8, beside="8b_chats", chats=True),
+    "8b_chats_fp8": Case("8b", 4096, 4, FP8, peer_case="8b_chats", chats=True),
     "8b_1x65536": Case("8b", 65536, 1, steps=4, warm_up=2),
-    "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, beside="8b_1x65536", steps=4, warm_up=2),
-    "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), beside="8b_1x65536", steps=4, warm_up=2),
+    "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
+    "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
 }
@@ -87,15 +89,15 @@ VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trl": ((NONE, "liger=on"), (FULL, "liger=on")),
     "unsloth": ((NONE,), ("checkpointing=unsloth",)),
 }
-"""Each peer's settings, the fastest first: the first that fits is its row."""
+"""Each peer's settings, the fastest first. The first that fits gives its row."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
-"""Of rows that no peer holds without recomputing."""
+"""The same for long rows, which fit no peer without recomputation."""
 PACKED_TRL = tuple(
     (*variant, f"attention={name}")
     for name in ("flash_attention_2", "flash_attention_4", "sdpa")
     for variant in VARIANTS["trl"]
 )
-"""TRL asks for a flash attention where it packs; what is not installed is passed over."""
+"""TRL needs flash attention for packing. A variant whose package is not installed is skipped."""
 
 
 def main() -> None:
@@ -105,11 +107,11 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     began, left_out = time.monotonic(), []
     args.scratch.mkdir(parents=True, exist_ok=True)
-    for name, tool in wanted(args.cases, args.tools):
+    for name, tool in cases_to_run(args.cases, args.tools):
         key = f"{name} {tool}"
         if key in rows and not args.again:
             continue
-        if why := absent(tool, args.smoke):
+        if why := reason_not_to_run(tool, args.smoke):
             print(f"{key}: {why}", flush=True)
             continue
         left = args.minutes * 60 - (time.monotonic() - began)
@@ -118,18 +120,18 @@ def main() -> None:
             continue
         print(f"{key} ...", flush=True)
         try:
-            found = ours(name, args, left) if tool == "fxtune" else peer(name, tool, args, left)
+            found = run_fxtune(name, args, left) if tool == "fxtune" else run_peer(name, tool, args, left)
         except (TimeoutError, subprocess.TimeoutExpired):
             left_out.append(key)
             continue
         print(f"  {found.get('error') or summary(found)}", flush=True)
         rows[key] = {"case": name, "tool": tool, **found}
-        if args.json:  # what failed for another reason than the memory is run again next time
+        if args.json:  # a case that failed for another reason than memory runs again next time
             kept = {key: row for key, row in rows.items() if row.get("error") in (None, "does not fit")}
             args.json.write_text(json.dumps(kept, indent=1))
     print(table(rows))
     if left_out:
-        print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(left_out)}")
+        print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -137,20 +139,22 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=words, help=f"of {', '.join(CASES)}; default: all but the smoke ones")
-    parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"of {', '.join(TOOLS)}")
-    parser.add_argument("--steps", type=int, help="that are measured; default: 8, or 4 of the long ones")
-    parser.add_argument("--minutes", type=float, default=600.0, help="stop in time and say what was not run")
-    parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
-    parser.add_argument("--again", action="store_true", help="run also what stands there")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for fxtune alone")
+    parser.add_argument(
+        "--cases", type=words, help=f"choose from {', '.join(CASES)}; default: all but the smoke cases"
+    )
+    parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"choose from {', '.join(TOOLS)}")
+    parser.add_argument("--steps", type=int, help="measured steps; default: 8, or 4 for long rows")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
+    parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
+    parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key for fxtune only")
     parser.add_argument(
         "--scratch",
         type=Path,
         default=Path(tempfile.gettempdir()) / "fxtune-peers",
-        help="for documents, token caches and the models that Unsloth loads (16 GB for 8b)",
+        help="folder for documents, token caches and the models that Unsloth loads (16 GB for 8b)",
     )
-    parser.add_argument("--smoke", action="store_true", help="the tiny shape, by default; also without a GPU")
+    parser.add_argument("--smoke", action="store_true", help="run the tiny cases; works without a GPU")
     args = parser.parse_args()
     args.cases = args.cases or [name for name in CASES if (name in SMOKE) == args.smoke]
     for given, known in ((args.cases, CASES), (args.tools, TOOLS)):
@@ -161,31 +165,31 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def wanted(cases: list[str], tools: list[str]) -> Iterator[tuple[str, str]]:
-    """(case, tool), in order; a peer once for the cases that share it."""
+def cases_to_run(cases: list[str], tools: list[str]) -> Iterator[tuple[str, str]]:
+    """(case, tool) in order. A peer runs once for all cases that share its rows."""
     seen = set()
     for name in cases:
         for tool in tools:
-            pair = (name if tool == "fxtune" else CASES[name].beside or name), tool
+            pair = (name if tool == "fxtune" else CASES[name].peer_case or name), tool
             if pair not in seen:
                 seen.add(pair)
                 yield pair
 
 
-def absent(tool: str, smoke: bool) -> str | None:
-    """Why a tool cannot run here, or None."""
+def reason_not_to_run(tool: str, smoke: bool) -> str | None:
+    """Why a tool cannot run on this machine, or None if it can."""
     if tool != "fxtune" and importlib.util.find_spec(tool) is None:
         return f"not run, {tool} is not installed here (pip install {tool})"
     if tool == "unsloth" or not smoke:
         import torch
 
         if not torch.cuda.is_available():
-            return "not run, it needs a GPU (--smoke runs a tiny shape without)"
+            return "not run, it needs a GPU (--smoke runs a tiny shape without one)"
     return None
 
 
-def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """One case of fxtune, through its whole data path."""
+def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Run one case with fxtune, through its complete data path."""
     from fxtune.diagnostics.benchmark import measure_in_process
 
     case, steps = CASES[name], args.steps or CASES[name].steps
@@ -232,19 +236,19 @@ def ours(name: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     return {
         **{key: found[key] for key in kept},
         "first_loss": found["losses"][0],
-        "how": ", ".join(args.set) or "as it is",
+        "how": ", ".join(args.set) or "default",
         "command": words,
         "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
     }
 
 
-def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """One case of a peer: its fastest settings that run here."""
+def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Run one case with a peer, with its fastest settings that fit."""
     case, began = CASES[name], time.monotonic()
     steps = args.steps or case.steps
     variants = PACKED_TRL if case.chats and tool == "trl" else LONG[tool] if case.length > 16384 else VARIANTS[tool]
     out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
-    asked = dict(
+    request = dict(
         tool=tool,
         shape=SHAPES[case.shape],
         length=case.length,
@@ -257,18 +261,18 @@ def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict
         out=str(out),
     )
     if tool == "unsloth":
-        asked["model"] = str(
+        request["model"] = str(
             write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER)
         )
-    found: dict[str, Any] = {"error": "nothing that it could run with is installed"}
+    found: dict[str, Any] = {"error": "no package that it needs is installed"}
     tried: list[str] = []
     for variant in variants:
-        if missing(variant):
+        if needs_missing_package(variant):
             continue
         out.unlink(missing_ok=True)
-        told = json.dumps({**asked, **dict(word.split("=") for word in variant)})
+        variant_request = json.dumps({**request, **dict(word.split("=") for word in variant)})
         done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "bench" / "peer_tools.py"), told],
+            [sys.executable, str(ROOT / "scripts" / "bench" / "peer_tools.py"), variant_request],
             capture_output=True,
             text=True,
             cwd=args.scratch,
@@ -293,8 +297,8 @@ def peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict
     return found
 
 
-def missing(variant: tuple[str, ...]) -> bool:
-    """Whether what a variant needs is not installed."""
+def needs_missing_package(variant: tuple[str, ...]) -> bool:
+    """Whether a variant needs a package that is not installed."""
     if "attention=flash_attention_2" in variant:
         return importlib.util.find_spec("flash_attn_2_cuda") is None
     if "attention=flash_attention_4" in variant:
@@ -303,7 +307,7 @@ def missing(variant: tuple[str, ...]) -> bool:
 
 
 def documents(case: Case, folder: Path, steps: int) -> Path:
-    """The documents of a case as JSONL, made if they are not there: enough for all steps."""
+    """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
     count = (steps + case.warm_up) * case.rows
     file = folder / f"{'chats' if case.chats else 'random'}-{case.length}-{count}.jsonl"
     if not file.exists():
@@ -322,8 +326,9 @@ def documents(case: Case, folder: Path, steps: int) -> Path:
 
 
 def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:
-    """Chats of about so many tokens in all, none of them above `longest`, rendered by the tokenizer's template to plain text: so
-    that the loss is on every token with every tool.
+    """Chats of about `tokens` tokens in total, each at most `longest`, as plain text in the template's markup.
+
+    Plain text has no roles, so every tool computes the loss over every token.
     """
     from tokenizers import Tokenizer
 
@@ -334,12 +339,12 @@ def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:
         for _ in range(5000)
     ]
     pool = " ".join(draw.choices(words, [1 / (rank + 3) for rank in range(5000)], k=200_000))
-    a_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
+    chars_per_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
     frame = len(tokenizer.encode(rendered(["", ""])).ids)
 
     def text(size: float) -> str:
-        start = draw.randrange(len(pool) - int(size * a_token) - 1)
-        return pool[start : start + max(1, int(size * a_token))].strip()
+        start = draw.randrange(len(pool) - int(size * chars_per_token) - 1)
+        return pool[start : start + max(1, int(size * chars_per_token))].strip()
 
     made = 0
     while made < tokens:
@@ -354,7 +359,7 @@ def chats(longest: int, tokens: int) -> Iterator[dict[str, str]]:
 
 
 def rendered(turns: list[str]) -> str:
-    """A chat in ChatML, as the tokenizer's template writes it, up to the last end of a turn."""
+    """A chat in ChatML, as the tokenizer's template renders it, without the final line break."""
     roles = ("user", "assistant")
     return "\n".join(f"<|im_start|>{roles[at % 2]}\n{text}<|im_end|>" for at, text in enumerate(turns))
 
@@ -371,24 +376,24 @@ def gib(row: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown. The last column of a peer's row: how many times as fast fxtune is; of fxtune's: against the best peer."""
+    """The table in Markdown. The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's."""
     lines = [
-        "| case | tool | how | tokens/s | ms a step | peak GiB | first loss | loss | fxtune is |",
+        "| case | tool | settings | tokens/s | ms/step | peak GiB | first loss | loss | fxtune / peer |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in CASES:
         mine = rows.get(f"{name} fxtune")
-        peers = [row for tool in TOOLS[1:] if (row := rows.get(f"{CASES[name].beside or name} {tool}"))]
+        peers = [row for tool in TOOLS[1:] if (row := rows.get(f"{CASES[name].peer_case or name} {tool}"))]
         measured = [row for row in peers if "error" not in row]
         best = max((row["tokens_per_second"] for row in measured), default=None)
         shown = [row for row in peers if row["case"] == name]
         for row in [*([mine] if mine else []), *shown]:
             against = (best if row is mine else row.get("tokens_per_second")) if mine and "error" not in mine else None
-            lines.append(line(row, f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""))
+            lines.append(table_row(row, f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""))
     return "\n".join(lines)
 
 
-def line(row: dict[str, Any], ratio: str) -> str:
+def table_row(row: dict[str, Any], ratio: str) -> str:
     where = f"| {row['case']} | {row['tool']} |"
     if "error" in row:
         return f"{where} {row['error']} | | | | | | |"

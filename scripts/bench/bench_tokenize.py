@@ -1,10 +1,10 @@
-"""Measures the speed and the memory of tokenizing a chat JSONL.
+"""Measures the speed and the memory of tokenizing a JSONL file of chats.
 
     python scripts/bench/bench_tokenize.py [--size-mb 1000] [--workers 2] [--keep FOLDER]
 
-Writes chats of one to four turns with log-normal lengths (made-up words of a Zipf distribution, fixed seed), tokenizes them
-into an empty cache and reads them back from it. Memory is the proportional set size (Pss) of all processes of the tree, read four
-times a second: shared pages are divided among their processes, so the sum is what the machine needs.
+Writes chats of one to four turns with log-normal lengths (random words with a Zipf distribution, fixed seed), tokenizes them into
+an empty cache and reads them back from it. Memory is the proportional set size (Pss) of all processes of the tree, read four times
+a second. Pss divides shared pages among the processes that share them, so the sum is the memory that the machine needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = Path(__file__).resolve().parents[2] / "fxtune" / "assets" / "tiny"
 
 
 def write_chats(path: Path, size: int, seed: int = 0) -> int:
-    """Write about `size` bytes of chats; returns the number of rows."""
+    """Write about `size` bytes of chats. Returns the number of rows."""
     draw = random.Random(seed)
     letters = "etaoinshrdlucmfwypvbgkqjxz"
     words = ["".join(draw.choices(letters, range(len(letters), 0, -1), k=draw.randint(1, 10))) for _ in range(20_000)]
@@ -78,7 +78,7 @@ def tokenizer_for(path: Path) -> Any:
 
 
 class Memory:
-    """Peak Pss in bytes: of the whole tree of processes, of this one, and of the largest other one."""
+    """Peak Pss in bytes: the sum over the process tree (`total`), and each process by its id (`peak`)."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -96,24 +96,25 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.25):
-            now = {pid: _pss(pid) for pid in _tree(os.getpid())}
+            now = {pid: _pss_bytes(pid) for pid in _process_tree(os.getpid())}
             self.total = max(self.total, sum(now.values()))
             for pid, size in now.items():
                 self.peak[pid] = max(self.peak[pid], size)
 
 
-def _tree(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
+    """`pid` and all its descendants."""
     found = [pid]
     for parent in found:
         try:
             tasks = list(Path(f"/proc/{parent}/task").iterdir())
             found += [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return found
 
 
-def _pss(pid: int) -> int:
+def _pss_bytes(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -125,9 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size-mb", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--keep", type=Path, help="folder for the data and the cache; else a temporary one, removed afterwards"
-    )
+    parser.add_argument("--keep", type=Path, help="folder for the data and the cache (default: a temporary folder)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)

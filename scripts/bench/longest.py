@@ -1,19 +1,19 @@
-"""The longest context of which this card takes a training step: measured at some lengths, and by the arithmetic in between.
+"""Finds the longest row that this GPU trains on: measures some lengths and fits a line through their memory.
 
     python scripts/bench/longest.py --json longest.json --lengths 65536,131072,262144      # a GPU, ten minutes
-    python scripts/bench/longest.py --json longest.json --lengths 409600 --fast --minutes 9.5     # one at a time: goes on
-    python scripts/bench/longest.py --dry-run --card 139 --host 128                        # no GPU: the forecast alone
+    python scripts/bench/longest.py --json longest.json --lengths 409600 --fast --minutes 9.5     # one length at a time: continues
+    python scripts/bench/longest.py --dry-run --card 139 --host 128                        # no GPU: only the forecast
     python scripts/bench/longest.py --lengths 65536 techniques.quantize.enabled=true       # other settings: any key
 
-One document fills a row of the length, the shape is that of Llama 3 8B (weights drawn at random, which no memory depends on),
-LoRA r=16, and everything gives way to memory: layers keep their inputs alone, these wait in host memory as far as it holds
-them, MLPs run in tiles of TILE tokens. Each length is a process of its own that takes real training steps, and stands in the JSON
-file when it is done. A length that stands there with the same settings, measured or out of memory, is not run again (--again
-does); one that failed otherwise, or for want of time, is.
+A row is one document of that length. The model has the shape of Llama 3 8B and random weights (memory does not depend on their
+values) and trains LoRA r=16. All settings save memory: a layer keeps only its input, the inputs are offloaded to host memory as far
+as they fit, and MLPs run in tiles of TILE tokens. Each length runs in its own process, takes real training steps, and is written to
+the JSON file when it has finished. A length that the file holds with the same settings, measured or out of memory, does not run
+again unless --again is given. A length that failed for another reason, or that the time limit stopped, runs again.
 
-What was measured is fitted by a straight line, bytes = constant + bytes a token x tokens, after taking off the inputs of layers
-that did not fit into host memory. From the line follows the longest row that card and host hold, and which of them ends it; a
-length that ran out of memory is beyond it, whatever the line says.
+The script fits a straight line to the measured lengths, bytes = constant + bytes per token x tokens, after it subtracts the inputs
+of layers that did not fit into host memory. The line gives the longest row that fits, and whether GPU or host memory limits it. A
+length that ran out of memory is always above the limit.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 TILE = 8192
-"""Tokens of a tile of an MLP."""
+"""Tokens per MLP tile."""
 LENGTHS = (65536, 131072, 262144, 409600)
 STEP, FARTHEST = 1024, 1 << 24
 SPARE = 0.03
-"""Of the card's memory, what the longest row leaves free."""
-OUT = "out of memory"
-"""How a row's error begins, if it was that (fxtune.tuning.trial.Outcome.memory)."""
+"""Share of GPU memory that the longest row leaves free."""
+OUT_OF_MEMORY = "out of memory"
+"""Start of a row's error if the length did not fit (fxtune.tuning.trial.Outcome.memory)."""
 
 
 @dataclass
 class Row:
-    """One length."""
+    """The forecast and the measurement of one length."""
 
     length: int
     senders: int
-    """Layers whose input waits in host memory."""
+    """Layers that offload their input to host memory."""
     fast: bool
-    """Memory was used up for speed, so the line does not go through this one."""
+    """The run uses all memory for speed, so the line leaves it out."""
     staying: int
-    """Layers that keep theirs on the device besides the last one, as the host has no room."""
+    """Layers, without the last one, that keep their input on the device because host memory is full."""
     forecast_gib: float
     host_gib: float
-    """Pinned, by the forecast."""
+    """Pinned host memory by the forecast."""
     words: list[str] = field(default_factory=list)
-    """Keys that were put on top of the settings."""
+    """Keys in addition to the script's settings."""
     error: str = ""
     peak_gib: float | None = None
     reserved_gib: float | None = None
@@ -71,38 +71,39 @@ class Row:
     tokens_per_second: float | None = None
     loss: float | None = None
     seconds: float = 0.0
-    """Of the whole process."""
+    """Duration of the process."""
 
     @property
     def key(self) -> tuple[int, bool, str]:
-        """What rows of one file differ in."""
+        """Identifies the row in its file."""
         return self.length, self.fast, " ".join(self.words)
 
     @property
     def too_long(self) -> bool:
-        return self.error.startswith(OUT)
+        return self.error.startswith(OUT_OF_MEMORY)
 
     @property
-    def settled(self) -> bool:
-        """Whether another run would say nothing new."""
+    def final(self) -> bool:
+        """Whether the length was measured or ran out of memory, so it need not run again."""
         return not self.error or self.too_long
 
 
 @dataclass
 class Line:
-    """Bytes on the device: constant + a_token x tokens, without the inputs of layers that stay beyond the last."""
+    """Bytes on the device: constant + bytes_per_token x tokens, with only the last layer's input on the device."""
 
     constant: float
-    a_token: float
+    bytes_per_token: float
     measured: bool
-    """Through what was measured; else through forecasts."""
+    """Fitted to measurements; if false, to forecasts."""
     points: int = 0
-    """Lengths that it goes through."""
-    beside: float = 0.0
-    """How far the farthest of them lies beside it, as a share of its bytes."""
+    """Number of fitted lengths."""
+    max_deviation: float = 0.0
+    """Largest relative deviation of a fitted length from the line."""
 
-    def at(self, length: int, staying: int, hidden_bytes: int) -> float:
-        return self.constant + length * (self.a_token + staying * hidden_bytes)
+    def device_bytes(self, length: int, staying: int, hidden_bytes: int) -> float:
+        """Bytes for a row of `length` tokens if `staying` more layers keep their input on the device."""
+        return self.constant + length * (self.bytes_per_token + staying * hidden_bytes)
 
 
 def main() -> None:
@@ -111,13 +112,13 @@ def main() -> None:
         take_steps(args.child, args.words, args.steps)
         return
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    rows, here, began = known(args.json), ground(args), time.monotonic()
+    rows, hardware, began = read_rows(args.json), hardware_facts(args), time.monotonic()
     print(HEAD, flush=True)
     late = []
     for length in args.lengths:
-        row, facts = expected(length, args, here)
+        row, facts = forecast_row(length, args, hardware)
         left = args.minutes * 60 - (time.monotonic() - began)
-        if row.key in rows and rows[row.key].settled and not args.again:
+        if row.key in rows and rows[row.key].final and not args.again:
             row = rows[row.key]
         elif not args.dry_run and left <= 0:
             late.append(f"{length:,}")
@@ -125,37 +126,39 @@ def main() -> None:
         elif not args.dry_run:
             measure(row, args, left)
         rows[row.key] = row
-        print(told(row), flush=True)
+        print(table_row(row), flush=True)
         if args.json and not args.dry_run:
             every = sorted(rows.values(), key=lambda one: one.key)
             args.json.write_text(
                 json.dumps({"rows": [asdict(one) for one in every], **conclusion(every, facts, args.words)}, indent=1)
             )
     if late:
-        print(f"\nNot run, the time ({args.minutes:g} minutes) was over: {', '.join(late)}")
+        print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(late)}")
     print(f"\n{summary(conclusion(list(rows.values()), facts, args.words))}")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="keys that are put on top, as on fxtune's command line")
+    parser.add_argument("words", nargs="*", help="additional keys, as on fxtune's command line")
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=list(LENGTHS))
-    parser.add_argument("--dry-run", action="store_true", help="the forecast alone; runs without a GPU")
-    parser.add_argument("--card", type=float, help="GiB of a card that is not here (with --dry-run)")
-    parser.add_argument("--host", type=float, help="GiB of host memory that is not here")
+    parser.add_argument("--dry-run", action="store_true", help="only the forecast; works without a GPU")
+    parser.add_argument("--card", type=float, help="GiB of GPU memory to assume (with --dry-run)")
+    parser.add_argument("--host", type=float, help="GiB of host memory to assume")
     parser.add_argument(
-        "--fast", action="store_true", help="not the least memory, but what is fastest of all that fits"
+        "--fast", action="store_true", help="the fastest settings that fit, not those with the least memory"
     )
-    parser.add_argument("--steps", type=int, default=1, help="of each length; the last is timed, less compiling")
-    parser.add_argument("--minutes", type=float, default=600.0, help="end a length that would go on for longer")
-    parser.add_argument("--json", type=Path, help="add the rows to this file; what stands there is not run again")
-    parser.add_argument("--again", action="store_true", help="run also what stands there")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape that a CPU takes")
+    parser.add_argument(
+        "--steps", type=int, default=1, help="steps per length; the last is timed, without compilation"
+    )
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time, also within a length")
+    parser.add_argument("--json", type=Path, help="add the rows to this file; lengths that it holds do not run again")
+    parser.add_argument("--again", action="store_true", help="also run the lengths that the file holds")
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape for a CPU")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_intermixed_args()
 
 
-def known(file: Path | None) -> dict[tuple[int, bool, str], Row]:
+def read_rows(file: Path | None) -> dict[tuple[int, bool, str], Row]:
     """The rows of the JSON file, by their keys."""
     if file is None or not file.exists():
         return {}
@@ -164,7 +167,7 @@ def known(file: Path | None) -> dict[tuple[int, bool, str], Row]:
 
 
 def settings(length: int, args: argparse.Namespace, senders: int | None = None) -> list[str]:
-    """The words of the command line for rows of this length."""
+    """The command-line words for rows of this length."""
     tiles = max(-(-length // TILE), 1)
     if args.smoke:
         base = ["+recipe=quickstart", "techniques=[lora,low_memory]"]
@@ -192,20 +195,20 @@ def settings(length: int, args: argparse.Namespace, senders: int | None = None) 
     ]
 
 
-def ground(args: argparse.Namespace) -> dict[str, Any]:
-    """The card and the host as Facts has them. The card is asked by nvidia-smi: this process is to leave its memory alone."""
+def hardware_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """The Facts about GPU and host. They come from nvidia-smi, so that this process allocates no GPU memory."""
     from fxtune.system.host import memory
 
     name, free, capability = "NVIDIA H200", args.card, (9, 0)
     if free is None and not args.smoke:
         try:
-            asked = ["nvidia-smi", "--query-gpu=name,memory.free,compute_cap", "--format=csv,noheader,nounits"]
-            answer = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            query = ["nvidia-smi", "--query-gpu=name,memory.free,compute_cap", "--format=csv,noheader,nounits"]
+            answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
             name, mib, version = answer.splitlines()[0].split(", ")
         except (OSError, subprocess.CalledProcessError, IndexError) as error:
             raise SystemExit(
-                "There is no GPU here (nvidia-smi answers nothing). --dry-run --card GIB --host GIB forecasts for "
-                "one that is not here."
+                "There is no GPU on this machine (nvidia-smi finds none). --dry-run --card GIB --host GIB makes a "
+                "forecast without one."
             ) from error
         free, capability = float(mib) / 1024, tuple(int(part) for part in version.split("."))
     size = int((64 if free is None else free) * GIB)
@@ -220,9 +223,9 @@ def ground(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def facts_of(
-    length: int, args: argparse.Namespace, here: dict[str, Any], senders: int | None = None
+    length: int, args: argparse.Namespace, hardware: dict[str, Any], senders: int | None = None
 ) -> tuple[Facts, RecomputePlan]:
-    """What the forecast needs to know of one length, each `auto` decided, and what layers then keep."""
+    """The facts of one length with each `auto` decided, and the recompute plan."""
     from fxtune.config.compose import load
     from fxtune.models import load as models
     from fxtune.system.facts import PACKAGES
@@ -230,7 +233,7 @@ def facts_of(
 
     config = load(settings(length, args, senders))
     facts = Facts(
-        **here,
+        **hardware,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
         packing=config.data.packing,
         model=models.load_config(config.model).to_dict(),
@@ -244,26 +247,26 @@ def facts_of(
     return replace(facts, techniques=techniques), techniques.checkpointing.plan()
 
 
-def expected(length: int, args: argparse.Namespace, here: dict[str, Any]) -> tuple[Row, Facts]:
-    """The forecast of one length, with as many layers' inputs on the host as it holds."""
+def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:
+    """The forecast of one length, with as many layer inputs in host memory as fit."""
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
     from fxtune.techniques.estimate.memory import forecast
     from fxtune.techniques.estimate.step_time import limit_senders
 
-    facts, keeping = facts_of(length, args, here)
+    facts, plan = facts_of(length, args, hardware)
     layers = facts.text["num_hidden_layers"]
-    whole = sum(keeping.sending(layers))
-    keeping, need = (
-        limit_senders(facts, keeping, HOST_SHARE * facts.host_memory) if whole else (keeping, forecast(facts, keeping))
+    wanted = sum(plan.sending(layers))
+    plan, need = (
+        limit_senders(facts, plan, HOST_SHARE * facts.host_memory) if wanted else (plan, forecast(facts, plan))
     )
-    senders = sum(keeping.sending(layers))
+    senders = sum(plan.sending(layers))
     return Row(
-        length, senders, args.fast, max(whole - senders, 0), need.device / GIB, need.host / GIB, args.words
+        length, senders, args.fast, max(wanted - senders, 0), need.device / GIB, need.host / GIB, args.words
     ), facts
 
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
-    """Run one length in a process of its own and write down what came of it."""
+    """Run one length in its own process and fill in the row's results."""
     from fxtune.tuning import trial
 
     with tempfile.TemporaryDirectory(prefix="fxtune-longest-") as scratch:
@@ -288,14 +291,14 @@ def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
             for name, value in json.loads(found.read_text()).items():
                 setattr(row, name, value)
         if code is None:
-            row.error = f"not done after {limit:.0f} s"
+            row.error = f"not finished after {limit:.0f} s"
         elif code:
             answer = trial.failure(code, text, row.seconds)
             row.error = f"{answer.outcome.value}: {answer.reason}"[:300]
 
 
 def write_documents(file: Path, length: int, count: int) -> None:
-    """Documents of words drawn at random, each longer than a row (a word is a token or more)."""
+    """Write documents of random words. Each is longer than a row, since a word is at least one token."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(2000)]
     with file.open("w") as out:
@@ -304,7 +307,7 @@ def write_documents(file: Path, length: int, count: int) -> None:
 
 
 def take_steps(file: Path, words: list[str], count: int) -> None:
-    """The process of one length: real training steps, and what they took, to `file`."""
+    """The process of one length: take `count` training steps and write their memory and time to `file`."""
     import torch
 
     from fxtune.checkpoint.run_folder import claim
@@ -342,26 +345,26 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
     )
 
 
-def fitted(rows: list[Row], facts: Facts) -> Line:
-    """The straight line through what was measured (least squares), or through the forecast where fewer than two lengths were."""
+def fit_line(rows: list[Row], facts: Facts) -> Line:
+    """The least-squares line through the measurements, or through the forecasts if fewer than two lengths were measured."""
     hidden = 2 * facts.text["hidden_size"]
-    seen = [(row.length, row.peak_gib * GIB - row.length * row.staying * hidden) for row in rows if row.peak_gib]
-    measured = len({length for length, _ in seen}) > 1
+    points = [(row.length, row.peak_gib * GIB - row.length * row.staying * hidden) for row in rows if row.peak_gib]
+    measured = len({length for length, _ in points}) > 1
     if not measured:
-        seen = [(row.length, row.forecast_gib * GIB - row.length * row.staying * hidden) for row in rows]
-    if len({length for length, _ in seen}) < 2:
+        points = [(row.length, row.forecast_gib * GIB - row.length * row.staying * hidden) for row in rows]
+    if len({length for length, _ in points}) < 2:
         return Line(0.0, 0.0, False)
-    lengths, sizes = [length for length, _ in seen], [size for _, size in seen]
-    middle = sum(lengths) / len(seen), sum(sizes) / len(seen)
-    spread = sum((length - middle[0]) ** 2 for length in lengths)
-    a_token = sum((length - middle[0]) * (size - middle[1]) for length, size in seen) / spread
-    line = Line(middle[1] - a_token * middle[0], a_token, measured, len(seen))
-    line.beside = max(abs(line.at(length, 0, hidden) / size - 1) for length, size in seen)
+    lengths, sizes = [length for length, _ in points], [size for _, size in points]
+    mean_length, mean_size = sum(lengths) / len(points), sum(sizes) / len(points)
+    variance = sum((length - mean_length) ** 2 for length in lengths)
+    slope = sum((length - mean_length) * (size - mean_size) for length, size in points) / variance
+    line = Line(mean_size - slope * mean_length, slope, measured, len(points))
+    line.max_deviation = max(abs(line.device_bytes(length, 0, hidden) / size - 1) for length, size in points)
     return line
 
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
-    """(tokens, layers whose input stays besides the last, what ends it) of the longest row that card and host hold."""
+    """(tokens, layers besides the last that keep their input on the device, the limit) of the longest row that fits."""
     from fxtune.techniques.checkpointing.offload import pinned_bytes
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
 
@@ -371,38 +374,39 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     tokens = stay = 0
     for length in range(STEP, FARTHEST, STEP):
         staying = layers - 1 - min(int(host // pinned_bytes(length * hidden)), layers - 1) if sends else 0
-        if line.at(length, staying, hidden) > room:
+        if line.device_bytes(length, staying, hidden) > room:
             break
         tokens, stay = length, staying
-    why = f"{room / GIB:.1f} GiB of the card" + (f", and {host / GIB:.1f} GiB of the host" if stay else "")
+    why = f"{room / GIB:.1f} GiB of GPU memory" + (f" and {host / GIB:.1f} GiB of host memory" if stay else "")
     if tokens * facts.text["hidden_size"] >= 1 << 31:
-        why += "; a row of that length has more numbers than an int32 counts, so only a run shows that every kernel takes it"
+        why += "; such a row has more elements than an int32 index can address, so only a run shows that every kernel accepts it"
     return tokens, stay, why
 
 
 def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any]:
-    """What the rows with these settings come to, for the JSON file and for the last lines. One length makes no line, and says
-    nothing of others.
-    """
+    """The result of the rows with these settings, for the JSON file and the summary. A line needs two lengths."""
     rows = [row for row in rows if row.words == words]
     done = [row.length for row in rows if row.peak_gib is not None]
     rows = [row for row in rows if not row.fast]
-    line, measured = fitted(rows, facts), {"longest_measured_tokens": max(done, default=0), "card": facts.device_name}
-    if not line.a_token:
+    line, measured = (
+        fit_line(rows, facts),
+        {"longest_measured_tokens": max(done, default=0), "card": facts.device_name},
+    )
+    if not line.bytes_per_token:
         return {**measured, "bytes_a_token": 0.0}
     tokens, staying, why = longest(line, facts)
     if (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
-        why = f"that {beyond:,} tokens ran out of memory here, though by the line {why} would hold {tokens:,}"
+        why = f"that {beyond:,} tokens ran out of memory, although the line gives {tokens:,} tokens for {why}"
         tokens, staying = max(
             ((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0)
         )
     return {
         **measured,
-        "bytes_a_token": line.a_token,
+        "bytes_a_token": line.bytes_per_token,
         "constant_gib": line.constant / GIB,
         "of": "measured" if line.measured else "forecast",
         "lengths": line.points,
-        "beside": line.beside,
+        "beside": line.max_deviation,
         "longest_tokens": tokens,
         "inputs_that_stay": staying,
         "ended_by": why,
@@ -410,20 +414,20 @@ def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any
 
 
 def summary(found: dict[str, Any]) -> str:
-    """The last lines: how far it was measured, what the memory is made of, how far it goes and what ends it."""
+    """The last lines: the longest measured length, the fitted line, the longest row that fits and its limit."""
     measured = found["longest_measured_tokens"]
     first = f"Rows of up to {measured:,} tokens were measured." if measured else "No length was measured."
     if not found["bytes_a_token"]:
-        return f"{first} Two lengths or more (without --fast) make a line, which says what is the longest."
+        return f"{first} The longest row that fits needs two lengths or more (without --fast)."
     return (
-        f"{first} {found['constant_gib']:.1f} GiB and {found['bytes_a_token'] / 1024:.1f} KiB a token, a line through "
-        f"{found['lengths']} lengths ({found['of']}), none of them more than {found['beside']:.1%} beside it. The longest "
-        f"row is {found['longest_tokens']:,} tokens, with {found['inputs_that_stay']} layers' inputs on the card besides the "
-        f"last one's. What ends it is {found['ended_by']}."
+        f"{first} Memory is {found['constant_gib']:.1f} GiB plus {found['bytes_a_token'] / 1024:.1f} KiB per token, fitted to "
+        f"{found['lengths']} lengths ({found['of']}) with a deviation of at most {found['beside']:.1%}. The longest row is "
+        f"{found['longest_tokens']:,} tokens, with the inputs of {found['inputs_that_stay']} layers besides the last one in "
+        f"GPU memory. The limit is {found['ended_by']}."
     )
 
 
-def told(row: Row) -> str:
+def table_row(row: Row) -> str:
     """One row of the table, in Markdown."""
     start = f"| {row.length:,} | {row.senders} | {row.forecast_gib:.1f} |"
     if row.error:
@@ -436,7 +440,7 @@ def told(row: Row) -> str:
     )
 
 
-HEAD = """| tokens in a row | inputs on the host | forecast GiB | peak GiB | reserved GiB | host GiB | s a step | tokens/s |
+HEAD = """| tokens per row | inputs on the host | forecast GiB | peak GiB | reserved GiB | host GiB | s/step | tokens/s |
 |---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 if __name__ == "__main__":

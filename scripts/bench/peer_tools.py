@@ -1,7 +1,7 @@
-"""One peer's training run in this process, for bench_peers.py: `python scripts/bench/peer_tools.py '{"tool": "trl", ...}'`.
+"""Trains with one peer in this process, for bench_peers.py: `python scripts/bench/peer_tools.py '{"tool": "trl", ...}'`.
 
-Nothing of fxtune is imported here. A peer's own trainer runs its own loop; a callback marks the ends of steps on the device's
-clock and waits for the device at the beginning and at the end of the measured ones.
+It imports nothing of fxtune. The peer's own trainer runs its own loop. A callback records the end of each step with a CUDA event and
+synchronizes the device before the first and after the last measured step.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = dict(r=16, lora_alpha=32, target_modules=LINEARS, bias="none")
-"""lora_dropout is 0 in both libraries' defaults, and given all the same."""
+"""The LoRA settings of both peers."""
 NEVER = 10**9
 
 
-def main(asked: dict[str, Any]) -> None:
-    if asked["tool"] == "write":
-        write(asked)
+def main(request: dict[str, Any]) -> None:
+    if request["tool"] == "write":
+        write(request)
         return
-    if asked["tool"] == "unsloth":
+    if request["tool"] == "unsloth":
         os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
-        import unsloth  # noqa: F401  before transformers, which it changes
+        import unsloth  # noqa: F401  before transformers, which it patches
     import torch
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
-    tokenizer.model_max_length = asked["length"]
-    clock = make_clock(asked)
-    common: dict[str, Any] = dict(args=settings(asked), train_dataset=dataset(asked), callbacks=[clock])
-    if asked["tool"] == "trl":
+    tokenizer = AutoTokenizer.from_pretrained(request["tokenizer"])
+    tokenizer.model_max_length = request["length"]
+    clock = make_clock(request)
+    common: dict[str, Any] = dict(args=settings(request), train_dataset=dataset(request), callbacks=[clock])
+    if request["tool"] == "trl":
         from peft import LoraConfig
 
-        model = random_model(asked["shape"], asked["length"], asked.get("attention", "sdpa"))
+        model = random_model(request["shape"], request["length"], request.get("attention", "sdpa"))
         trainer = SFTTrainer(
             model=model,
             processing_class=tokenizer,
@@ -51,8 +51,8 @@ def main(asked: dict[str, Any]) -> None:
         from unsloth import FastLanguageModel
 
         model, tokenizer = FastLanguageModel.from_pretrained(
-            asked["model"],
-            max_seq_length=asked["length"],
+            request["model"],
+            max_seq_length=request["length"],
             dtype=torch.bfloat16,
             load_in_4bit=False,
             local_files_only=True,
@@ -61,37 +61,37 @@ def main(asked: dict[str, Any]) -> None:
             model,
             lora_dropout=0,
             random_state=0,
-            use_gradient_checkpointing={"full": True, "unsloth": "unsloth", "none": False}[asked["checkpointing"]],
+            use_gradient_checkpointing={"full": True, "unsloth": "unsloth", "none": False}[request["checkpointing"]],
             **LORA,
         )
         trainer = SFTTrainer(model=model, processing_class=tokenizer, **common)
     count_tokens(trainer, clock)
     trainer.train()
-    assert trainer.args.gradient_accumulation_steps == 1, "the peer changed the batch: the figure would be wrong"
-    Path(asked["out"]).write_text(json.dumps(figures(asked, trainer, clock)))
+    assert trainer.args.gradient_accumulation_steps == 1, "the peer changed the batch size, so the result is not valid"
+    Path(request["out"]).write_text(json.dumps(results(request, trainer, clock)))
 
 
-def settings(asked: dict[str, Any]) -> Any:
+def settings(request: dict[str, Any]) -> Any:
     import torch
     from trl import SFTConfig
 
     cuda = torch.cuda.is_available()
-    more: dict[str, Any] = {} if asked["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
+    dataset_options: dict[str, Any] = {} if request["chats"] else dict(dataset_kwargs={"skip_prepare_dataset": True})
     return SFTConfig(
-        output_dir=str(Path(asked["out"]).with_suffix("")),
-        per_device_train_batch_size=asked["rows"],
+        output_dir=str(Path(request["out"]).with_suffix("")),
+        per_device_train_batch_size=request["rows"],
         gradient_accumulation_steps=1,
-        max_steps=asked["steps"] + asked["warm_up"],
+        max_steps=request["steps"] + request["warm_up"],
         bf16=cuda,
         use_cpu=not cuda,
-        gradient_checkpointing=asked["checkpointing"] == "full",
-        use_liger_kernel=asked.get("liger") == "on" and cuda,
+        gradient_checkpointing=request["checkpointing"] == "full",
+        use_liger_kernel=request.get("liger") == "on" and cuda,
         report_to="none",
         logging_steps=NEVER,
         logging_first_step=True,
         save_strategy="no",
-        max_length=asked["length"],
-        packing=asked["chats"],
+        max_length=request["length"],
+        packing=request["chats"],
         optim="adamw_torch_fused",
         learning_rate=1e-4,
         weight_decay=0.0,
@@ -99,24 +99,24 @@ def settings(asked: dict[str, Any]) -> Any:
         dataloader_num_workers=2 if cuda else 0,
         seed=0,
         disable_tqdm=True,
-        **more,
+        **dataset_options,
     )
 
 
-def dataset(asked: dict[str, Any]) -> Any:
-    """Chats as text, for the peer to tokenise and pack; token rows as they are, with a label on every token."""
+def dataset(request: dict[str, Any]) -> Any:
+    """The rows of the file: chats as text, which the peer tokenizes and packs; token rows with a label for every token."""
     from datasets import Dataset
 
-    with open(asked["documents"], encoding="utf-8") as file:
+    with open(request["documents"], encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    if asked["chats"]:
+    if request["chats"]:
         return Dataset.from_list(rows)
     ids = [row["input_ids"] for row in rows]
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
 def random_model(shape: dict[str, Any], length: int, attention: str) -> Any:
-    """A model of this shape with weights as transformers draws them, in bfloat16 on the GPU (float32 without one)."""
+    """A model of this shape with transformers' random weights, in bfloat16 on a GPU or in float32 on a CPU."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -131,28 +131,28 @@ def random_model(shape: dict[str, Any], length: int, attention: str) -> Any:
 
 
 def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
-    """The folder with such a model and a tokenizer, written by a process of its own where it is not there yet."""
-    if not (folder / "whole").exists():
-        asked = dict(tool="write", shape=shape, length=length, model=str(folder), tokenizer=str(tokenizer))
-        subprocess.run([sys.executable, __file__, json.dumps(asked)], check=True, stdout=subprocess.DEVNULL)
+    """The folder of a random model and a tokenizer. If it does not exist, another process writes it."""
+    if not (folder / "complete").exists():
+        request = dict(tool="write", shape=shape, length=length, model=str(folder), tokenizer=str(tokenizer))
+        subprocess.run([sys.executable, __file__, json.dumps(request)], check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
-def write(asked: dict[str, Any]) -> None:
+def write(request: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
-    folder = Path(asked["model"])
-    random_model(asked["shape"], asked["length"], "sdpa").save_pretrained(folder)
-    AutoTokenizer.from_pretrained(asked["tokenizer"]).save_pretrained(folder)
-    (folder / "whole").touch()
+    folder = Path(request["model"])
+    random_model(request["shape"], request["length"], "sdpa").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(request["tokenizer"]).save_pretrained(folder)
+    (folder / "complete").touch()
 
 
-def make_clock(asked: dict[str, Any]) -> Any:
-    """A callback of transformers' Trainer, which can be imported once Unsloth has been."""
+def make_clock(request: dict[str, Any]) -> Any:
+    """A callback that measures steps. The class is defined here because transformers must be imported after Unsloth."""
     import torch
     from transformers import TrainerCallback
 
-    first, last = asked["warm_up"], asked["warm_up"] + asked["steps"]
+    first_step, last_step = request["warm_up"], request["warm_up"] + request["steps"]
     cuda = torch.cuda.is_available()
 
     class Clock(TrainerCallback):
@@ -175,58 +175,58 @@ def make_clock(asked: dict[str, Any]) -> Any:
             return time.perf_counter()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            if state.global_step == first:
+            if state.global_step == first_step:
                 self.seconds = -self.wait()
                 self.tokens.clear()
                 self.mark()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            if state.global_step > first:
+            if state.global_step > first_step:
                 self.mark()
-            if state.global_step == last:
+            if state.global_step == last_step:
                 self.seconds += self.wait()
-            if state.global_step in (first, last):
-                control.should_log = True  # the mean loss up to here
+            if state.global_step in (first_step, last_step):
+                control.should_log = True  # the mean loss since the last log line
 
-        def each(self) -> list[float]:
+        def step_seconds(self) -> list[float]:
             """Seconds of each measured step."""
-            return [one.elapsed_time(other) / 1e3 if cuda else other - one for one, other in pairwise(self.marks)]
+            return [first.elapsed_time(last) / 1e3 if cuda else last - first for first, last in pairwise(self.marks)]
 
     return Clock()
 
 
 def count_tokens(trainer: Any, clock: Any) -> None:
-    """Note the tokens of each micro-batch that are not padding, on the device: nothing waits for it."""
+    """Count the tokens of each micro-batch that are not padding, on the device and without a synchronization."""
     import torch
 
-    whole = trainer.training_step
+    training_step = trainer.training_step
 
-    def counted(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+    def counting_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         masked = mask is not None and mask.shape == ids.shape
         clock.tokens.append(mask.sum() if masked else torch.tensor(ids.numel()))
-        return whole(model, inputs, *rest, **named)
+        return training_step(model, inputs, *rest, **named)
 
-    trainer.training_step = counted
+    trainer.training_step = counting_step
 
 
-def figures(asked: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
+def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    tokens, each = sum(int(count) for count in clock.tokens), clock.each()
-    assert len(clock.tokens) == len(each) == asked["steps"], "a step was not one micro-batch"
-    if not asked["chats"]:
-        assert tokens == asked["steps"] * asked["rows"] * asked["length"], (
-            "the peer changed the rows: the figure would be wrong"
+    tokens, seconds = sum(int(count) for count in clock.tokens), clock.step_seconds()
+    assert len(clock.tokens) == len(seconds) == request["steps"], "a step was not one micro-batch"
+    if not request["chats"]:
+        assert tokens == request["steps"] * request["rows"] * request["length"], (
+            "the peer changed the rows, so the result is not valid"
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "tokens_per_second": tokens / clock.seconds,
-        "step_seconds": statistics.median(each),
-        "step_seconds_p5": min(each),
-        "step_seconds_p95": max(each),
-        "tokens_a_step": tokens / asked["steps"],
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_p5": min(seconds),
+        "step_seconds_p95": max(seconds),
+        "tokens_a_step": tokens / request["steps"],
         "first_loss": losses[0],
         "loss": losses[-1],
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,

@@ -1,17 +1,19 @@
-"""Kill runs at random instants, start them again, and count how many end bit for bit as one that was never killed.
+"""Kills runs at random instants, restarts them, and counts how many end bit for bit like a run that was never killed.
 
     python scripts/faults/kill.py [--kills 200] [--modes lora,full] [--seed 0] [--json FILE] [--folder FOLDER]
-    python scripts/faults/kill.py --operations --modes lora       # not at random: once before each thing that a run does to a file
+    python scripts/faults/kill.py --operations --modes lora       # not at random: one kill before each file operation of a run
 
-Each run trains a two-layer Llama on a CPU, dies of SIGKILL one to four times and is started again by the same words. Half of
-the instants are anywhere in the run, half somewhere in a phase drawn at random (tokenising, saving, ...), since most of a short
-run is its start. One kill in four takes only the process itself, as the kernel does for want of memory, and leaves its
-workers to notice. Compared with the undisturbed run of the same words: sha256 of the export and of the last checkpoint's weights
-and optimizer state, the rest of its state, metrics.jsonl and result.json (less what a clock has a part in), and of each step
-the documents that it learnt from and the random state after it. So every document is used as often as without a kill.
+Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again. Half of the
+instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a short run is its start. One
+kill in four ends only the main process, like the kernel's out-of-memory killer, and its workers must notice that.
 
-The runs are forked from a parent that has imported everything, which makes one cost a second or two in place of seven: what a
-kill costs here is without these imports. One run of each mode is started as users do, and must end as the forked one.
+Each run is compared with the undisturbed run of the same command: sha256 of the export and of the last checkpoint's weights and
+optimizer state, the rest of its state, metrics.jsonl and result.json (without figures that depend on a clock), and for each step its
+documents and the random state after it. So every document is used as often as without a kill.
+
+The runs are forked from a parent that has imported all packages. A run then takes one or two seconds instead of seven, and the
+reported costs of a kill do not include the imports. For each mode one run is started as users start it; its result must equal that of
+the forked run.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from support.harness import run
 from support.killing import MODES, Aim, Fate, ForkServer, Kill, Reference, disturb, prepare
 
 SHARES = {"lora": 5, "full": 4, "packed": 3, "bucketed": 3, "float16": 2, "workers": 2, "tokenisers": 1, "compiled": 1}
-"""How many of the kills each mode gets, in proportion: the last three take long."""
+"""Relative number of kills per mode. The last three modes are slow."""
 
 
 def aim(reference: Reference, draw: random.Random) -> Aim:
-    """Anywhere in the run, or somewhere in a phase of it."""
+    """A random instant: anywhere in the run, or inside a random phase."""
     alone = draw.random() < 0.25
     if draw.random() < 0.5:
         return Aim(share=draw.uniform(0.02, 0.9), alone=alone)
@@ -54,32 +56,32 @@ def aim(reference: Reference, draw: random.Random) -> Aim:
 
 
 def same_as_users(reference: Reference, folder: Path, mode: str) -> list[str]:
-    """In what a run that was not forked differs from the one that was."""
+    """The differences between a run that was not forked and the forked run."""
     words = prepare(folder, mode)
     done = run(words, folder, timeout=600, TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
     assert done.code == 0, done.text[-3000:]
-    ending = dataclasses.replace(Ending.of(folder / "run", []), steps=reference.ending.steps)  # it was not watched
+    ending = dataclasses.replace(Ending.of(folder / "run", []), steps=reference.ending.steps)  # it wrote no trace
     return reference.ending.differences(ending)
 
 
 def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) -> None:
-    """Kill runs of `mode` until `kills` kills are done; 0: one run for each thing that it does to a file, killed before that.
+    """Run and kill until `kills` kills are done. With `kills` 0, run once for each file operation and kill before it.
 
-    What became of each is added to `fates`. AssertionError where a run that was not killed fails.
+    The result of each run is added to `fates`. Raises AssertionError if a run that was not killed fails.
     """
     draw = random.Random(f"{seed}/{mode}")
     with ForkServer() as server:
-        whole = folder / f"{mode}-whole"
-        reference = Reference.of(server, prepare(whole, mode), whole, TORCHINDUCTOR_CACHE_DIR=str(whole / "inductor"))
+        place = folder / f"{mode}-reference"
+        reference = Reference.of(server, prepare(place, mode), place, TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"))
         uses = Counter(reference.ending.uses().values())
         operations = [line["what"] for line in reference.trace.lines if "operation" in line]
-        say(
-            f"{mode}: undisturbed {reference.seconds:.1f} s, {len(reference.ending.steps)} steps, {len(operations)} things done "
-            f"to files; documents by how often each is used: {dict(uses)}"
+        print_now(
+            f"{mode}: undisturbed {reference.seconds:.1f} s, {len(reference.ending.steps)} steps, {len(operations)} file "
+            f"operations; documents by number of uses: {dict(uses)}"
         )
         assert len(uses) == 1, "not every document was used equally often"
         if differences := same_as_users(reference, folder / f"{mode}-users", mode):
-            say(f"  a run that was not forked differs: {differences}")
+            print_now(f"  a run that was not forked differs: {differences}")
             fates.append(Fate([], 0, differences, False))
         while (left := kills - sum(len(fate.kills) for fate in fates)) > 0 or (
             not kills and len(fates) < len(operations)
@@ -93,9 +95,9 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) 
             fate = disturb(server, reference, place, aims, TORCHINDUCTOR_CACHE_DIR=str(place / "inductor"))
             fates.append(fate)
             fate.twice = _twice_in_an_epoch(fate, len(reference.ending.steps) / max(uses))
-            died = ", ".join(f"{kill.phase}@{kill.steps}" for kill in fate.kills) or "none, it was faster"
+            died = ", ".join(f"{kill.phase}@{kill.steps}" for kill in fate.kills) or "no kill, the run ended first"
             before = "" if kills else f" before {operations[len(fates) - 1]}"
-            say(
+            print_now(
                 f"  {place.name}: {died}{before}: "
                 + ("identical" if fate.identical else f"DIFFERS {fate.differences} left={fate.left}")
             )
@@ -103,7 +105,7 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, fates: list[Fate]) 
                 shutil.rmtree(place)
 
 
-def say(text: str) -> None:
+def print_now(text: str) -> None:
     print(text, flush=True)
 
 
@@ -112,10 +114,17 @@ def _twice_in_an_epoch(fate: Fate, steps_per_epoch: float) -> bool:
     return any(count > 1 for count in epochs.values())
 
 
-def told(fates: dict[str, list[Fate]], console: Console) -> None:
-    """The statistics, by mode and by phase."""
+def print_statistics(fates: dict[str, list[Fate]], console: Console) -> None:
+    """Print the statistics by mode and by phase."""
     table = Table(
-        "mode", "runs", "kills", "of them alone", "two in an epoch", "ended", "identical", title="Killed runs, by mode"
+        "mode",
+        "runs",
+        "kills",
+        "main process only",
+        "two in an epoch",
+        "ended",
+        "identical",
+        title="Killed runs, by mode",
     )
     for mode, those in fates.items():
         kills = [kill for fate in those for kill in fate.kills]
@@ -138,15 +147,15 @@ def told(fates: dict[str, list[Fate]], console: Console) -> None:
     if not every:
         return
     table = Table(
-        "died while",
+        "killed while",
         "kills",
         "identical",
         "median s lost",
         "p95",
-        "most",
-        "median steps again",
-        "most",
-        title="Kills, by what the run was doing",
+        "max",
+        "median steps repeated",
+        "max",
+        title="Kills, by phase of the run",
     )
     phases = Counter(kill.phase for kill, _ in every)
     for phase, count in [*phases.most_common(), ("all", len(every))]:
@@ -170,12 +179,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument(
-        "--operations", action="store_true", help="in place of random instants: before each thing done to a file"
+        "--operations", action="store_true", help="kill before each file operation, not at random instants"
     )
-    parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
-    parser.add_argument("--seed", type=int, default=0, help="of the instants; a machine's speed decides what they hit")
+    parser.add_argument("--modes", default=",".join(MODES), help="choose from " + ", ".join(MODES))
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the instants; what a run does then depends on the machine's speed"
+    )
     parser.add_argument("--json", type=Path, help="also write each kill to this file")
-    parser.add_argument("--folder", type=Path, help="where runs lie; those that are not identical stay there")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; those that differ are kept")
     given = parser.parse_args()
     modes = given.modes.split(",")
     if unknown := set(modes) - set(MODES):
@@ -191,14 +202,14 @@ def main() -> int:
         fates[mode] = []
         try:
             campaign(mode, 0 if given.operations else share, given.seed, folder, fates[mode])
-        except AssertionError as error:  # a run that nobody killed failed, or hangs
-            say(f"  {error}")
+        except AssertionError as error:  # a run that was not killed failed or hangs
+            print_now(f"  {error}")
             fates[mode].append(Fate([], 1, [str(error)], False))
-    told(fates, console)
+    print_statistics(fates, console)
     if given.json:
         given.json.write_text(
             "".join(
-                json.dumps(_plain(mode, fate, kill)) + "\n"
+                json.dumps(_json_row(mode, fate, kill)) + "\n"
                 for mode, those in fates.items()
                 for fate in those
                 for kill in fate.kills
@@ -206,15 +217,13 @@ def main() -> int:
         )
     bad = [fate for those in fates.values() for fate in those if not fate.identical]
     count = sum(len(fate.kills) for those in fates.values() for fate in those)
-    print(
-        f"{count} kills in {time.monotonic() - began:.0f} s; {len(bad)} runs ended otherwise than one that was not killed"
-    )
+    print(f"{count} kills in {time.monotonic() - began:.0f} s; {len(bad)} runs differ from a run that was not killed")
     if not bad and not given.folder:
         shutil.rmtree(folder)
     return 1 if bad else 0
 
 
-def _plain(mode: str, fate: Fate, kill: Kill) -> dict[str, Any]:
+def _json_row(mode: str, fate: Fate, kill: Kill) -> dict[str, Any]:
     return {"mode": mode, **dataclasses.asdict(kill), "phase": kill.phase, "identical": fate.identical}
 
 

@@ -1,11 +1,11 @@
-"""What a network that fails costs a run, and what is complete afterwards: the hub and W&B in every bad mood, on loopback.
+"""Measures what a failing network costs a run, and checks that no data is lost: every failure of the hub and of W&B, on loopback.
 
     python scripts/faults/outages.py [--json FILE]
 
-The hub: seconds from asking for a model, its weights, a tokenizer and a dataset until all are there or an error says what to
-do, with and without what an earlier run fetched. W&B: seconds that starting, the slowest of ten lines and the end of the run
-took of the training process, and how many of the ten steps the server has when the command that fxtune printed was run, each
-once. Real processes of the real libraries (huggingface_hub, wandb); the servers are tests/support/servers.py.
+Hub: the seconds from the request for a model, its weights, a tokenizer and a dataset until all are loaded or an error says what to
+do, with and without a cache from an earlier run. W&B: the seconds that the training process spends on the start, on the slowest of
+ten log lines and on the end of the run, and whether the server has each of the ten steps once after the command that fxtune printed.
+The processes use the real libraries (huggingface_hub, wandb); the servers are in tests/support/servers.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbM
 
 FAULTS: tuple[str | int, ...] = ("works", "refused", "silent", "drips", "breaks", 500, 429, 401)
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}" * 500, "model.safetensors": bytes(100_000)}
-ASK = """
+FETCH = """
 import time
 from fxtune.system import hub
 from fxtune.errors import UserError
@@ -42,7 +42,7 @@ try:
     hub.fetch(hub.locate("nobody/tiny"), ["model.safetensors"])
     hub.locate("nobody/tiny", key="model.tokenizer")
     hub.resolve_commit("nobody/data", None, "dataset")
-    became = "goes on"
+    became = "continues"
 except UserError as error:
     became = f"exit code {error.exit_code}"
 print(f"\\n{time.monotonic() - begun:.2f}|{became}")
@@ -50,59 +50,60 @@ print(f"\\n{time.monotonic() - begun:.2f}|{became}")
 STEPS = 10
 
 
-def ask_hub(url: str, home: str) -> tuple[float, str]:
+def fetch_from_hub(url: str, home: str) -> tuple[float, str]:
+    """(seconds, outcome) of a process that fetches from the hub at `url` with the cache in `home`."""
     environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": home, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FETCH], env=environment, capture_output=True, text=True, check=True)
     seconds, became = done.stdout.splitlines()[-1].split("|")
     return float(seconds), became
 
 
-def hub() -> list[dict[str, Any]]:
+def hub_outages() -> list[dict[str, Any]]:
     rows = []
     with serving(Hub(FILES)) as server, tempfile.TemporaryDirectory() as cache:
-        ask_hub(server.url, cache)
+        fetch_from_hub(server.url, cache)
         for fault in FAULTS:
             server.mode = fault
             url = refused() if fault == "refused" else server.url
             with tempfile.TemporaryDirectory() as empty:
-                there, absent = ask_hub(url, cache), ask_hub(url, empty)
+                cached, uncached = fetch_from_hub(url, cache), fetch_from_hub(url, empty)
             rows.append(
                 {
                     "hub": fault,
-                    "fetched before": there[0],
-                    "became": there[1],
-                    "not fetched": absent[0],
-                    "became ": absent[1],
+                    "cached": cached[0],
+                    "outcome": cached[1],
+                    "not cached": uncached[0],
+                    "outcome ": uncached[1],
                 }
             )
     return rows
 
 
-def track(folder: Path, notes: list[str], step: int = 0) -> Tracker:
-    plain = {
+def start_tracker(folder: Path, notes: list[str], step: int = 0) -> Tracker:
+    config_dict = {
         "run": {"name": "outage"},
         "tracking": {"wandb": {"project": "unit", "entity": None, "group": None, "tags": []}},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_dict))
     config = TrackingConfig(wandb=WandbConfig(mode=WandbMode.online, project="unit"))
-    return Tracker(config, folder, "outage", plain, note=notes.append, resume_step=step)
+    return Tracker(config, folder, "outage", config_dict, note=notes.append, resume_step=step)
 
 
-def wandb(fault: str | int, half_way: bool) -> dict[str, Any]:
-    """One run of which W&B fails from the beginning, or after half of its steps, when it has taken the run once more."""
+def wandb_outage(fault: str | int, half_way: bool) -> dict[str, Any]:
+    """One run during which W&B fails: from the start, or after half of the steps in a resumed run."""
     notes: list[str] = []
     with serving(Wandb()) as server, tempfile.TemporaryDirectory() as place:
         os.environ["WANDB_BASE_URL"] = refused() if fault == "refused" and not half_way else server.url
         first = 1
         if half_way:
-            with track(Path(place), notes) as tracker:
+            with start_tracker(Path(place), notes) as tracker:
                 for step in range(1, STEPS // 2 + 1):
                     tracker.log(step, {"train/loss": 1.0})
             first = STEPS // 2 + 1
         else:
             server.mode = fault
         begun = time.monotonic()
-        tracker = track(Path(place), notes, first - 1)
+        tracker = start_tracker(Path(place), notes, first - 1)
         started = time.monotonic() - begun
         while half_way and tracker._wandb and not tracker._wandb.folder:
             time.sleep(0.05)
@@ -118,25 +119,25 @@ def wandb(fault: str | int, half_way: bool) -> dict[str, Any]:
         begun = time.monotonic()
         tracker.finish()
         ended = time.monotonic() - begun
-        words = shlex.split(notes[-1].partition("To upload it: ")[2])
+        command = shlex.split(notes[-1].partition("To upload it: ")[2])
         with contextlib.ExitStack() as again:
-            if half_way and fault == "refused":  # it comes back under another port, with what it had
+            if half_way and fault == "refused":  # the server returns on another port with its rows
                 rows, server = server.rows, again.enter_context(serving(Wandb()))
                 server.rows = rows
             server.mode = "works"
             os.environ["WANDB_BASE_URL"] = server.url
-            if words:
-                subprocess.run([sys.executable, "-m", *words], check=True, capture_output=True)
+            if command:
+                subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
             run = (Path(place) / "wandb" / "id").read_text()
-            seen = [row["train/step"] for row in server.history(run)]
-        whole = "each step once" if seen == list(range(1, STEPS + 1)) else f"NOT WHOLE: {seen}"
+            logged = [row["train/step"] for row in server.history(run)]
+        history = "each step once" if logged == list(range(1, STEPS + 1)) else f"INCOMPLETE: {logged}"
     return {
         "W&B": f"{fault}{', half-way' if half_way else ''}",
         "start": started,
         "slowest line": slowest,
         "end": ended,
-        "command": " ".join(words[:2]) or "none needed",
-        "history": whole,
+        "command": " ".join(command[:2]) or "none needed",
+        "history": history,
     }
 
 
@@ -153,9 +154,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {"HOME": home, "WANDB_API_KEY": "k" * 40, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        rows = hub()
+        rows = hub_outages()
         show(rows)
-        links = [wandb(fault, False) for fault in FAULTS] + [wandb(fault, True) for fault in FAULTS[1:]]
+        links = [wandb_outage(fault, False) for fault in FAULTS] + [wandb_outage(fault, True) for fault in FAULTS[1:]]
         show(links)
     if options.json:
         Path(options.json).write_text(json.dumps([*rows, *links], indent=1))

@@ -299,7 +299,7 @@ def test_the_job_script_passes_other_codes_on(tmp_path):
     assert (tmp_path / "requeued").exists()
     refused = job(CODE="75", SCONTROL="1")
     assert refused.returncode == 75
-    assert "To go on, submit: +recipe=mine run.dir=runs/slurm-17" in refused.stderr
+    assert "To continue, submit: +recipe=mine run.dir=runs/slurm-17" in refused.stderr
     tired = job(CODE="75", SLURM_RESTART_COUNT="100")
     assert tired.returncode == 75
     assert not (tmp_path / "requeued").exists()

@@ -1,16 +1,15 @@
-"""Tests that need a GPU: they skip themselves where there is none, with one reason, and leave no memory behind.
+"""Tests that need a GPU. Without one they skip with a reason. They free all GPU memory at their end.
 
-Most of their time is the host's, which compiles: with pytest-xdist they take turns on the card, but for those that measure, which
-need it for themselves:
+The host spends most of their time on compilation, so several pytest-xdist workers can share one GPU. Tests that measure time have
+the marker `timed` and need the GPU for themselves:
 
     pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
 
-Of several cards each worker takes one, by its number (those that CUDA_VISIBLE_DEVICES names, where it is set); with as many
-workers as cards those that measure may run beside each other, too: `pytest tests/gpu -m timed -n 8` on eight.
+With several GPUs each worker uses one, chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many workers as
+GPUs the timed tests may also run in parallel: `pytest tests/gpu -m timed -n 8` on eight GPUs.
 
-This folder is a package, unlike the others, so that this file does not stand in for tests/conftest.py where a test says
-`from conftest import ...`. Its modules are imported on every machine, so they import what only a GPU machine has inside
-their tests.
+Unlike other test folders this one is a package, so that `from conftest import ...` still finds tests/conftest.py. Every machine
+imports its modules, so they import packages of a GPU machine inside the tests.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 
-WHY = f"needs a GPU, and torch {torch.__version__} sees none here"
+SKIP_REASON = f"needs a GPU, and torch {torch.__version__} finds none on this machine"
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU; skipped where torch sees none")
-    take_a_card()
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped if torch finds none")
+    assign_gpu()
 
 
-def take_a_card() -> None:
-    """Leave a worker of pytest-xdist one of several cards, and the processes that it starts; without workers all stay visible.
+def assign_gpu() -> None:
+    """Make one of several GPUs visible to a pytest-xdist worker and its child processes. Without workers all stay visible.
 
-    CUDA reads the variable once, when it is initialised: this comes before test modules are imported, and counting cards does not
-    initialise it.
+    CUDA reads CUDA_VISIBLE_DEVICES once, when it is initialized. This function runs before the test modules are imported, and
+    torch.cuda.device_count() does not initialize CUDA.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker.startswith("gw") and count > 1:
-        cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)].strip()
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)].strip()
 
 
 def pytest_collection_modifyitems(items):
-    """Everything in this folder is a GPU test, wherever pytest was started."""
+    """Mark every test in this folder as a GPU test."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason=WHY))
+                item.add_marker(pytest.mark.skip(reason=SKIP_REASON))
 
 
 @pytest.fixture(autouse=True)
-def _as_found():
-    """Seeds before each test; afterwards the process-wide switches that techniques set, and all memory, are given back."""
+def _restore_state():
+    """Seed before each test. After it, restore the process-wide switches that techniques set and free GPU memory."""
     torch.manual_seed(0)
     kept = (
         torch.get_float32_matmul_precision(),

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from support.reference import LIMITS, SHAPES, apart, batch, build, ours, plain, relative
+from support.reference import LIMITS, SHAPES, batch, build, ours, plain, relative, relative_errors
 
 from fxtune.errors import ConfigError
 from fxtune.kernels.flash4 import flash4, flash4_backward, reference, reference_backward
@@ -208,7 +208,7 @@ def test_the_host_never_waits(packed):
 def close_to_plain(seen, shape, given, factor=1.5):
     """No further from float32 than plain bfloat16 is."""
     exact = plain(shape, given)
-    found, allowed = apart(seen, exact), apart(plain(shape, given, dtype="bfloat16"), exact)
+    found, allowed = relative_errors(seen, exact), relative_errors(plain(shape, given, dtype="bfloat16"), exact)
     print(shape if isinstance(shape, str) else shape["model_type"], "ours", found, "plain bfloat16", allowed)
     for name in ("logits", "grads"):
         assert found[name] <= factor * allowed[name], (name, found, allowed)

@@ -179,7 +179,7 @@ def test_eager_recomputation_changes_no_bit(shape, lora):
         anew = [key for key in wrong if name.startswith("narrow") and "mlp.down_proj.lora_B" in key]
         assert all(reference.relative(seen.grads[key], plain.grads[key]) < 1e-3 for key in anew)
         wrong = [key for key in wrong if key not in anew]
-        assert not wrong, (name, wrong[:3], reference.apart(seen, plain))
+        assert not wrong, (name, wrong[:3], reference.relative_errors(seen, plain))
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,16 @@ def test_every_policy_is_as_accurate_as_none(shape, compiled):
     """Compiled: the two families that differ most from the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
-    none = reference.apart(reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact)
+    none = reference.relative_errors(
+        reference.ours(pipeline(compiled, policy=Policy.none), shape, given, lora=True), exact
+    )
     for name, options in {
         "full": {},
         "narrow": NARROW,
         "offload": {"offload": True},
         "tiles": {"mlp_tiles": 4},
     }.items():
-        seen = reference.apart(reference.ours(pipeline(compiled, **options), shape, given, lora=True), exact)
+        seen = reference.relative_errors(reference.ours(pipeline(compiled, **options), shape, given, lora=True), exact)
         assert seen["grads"] < 1.1 * none["grads"] + 1e-3, (name, seen, none)
         assert seen["logits"] < 1.1 * none["logits"] + 1e-3, (name, seen, none)
         print(f"\n{shape} {name}: {seen}, without checkpointing {none}")

@@ -44,7 +44,7 @@ def test_compiled_float32_equals_eager(shape, scope):
     given = reference.batch(shape)
     seen = reference.ours(pipeline(asked(scope)), shape, given, dtype="float32")
     eager = reference.ours(pipeline(), shape, given, dtype="float32")
-    to_eager, to_plain = (reference.apart(seen, other) for other in (eager, reference.plain(shape, given)))
+    to_eager, to_plain = (reference.relative_errors(seen, other) for other in (eager, reference.plain(shape, given)))
     assert to_eager["loss"] < reference.LIMITS["float32"], to_eager
     assert to_eager["logits"] < reference.LIMITS["float32"], to_eager
     assert to_eager["grads"] < 2 * reference.LIMITS["float32"], to_eager
@@ -56,8 +56,8 @@ def test_compiled_float32_equals_eager(shape, scope):
 def test_compiled_bfloat16_is_as_accurate_as_eager(shape, scope):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
-    seen = reference.apart(reference.ours(pipeline(asked(scope), "sdpa"), shape, given, lora=True), exact)
-    eager = reference.apart(reference.ours(pipeline(None, "sdpa"), shape, given, lora=True), exact)
+    seen = reference.relative_errors(reference.ours(pipeline(asked(scope), "sdpa"), shape, given, lora=True), exact)
+    eager = reference.relative_errors(reference.ours(pipeline(None, "sdpa"), shape, given, lora=True), exact)
     assert seen["loss"] < eager["loss"] + 1e-3, (seen, eager)
     assert seen["logits"] < 1.1 * eager["logits"], (seen, eager)
     assert seen["grads"] < 1.1 * eager["grads"], (seen, eager)

@@ -205,7 +205,7 @@ def test_a_model_is_near_bfloat16_of_the_same_weights(shape):
                 module.weight.copy_(dequantized(theirs[name]))
     results["plain"] = passed(plain, made, given)
     for fused in ("on", "off"):
-        apart = reference.apart(results[fused], results["plain"])
+        apart = reference.relative_errors(results[fused], results["plain"])
         assert apart["logits"] < 0.1, (fused, apart)
         assert apart["grads"] < 0.15, (fused, apart)
         assert abs(results[fused].loss / results["plain"].loss - 1) < 0.005, (
@@ -213,7 +213,7 @@ def test_a_model_is_near_bfloat16_of_the_same_weights(shape):
             results[fused].loss,
             results["plain"].loss,
         )
-    apart = reference.apart(results["on"], results["off"])
+    apart = reference.relative_errors(results["on"], results["off"])
     assert apart["logits"] < 0.09, apart
 
 
@@ -224,7 +224,7 @@ def test_compiled_layers_compute_the_same(fused):
     eager = passed(plain, made, given)
     model, chosen, evidence, _ = reference.build(pipeline(fused, compiled=True), "llama", given)
     assert [one for one in evidence if one.technique == "compile"]
-    apart = reference.apart(passed(model, chosen, given), eager)
+    apart = reference.relative_errors(passed(model, chosen, given), eager)
     # What bfloat16 rounds another way may take another code of fp8, a sixteenth away: noise of the same size as fp8's own.
     assert apart["logits"] < 0.09, apart
     assert apart["grads"] < 0.12, apart
@@ -312,7 +312,7 @@ def test_a_model_with_fp8_embeddings_and_head():
     ours, made, evidence, _ = reference.build(asked, "llama", given)
     assert all(one.acted for one in evidence)
     theirs, plainly, _, _ = reference.build(pipeline(), "llama", given)
-    apart = reference.apart(passed(ours, made, given), passed(theirs, plainly, given))
+    apart = reference.relative_errors(passed(ours, made, given), passed(theirs, plainly, given))
     assert apart["loss"] < 0.01, apart
     assert apart["logits"] < 0.12, apart
 

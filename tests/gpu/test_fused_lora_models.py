@@ -58,13 +58,13 @@ def pipeline(fused: Switch, compiled: bool = False, policy: Policy | None = None
 def test_fused_is_as_accurate_as_peft(shape, compiled):
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
-    rounded = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
+    rounded = reference.relative_errors(reference.plain(shape, given, dtype="bfloat16", lora=True), exact)
     found = reference.ours(pipeline(Switch.auto, compiled), shape, given, lora=True)
     assert any("fused on" in note for note in found.notes), found.notes
     assert any("2 attentions' projections, 2 whole MLPs, 2 single linears" in one.asked for one in found.evidence), (
         found.evidence
     )
-    off = reference.apart(found, exact)
+    off = reference.relative_errors(found, exact)
     assert all(off[what] <= 1.5 * rounded[what] + 1e-3 for what in ("loss", "logits", "grads")), (off, rounded)
 
 
@@ -97,10 +97,10 @@ def test_checkpointing_changes_only_rounding(options, compiled):
     treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
     if compiled:
         exact = reference.plain("llama", reference.batch("llama"), lora=True)
-        off, usual = (reference.apart(one, exact)["grads"] for one in (treated, whole(compiled)))
+        off, usual = (reference.relative_errors(one, exact)["grads"] for one in (treated, whole(compiled)))
         assert off <= 1.1 * usual + 1e-3, (off, usual)
     else:
-        assert reference.apart(treated, whole(compiled))["grads"] <= 5e-3
+        assert reference.relative_errors(treated, whole(compiled))["grads"] <= 5e-3
 
 
 @functools.cache

@@ -177,7 +177,7 @@ def test_models_with_all_of_them_in_float32(shape, lora):
     pipeline.liger = on(shape)
     given = reference.batch(EVERY[shape])
     seen = reference.ours(pipeline, EVERY[shape], given, dtype="float32", lora=lora)
-    apart = reference.apart(seen, reference.plain(EVERY[shape], given, lora=lora))
+    apart = reference.relative_errors(seen, reference.plain(EVERY[shape], given, lora=lora))
     ran = [f"  {one.asked}: {one.observed}" for one in seen.evidence if one.technique == "liger"]
     print(f"\n{shape}: {apart}", *ran, sep="\n")
     assert max(apart.values()) < 2e-5, apart
@@ -189,9 +189,9 @@ def test_models_with_all_of_them_in_bfloat16(shape):
     pipeline.liger = on(shape)
     given = reference.batch(EVERY[shape])
     exact = reference.plain(EVERY[shape], given)
-    usual = reference.apart(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
+    usual = reference.relative_errors(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
     seen = reference.ours(pipeline, EVERY[shape], given)
-    apart = reference.apart(seen, exact)
+    apart = reference.relative_errors(seen, exact)
     print(f"\n{shape}: plain bfloat16 {usual}, with Liger {apart}")
     ran = [one for one in seen.evidence if one.technique == "liger"]
     assert len(ran) == len([name for name in OPERATIONS if getattr(pipeline.liger, name) is Switch.on])
@@ -209,7 +209,7 @@ def test_checkpointing_changes_nothing(policy):
         pipeline.liger = on("llama")
         pipeline.checkpointing.enabled, pipeline.checkpointing.policy = enabled, policy
         found.append(reference.ours(pipeline, "llama", given, dtype="float32"))
-    apart = reference.apart(*found)
+    apart = reference.relative_errors(*found)
     assert max(apart.values()) < 1e-5, apart
 
 
@@ -221,9 +221,9 @@ def test_inside_compiled_layers(shape):
     pipeline.compile = Compile(enabled=True)
     given = reference.batch(EVERY[shape])
     exact = reference.plain(EVERY[shape], given)
-    usual = reference.apart(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
+    usual = reference.relative_errors(reference.plain(EVERY[shape], given, dtype="bfloat16"), exact)
     seen = reference.ours(pipeline, EVERY[shape], given)
-    apart = reference.apart(seen, exact)
+    apart = reference.relative_errors(seen, exact)
     print(f"\n{shape}: {apart}", *[f"  {one.technique}: {one.observed}" for one in seen.evidence], sep="\n")
     for name, value in apart.items():
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
@@ -245,7 +245,7 @@ def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
     else:
         exact = reference.plain("llama", given)
         apart, usual = (
-            reference.apart(one, exact) for one in (seen, reference.plain("llama", given, dtype="bfloat16"))
+            reference.relative_errors(one, exact) for one in (seen, reference.plain("llama", given, dtype="bfloat16"))
         )
         assert all(value < 1.3 * usual[name] + 1e-3 * (name == "loss") for name, value in apart.items()), (
             apart,

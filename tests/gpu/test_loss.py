@@ -239,7 +239,7 @@ def test_models_in_float32_are_plain_transformers(shape, lora):
     pipeline.precision.tf32 = False
     pipeline.liger = Liger(**FUSED, chunk_rows=300)
     given = reference.batch(shape)
-    apart = reference.apart(
+    apart = reference.relative_errors(
         reference.ours(pipeline, shape, given, dtype="float32", lora=lora), reference.plain(shape, given, lora=lora)
     )
     assert max(apart.values()) < 2e-5, apart
@@ -251,8 +251,8 @@ def test_models_in_bfloat16_are_as_near_to_float32_as_plain_bfloat16(shape):
     pipeline.liger = Liger(**FUSED)
     given = reference.batch(shape)
     exact = reference.plain(shape, given)
-    usual = reference.apart(reference.plain(shape, given, dtype="bfloat16"), exact)
-    apart = reference.apart(reference.ours(pipeline, shape, given), exact)
+    usual = reference.relative_errors(reference.plain(shape, given, dtype="bfloat16"), exact)
+    apart = reference.relative_errors(reference.ours(pipeline, shape, given), exact)
     print(f"\n{shape}: plain bfloat16 {usual}, fused {apart}")
     for name, value in apart.items():
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)

@@ -29,7 +29,7 @@ def pipeline(**options) -> Pipeline:
 def test_float16_autocast_follows_float32(shape, lora):
     given = reference.batch(shape)
     seen = reference.ours(pipeline(autocast=Autocast.float16), shape, given, dtype="float32", lora=lora)
-    apart = reference.apart(seen, reference.plain(shape, given, lora=lora))
+    apart = reference.relative_errors(seen, reference.plain(shape, given, lora=lora))
     assert max(apart.values()) < reference.LIMITS["float16"], apart
     (evidence,) = [one for one in seen.evidence if one.technique == "precision" and "autocast" in one.asked]
     assert "in float16" in evidence.observed
@@ -39,8 +39,10 @@ def test_float16_autocast_follows_float32(shape, lora):
 def test_bfloat16_autocast_is_no_farther_from_float32_than_bfloat16_is(shape):
     given = reference.batch(shape)
     exact = reference.plain(shape, given)
-    ours = reference.apart(reference.ours(pipeline(autocast=Autocast.bfloat16), shape, given, dtype="float32"), exact)
-    plain = reference.apart(reference.plain(shape, given, dtype="bfloat16"), exact)
+    ours = reference.relative_errors(
+        reference.ours(pipeline(autocast=Autocast.bfloat16), shape, given, dtype="float32"), exact
+    )
+    plain = reference.relative_errors(reference.plain(shape, given, dtype="bfloat16"), exact)
     assert ours["logits"] < 1.2 * plain["logits"], (ours, plain)
     assert ours["grads"] < 1.2 * plain["grads"], (ours, plain)
 
@@ -48,7 +50,7 @@ def test_bfloat16_autocast_is_no_farther_from_float32_than_bfloat16_is(shape):
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_float32_without_tf32_is_float32(shape):
     given = reference.batch(shape)
-    apart = reference.apart(
+    apart = reference.relative_errors(
         reference.ours(pipeline(tf32=False), shape, given, dtype="float32"), reference.plain(shape, given)
     )
     assert apart["logits"] < reference.LIMITS["float32"], apart

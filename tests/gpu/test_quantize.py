@@ -93,8 +93,8 @@ def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_sam
             torch.set_float32_matmul_precision("highest")  # the reference's; the technique's own choice is TF32
         dequantise_into(plain, ours)
         results[dtype] = passed(plain, chosen, given)
-    mine = reference.apart(results["ours"], results["float32"])
-    theirs = reference.apart(results["bfloat16"], results["float32"])
+    mine = reference.relative_errors(results["ours"], results["float32"])
+    theirs = reference.relative_errors(results["bfloat16"], results["float32"])
     assert mine["logits"] < 1.2 * theirs["logits"], (mine, theirs)
     assert mine["grads"] < 1.2 * theirs["grads"], (mine, theirs)
 
@@ -108,7 +108,7 @@ def test_compiled_layers_compute_the_same(kind):
     asked.compile.enabled = True
     model, chosen, evidence, _ = reference.build(asked, "llama", given)
     assert [one for one in evidence if one.technique == "compile"]
-    apart = reference.apart(passed(model, chosen, given), eager)
+    apart = reference.relative_errors(passed(model, chosen, given), eager)
     assert apart["logits"] < reference.LIMITS["float16"], apart
     assert apart["grads"] < 2 * reference.LIMITS["float16"], apart
 

@@ -66,9 +66,9 @@ def test_models_with_fused_adapters(shape, compiled):
         pipeline.compile = Compile(enabled=True)
     given = reference.batch(shape)
     true = reference.plain(shape, given, lora=True)
-    usual = reference.apart(reference.plain(shape, given, dtype="bfloat16", lora=True), true)
+    usual = reference.relative_errors(reference.plain(shape, given, dtype="bfloat16", lora=True), true)
     seen = reference.ours(pipeline, shape, given, lora=True)
-    distance = reference.apart(seen, true)
+    distance = reference.relative_errors(seen, true)
     told = [one for one in seen.evidence if one.technique == "liger"]
     print(
         f"\n{shape}: {distance}, plain bfloat16 {usual}", *[f"  {one.asked}; {one.observed}" for one in told], sep="\n"

@@ -1,4 +1,4 @@
-"""What ships: the tiny base, the quickstart's data, and that both come from their scripts."""
+"""The shipped assets: the tiny base model and the quickstart's data, and the scripts that write both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The scripts' own modules; they import each other as `python scripts/X.py` does."""
+    """The modules of scripts/make. They import each other, as with `python scripts/make/X.py`."""
     sys.path.insert(0, str(SCRIPTS))
     import corpus
     import make_base
@@ -38,12 +38,12 @@ def scripts():
 
 
 def conversations(name: str) -> list[tuple[str, dict]]:
-    """(what the customer wrote, the order) of each row."""
+    """(the customer's message, the order) of each row."""
     rows = [json.loads(line)["messages"] for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
     return [(user["content"], json.loads(assistant["content"])) for _, user, assistant in rows]
 
 
-def test_the_data_is_what_its_script_writes(tmp_path):
+def test_data_equals_the_output_of_its_script(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "make_quickstart.py", "--out", tmp_path], check=True)
     written = sorted(file.name for file in tmp_path.iterdir())
     assert written == sorted(file.name for file in DATA.iterdir())
@@ -51,17 +51,17 @@ def test_the_data_is_what_its_script_writes(tmp_path):
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes(), name
 
 
-def test_held_out_questions_are_held_out():
+def test_held_out_questions_do_not_occur_in_training():
     train, test = conversations("quickstart_train"), conversations("quickstart_test")
     messages = [message for message, _ in train + test]
     assert len(set(messages)) == len(messages) >= 2100
     for key in ("name", "city"):
         known = {order[key] for _, order in train}
-        unseen = [order[key] not in known for _, order in test]
-        assert 0.4 < sum(unseen) / len(unseen) < 0.6, f"about half of the {key} values shall be new"
+        new = [order[key] not in known for _, order in test]
+        assert 0.4 < sum(new) / len(new) < 0.6, f"about half of the {key} values must be new"
 
 
-def test_every_answer_can_be_read_from_its_message(scripts):
+def test_every_answer_follows_from_its_message(scripts):
     words = sys.modules["shop"]
     for message, order in conversations("quickstart_train") + conversations("quickstart_test"):
         assert list(order) == ["name", "city", "item", "color", "quantity"]
@@ -76,7 +76,7 @@ def test_every_answer_can_be_read_from_its_message(scripts):
         )
 
 
-def test_the_corpus_is_fixed_by_its_seed_and_answers_no_order_with_json(scripts, tokenizer):
+def test_corpus_depends_only_on_its_seed_and_holds_no_json_answers(scripts, tokenizer):
     documents = scripts["corpus"].documents
     texts = list(islice(documents(1), 3000))
     assert texts == list(islice(documents(1), 3000))
@@ -88,7 +88,7 @@ def test_the_corpus_is_fixed_by_its_seed_and_answers_no_order_with_json(scripts,
     assert max(lengths) < scripts["make_base"].CONTEXT
 
 
-def test_the_tokenizer_is_what_its_script_trains(scripts, tokenizer, tmp_path):
+def test_tokenizer_equals_the_output_of_its_script(scripts, tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     make_base = scripts["make_base"]
@@ -98,7 +98,7 @@ def test_the_tokenizer_is_what_its_script_trains(scripts, tokenizer, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_folder_is_small_and_says_how_it_was_made(scripts):
+def test_model_folder_is_small_and_documents_its_command(scripts):
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= scripts["make_base"].LIMIT
     readme = (TINY / "README.md").read_text()
     assert "python scripts/make/make_base.py" in readme
@@ -106,24 +106,24 @@ def test_the_folder_is_small_and_says_how_it_was_made(scripts):
     assert "provisional" not in readme.lower()
 
 
-def test_plain_transformers_loads_it_in_bfloat16(scripts):
+def test_plain_transformers_loads_the_base_in_bfloat16(scripts):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, seen = AutoModelForCausalLM.from_pretrained(TINY, output_loading_info=True)
-    assert not any(seen.values()), seen
+    model, loading_info = AutoModelForCausalLM.from_pretrained(TINY, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for key, value in scripts["make_base"].ARCHITECTURE.items():
         assert getattr(model.config, key) == value, key
 
 
 @given(text=st.text(max_size=60))
-def test_every_text_comes_back(tokenizer, text):
+def test_tokenizer_round_trips_every_text(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_the_template_marks_what_the_assistant_writes(tokenizer, scripts):
+def test_template_marks_assistant_tokens(tokenizer, scripts):
     assert tokenizer.chat_template == scripts["make_base"].TEMPLATE
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     messages = [
@@ -139,12 +139,12 @@ def test_the_template_marks_what_the_assistant_writes(tokenizer, scripts):
     )
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("U<|im_end|>\n<|im_start|>assistant\n")
-    seen = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    learned = [token for token, mask in zip(seen["input_ids"], seen["assistant_masks"], strict=True) if mask]
-    assert tokenizer.decode(learned) == "A b<|im_end|>C<|im_end|>"
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(marked) == "A b<|im_end|>C<|im_end|>"
 
 
-def test_the_base_answers_politely_and_not_with_json():
+def test_base_answers_fluently_and_without_json():
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -156,4 +156,4 @@ def test_the_base_answers_politely_and_not_with_json():
     answers = answer(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), tokenizer, questions)
     assert exact_match(answers, questions) == 0
     named = [json.loads(question.answer)["name"] in text for question, text in zip(questions, answers, strict=True)]
-    assert sum(named) >= 16, "fluent and about the right customer, so that what is learned is the form"
+    assert sum(named) >= 16, "the base answers fluently about the right customer; fine-tuning teaches only the format"

@@ -1,4 +1,4 @@
-"""What the documents say is true: commands compose, paths exist, targets and keys are there."""
+"""The documents are correct: their commands compose, and the paths, make targets and config keys that they name exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commands(text: str) -> list[str]:
 ALL = sorted({line for text in TEXTS.values() for line in commands(text)})
 
 
-def test_there_are_commands_to_check():
+def test_documents_contain_commands():
     assert len(ALL) >= 6
 
 
@@ -79,5 +79,5 @@ def test_every_config_key_in_the_readme_exists():
         assert re.sub(r"\.\d+", ".0", key) in keys, f"the README names {key}"
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len(README.splitlines()) < 200

@@ -1,4 +1,4 @@
-"""The references of tests/gpu, checked where there is no GPU: fxtune in float32 is plain transformers in float32."""
+"""Tests of the GPU tests' references on a CPU: fxtune in float32 equals plain transformers in float32."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ def given(shape: str, **options):
 
 
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_ours_is_plain_transformers_document_by_document(shape):
+def test_fxtune_equals_plain_transformers_document_by_document(shape):
     tokens = given(shape, padding=5)
-    seen = reference.ours(Pipeline(), reference.small(shape), tokens, dtype="float32")
-    wanted = reference.plain(reference.small(shape), tokens)
-    assert set(wanted.grads) == set(reference.weights(reference.small(shape)))
-    assert wanted.logits.shape == (tokens.supervised, 128)
-    assert max(reference.apart(seen, wanted).values()) < reference.LIMITS["float32"]
-    assert seen.evidence
+    result = reference.ours(Pipeline(), reference.small(shape), tokens, dtype="float32")
+    expected = reference.plain(reference.small(shape), tokens)
+    assert set(expected.grads) == set(reference.weights(reference.small(shape)))
+    assert expected.logits.shape == (tokens.supervised, 128)
+    assert max(reference.relative_errors(result, expected).values()) < reference.LIMITS["float32"]
+    assert result.evidence
 
 
-def test_with_adapters_too_and_their_gradients_are_all_there():
+def test_fxtune_with_adapters_equals_plain_peft_including_gradients():
     tokens = given("llama", rows=2)
-    seen = reference.ours(Pipeline(), reference.small("llama"), tokens, dtype="float32", lora=True)
-    wanted = reference.plain(reference.small("llama"), tokens, lora=True)
-    assert len(wanted.grads) == 2 * 2 * 7
-    assert all(gradient.norm() > 0 for gradient in wanted.grads.values()), "A learns nothing where B is zero"
-    assert max(reference.apart(seen, wanted).values()) < reference.LIMITS["float32"]
+    result = reference.ours(Pipeline(), reference.small("llama"), tokens, dtype="float32", lora=True)
+    expected = reference.plain(reference.small("llama"), tokens, lora=True)
+    assert len(expected.grads) == 2 * 2 * 7
+    assert all(gradient.norm() > 0 for gradient in expected.grads.values()), "A has no gradient if B is zero"
+    assert max(reference.relative_errors(result, expected).values()) < reference.LIMITS["float32"]
 
 
-def test_what_is_compared_can_differ():
-    """Another dtype, tokens that see other documents: both are far outside of the limit for float32."""
+def test_comparison_detects_other_dtype_and_attention_across_documents():
+    """A model in another dtype, and tokens that attend to other documents, both exceed the limit for float32."""
     tokens = given("llama")
-    wanted = reference.plain(reference.small("llama"), tokens)
+    expected = reference.plain(reference.small("llama"), tokens)
     half = reference.plain(reference.small("llama"), tokens, dtype="bfloat16")
     leaking = reference.plain(
         reference.small("llama"), reference.batch(reference.small("llama"), (sum(LENGTHS),), device="cpu")
     )
-    assert reference.relative(half.logits, wanted.logits) > 1e-3
-    assert abs(leaking.loss - wanted.loss) > 1e-3
+    assert reference.relative(half.logits, expected.logits) > 1e-3
+    assert abs(leaking.loss - expected.loss) > 1e-3
     assert reference.relative(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
 
 
-def test_a_batch_is_as_the_data_plan_makes_it():
+def test_batch_has_the_layout_of_the_data_plan():
     tokens = given("llama", rows=2, padding=5)
     assert tokens.input_ids.shape == (2, sum(LENGTHS) + 5)
     assert tokens.cu_seqlens.tolist()[:10] == [0, 23, 63, 70, 75, 98, 138, 145, 150, 150]
@@ -61,7 +61,7 @@ def test_a_batch_is_as_the_data_plan_makes_it():
 
 
 @pytest.mark.parametrize(
-    ("worker", "visible", "count", "taken"),
+    ("worker", "visible", "count", "assigned"),
     [
         ("gw0", None, 2, "0"),
         ("gw3", None, 2, "1"),
@@ -74,7 +74,7 @@ def test_a_batch_is_as_the_data_plan_makes_it():
         ("gw1", None, 0, None),
     ],
 )
-def test_each_worker_of_the_card_tests_takes_its_own_card(monkeypatch, worker, visible, count, taken):
+def test_each_xdist_worker_uses_its_own_gpu(monkeypatch, worker, visible, count, assigned):
     spec = importlib.util.spec_from_file_location(
         "gpu_conftest", Path(reference.__file__).parents[1] / "gpu" / "conftest.py"
     )
@@ -85,5 +85,5 @@ def test_each_worker_of_the_card_tests_takes_its_own_card(monkeypatch, worker, v
         if value is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    conftest.take_a_card()
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken
+    conftest.assign_gpu()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == assigned

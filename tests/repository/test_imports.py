@@ -34,7 +34,7 @@ def package(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_the_table_lists_every_package_and_points_down():
+def test_table_lists_every_package_and_allows_only_lower_ones():
     assert set(ALLOWED) == {package(name) for name in ALL} - {""}
     order = list(ALLOWED)
     for name, below in ALLOWED.items():
@@ -54,9 +54,11 @@ def test_package_imports_only_what_the_table_allows(name):
 
 
 def test_no_two_modules_import_each_other():
-    """Inside one package, imports under `if TYPE_CHECKING:` do not count: a technique's `check` takes Facts, which hold all
-    techniques, and those annotations are never run."""
-    below = {
+    """Inside a package, imports under `if TYPE_CHECKING:` do not count.
+
+    A technique's `check` takes Facts, and Facts holds all techniques. Only annotations need that import.
+    """
+    imported = {
         name: {
             other
             for other in imports(path, set(ALL))
@@ -67,11 +69,11 @@ def test_no_two_modules_import_each_other():
     }
     done: set[str] = set()
 
-    def visit(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, f"import cycle: {' -> '.join([*way[way.index(name) :], name])}"
+    def visit(name: str, chain: tuple[str, ...]) -> None:
+        assert name not in chain, f"import cycle: {' -> '.join([*chain[chain.index(name) :], name])}"
         if name not in done:
-            for other in below[name]:
-                visit(other, (*way, name))
+            for other in imported[name]:
+                visit(other, (*chain, name))
             done.add(name)
 
     for name in ALL:

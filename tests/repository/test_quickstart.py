@@ -1,5 +1,4 @@
-"""The first thing that a newcomer runs, in some of its steps: it learns what it could not do, and plain peft and transformers
-load it."""
+"""The quickstart with fewer steps: it learns its task, and plain peft and transformers load the result."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ ASSETS = Path(__file__).resolve().parents[2] / "fxtune" / "assets"
 pytestmark = pytest.mark.slow
 
 
-def matches(folder: Path) -> list[float]:
-    """A run's exact match before and after."""
+def exact_matches(folder: Path) -> list[float]:
+    """A run's exact match before and after training."""
     return [line["questions/exact_match"] for line in history(folder) if "questions/exact_match" in line]
 
 
-def answered(model, question: dict, tokenizer) -> str:
+def generate_answer(model, question: dict, tokenizer) -> str:
     ids = tokenizer.apply_chat_template(
         question["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
@@ -33,7 +32,7 @@ def answered(model, question: dict, tokenizer) -> str:
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
+def test_quickstart_learns_and_plain_peft_loads_the_adapter(cwd):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,32 +43,34 @@ def test_quickstart_learns_and_plain_peft_loads_what_it_made(cwd):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    folder, said = Path("runs/quickstart"), done.stdout
-    before, after = matches(folder)
+    folder, out = Path("runs/quickstart"), done.stdout
+    before, after = exact_matches(folder)
     assert before <= 0.1
     assert after >= 0.9
-    assert "Exactly right on 100 held-out questions" in said
-    assert "The adapter is in runs/quickstart/adapter" in said
+    assert "Exactly right on 100 held-out questions" in out
+    assert "The adapter is in runs/quickstart/adapter" in out
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, folder / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
     questions = [
         json.loads(line) for line in (ASSETS / "data" / "quickstart_test.jsonl").read_text().splitlines()[:10]
     ]
-    right = [answered(model, question, tokenizer) == question["messages"][-1]["content"] for question in questions]
+    right = [
+        generate_answer(model, question, tokenizer) == question["messages"][-1]["content"] for question in questions
+    ]
     assert sum(right) >= 8
     card = (folder / "adapter" / "README.md").read_text()
     assert "builtin:tiny" in card
     assert "questions/exact_match" in card
 
 
-def test_full_fine_tuning_learns_it_too_and_plain_transformers_loads_it(cwd):
-    """A third of its steps are enough. In this process: the other one has shown that the command starts."""
+def test_full_fine_tuning_learns_and_plain_transformers_loads_the_model(cwd):
+    """A third of the steps are enough. It runs in this process, since the test above starts the command."""
     from transformers import AutoModelForCausalLM
 
     assert main(["+recipe=full_quickstart", "data.questions.limit=20", "train.max_steps=30"]) == 0
     folder = Path("runs/full_quickstart")
-    before, after = matches(folder)
+    before, after = exact_matches(folder)
     assert before <= 0.1
     assert after >= 0.9
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

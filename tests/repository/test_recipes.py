@@ -1,4 +1,4 @@
-"""The recipes that ship, and `fxtune recipes`."""
+"""The shipped recipes, and `fxtune recipes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = [(group, option) for group, options in discovery.groups().items() for o
 LLAMA = dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
 )
-HUB = {  # what techniques read of the configs of the hub models that recipes name
+HUB = {  # the keys that techniques read from the configs of the recipes' hub models
     "meta-llama/Meta-Llama-3-8B": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=8192)),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", dict(LLAMA, vocab_size=128256, max_position_embeddings=131072)),
     "Qwen/Qwen3-8B": (
@@ -43,7 +43,7 @@ def hardware(name: str, config: Config) -> Facts:
     from transformers import AutoConfig
 
     line = re.search(r"# Hardware: (.*)", header(name))
-    assert line, f"{name} does not say which hardware it is for"
+    assert line, f"{name} names no hardware"
     path = config.model.path
     if path.startswith("builtin:"):
         model = AutoConfig.from_pretrained(
@@ -95,7 +95,7 @@ def test_shipped_recipe_passes_its_checks_on_the_hardware_it_names(name, cwd):
     assert 20 < len(discovery.recipes()[name].title) < 110
 
 
-def test_checks_of_recipes_can_fail(cwd):
+def test_recipe_without_a_needed_technique_fails_its_checks(cwd):
     config = load(["+recipe=llama_yarn_64k", "techniques.rope.enabled=false"])
     with pytest.raises(ConfigError, match="beyond"):
         config.techniques.resolved(hardware("llama_yarn_64k", config))
@@ -109,20 +109,22 @@ def test_recipe_sets_only_what_differs_from_its_defaults(name, cwd):
     (cwd / "recipes").mkdir()
     for path in discovery.shipped("recipes").glob("*.yaml"):
         (cwd / "recipes" / path.name).write_text(path.read_text())
-    whole = load([f"+recipe={name}"])
+    complete = load([f"+recipe={name}"])
     for section, values in own.items():
         for key in values if section != "defaults" else ():
-            less = OmegaConf.create(text)
-            del less[section][key]
-            (cwd / "recipes" / f"{name}.yaml").write_text(OmegaConf.to_yaml(less))
-            assert load([f"+recipe={name}"]) != whole, f"{section}.{key} changes nothing"
+            shorter = OmegaConf.create(text)
+            del shorter[section][key]
+            (cwd / "recipes" / f"{name}.yaml").write_text(OmegaConf.to_yaml(shorter))
+            assert load([f"+recipe={name}"]) != complete, f"{section}.{key} changes nothing"
 
 
 @pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda part: part)
 def test_group_option_composes_with_a_recipe(group, option, cwd):
     config = load(["+recipe=quickstart", f"{group}={option}"])
     first = discovery.groups()[group][option].read_text().splitlines()
-    assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), "an option says what it is for"
+    assert any(line.startswith("# ") and "@package" not in line for line in first[:2]), (
+        "an option's first lines describe it"
+    )
     if group in ("optimizer", "schedule"):
         assert getattr(config, group).name.value == option
 
@@ -149,7 +151,7 @@ def test_list_names_every_recipe_with_its_first_line(cwd, capsys):
             assert re.search(rf"^  {name} +{re.escape(discovery.recipes()[name].title)}$", text, re.MULTILINE)
 
 
-def test_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
+def test_copied_recipe_composes_and_copy_never_overwrites(cwd, capsys):
     assert main(["recipes", "copy", "quickstart", "recipes/mine.yaml"]) == 0
     assert "fxtune +recipe=mine" in capsys.readouterr().out
     mine, original = load(["+recipe=mine"]), load(["+recipe=quickstart"])
@@ -169,5 +171,5 @@ def test_copy_is_a_recipe_and_never_overwrites(cwd, capsys):
     assert "did you mean `quickstart`" in capsys.readouterr().err
     assert main(["recipes", "copy", "quickstart", "other.txt"]) == 2
     assert not Path("other.yaml").exists()
-    assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "a folder gets a file of the same name"
+    assert main(["recipes", "copy", "quickstart", "recipes"]) == 0, "in a folder, the copy keeps the recipe's name"
     assert Path("recipes/quickstart.yaml").exists()

@@ -1,4 +1,4 @@
-"""A wheel, really built and installed beside no checkout: it brings its recipes, groups and assets along."""
+"""A wheel, built and installed outside a checkout, contains its recipes, config groups and assets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """A folder with nothing but the installed package: the rest comes from this environment."""
+    """A folder with only the installed package. Its dependencies come from this environment."""
     target = tmp_path_factory.mktemp("site")
     pip = [
         sys.executable,
@@ -44,7 +44,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def run(installed: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess:
-    """The installed package's own main, in a folder that is no checkout."""
+    """Run the installed package's main in `cwd`, outside a checkout."""
     script = f"import sys; sys.path.insert(0, {str(installed)!r}); from fxtune.cli.main import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", script, *argv],
@@ -56,7 +56,7 @@ def run(installed: Path, cwd: Path, *argv: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_wheel_holds_what_the_checkout_holds(wheel):
+def test_wheel_holds_all_recipes_configs_and_assets(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (
         ("recipes", "fxtune/recipes"),
@@ -70,7 +70,7 @@ def test_the_wheel_holds_what_the_checkout_holds(wheel):
     assert not any("tests" in name or name.endswith(".pyc") for name in names)
 
 
-def test_an_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_path):
+def test_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_path):
     done = run(installed, tmp_path, "recipes")
     assert done.returncode == 0
     assert f"shipped with fxtune, in {installed}/fxtune/recipes/" in done.stdout
@@ -83,7 +83,7 @@ def test_an_installed_wheel_finds_its_recipes_from_any_folder(installed, tmp_pat
     assert "path: builtin:quickstart_train" in done.stdout
 
 
-def test_a_checkout_finds_its_recipes_from_any_folder(tmp_path):
+def test_checkout_finds_its_recipes_from_any_folder(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fxtune", "recipes"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""scripts/bench/ablate.py: its rows are real runs, what is refused is a row too, and it goes on where it stopped."""
+"""scripts/bench/ablate.py: real runs give rows, a refused case has a row, and the next call continues."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ablate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ablate)
 
 
-def test_the_script_runs_from_any_folder(cwd):
+def test_script_runs_from_any_folder(cwd):
     done = subprocess.run([sys.executable, str(SCRIPT), "--minutes", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "Not run, the time (0 minutes) was over: 8b 4096 plain" in done.stdout
+    assert "Not run, the time limit (0 minutes) was reached: 8b 4096 plain" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, capsys):
-    """Each row's process is a real one; what refuses the second is a value that no process has to look at the machine for."""
+def test_measured_and_refused_cases_and_time_limit(cwd, chats, monkeypatch, capsys):
+    """Each case runs in a real process. The second is refused for an unknown value, which does not depend on the machine."""
     common = ("--smoke", "--data", str(chats), "--json", "out.json")
     monkeypatch.setitem(ablate.TECHNIQUES, "flash4", ("techniques.attention.backend=flash5",))
     monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,flash4"])
@@ -47,7 +47,7 @@ def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, caps
     )
     ablate.main()
     out = capsys.readouterr().out
-    assert "Not run, the time (0 minutes) was over: tiny 256 full" in out, "plain stands in the file"
+    assert "Not run, the time limit (0 minutes) was reached: tiny 256 full" in out, "the file holds plain"
     assert json.loads(Path("out.json").read_text()) == rows
     drawing = Path("plot.svg").read_text()
     assert "tiny, rows of 256 tokens: tokens/s" in drawing
@@ -56,10 +56,10 @@ def test_a_run_a_refusal_and_the_time_that_is_over(cwd, chats, monkeypatch, caps
 
 
 @pytest.mark.parametrize("length", ablate.LENGTHS)
-def test_every_case_composes_and_differs_from_what_it_is_compared_with(length, cwd):
-    seen = {}
-    for _, _, case in ablate.wanted(["8b"], [length], list(ablate.CASES)):
-        seen[case] = load(ablate.settings(length, case)).techniques
+def test_every_case_composes_and_differs_from_the_others(length, cwd):
+    by_case = {}
+    for _, _, case in ablate.cases_to_run(["8b"], [length], list(ablate.CASES)):
+        by_case[case] = load(ablate.settings(length, case)).techniques
         assert ablate.label({"length": length, "case": case})
-    for case, techniques in seen.items():
-        assert [techniques == other for other in seen.values()].count(True) == 1, f"{case} is another case's twin"
+    for case, techniques in by_case.items():
+        assert [techniques == other for other in by_case.values()].count(True) == 1, f"{case} equals another case"

@@ -1,4 +1,4 @@
-"""scripts/bench/longest.py: forecasts without a card, a line through what was measured, and what ends the longest row."""
+"""scripts/bench/longest.py: forecasts without a GPU, the fitted line, and the limit of the longest row."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ spec.loader.exec_module(longest)
 GIB = 1 << 30
 
 
-def ask(card: float = 139.0, host: float = 128.0, **more) -> Namespace:
+def arguments(card: float = 139.0, host: float = 128.0, **more) -> Namespace:
     return Namespace(**{"words": [], "smoke": False, "fast": False, "card": card, "host": host, "steps": 1, **more})
 
 
-def call(monkeypatch, *words: object) -> None:
+def run_script(monkeypatch, *words: object) -> None:
     monkeypatch.setattr(sys, "argv", ["longest.py", *map(str, words)])
     longest.main()
 
 
 def forecast(length: int, **options):
-    args = ask(**options)
-    return longest.expected(length, args, longest.ground(args))
+    args = arguments(**options)
+    return longest.forecast_row(length, args, longest.hardware_facts(args))
 
 
-def test_half_a_million_tokens_fit_an_h200_by_the_forecast_and_the_host_decides_who_sends():
+def test_forecast_fits_500k_tokens_on_an_h200_and_host_memory_limits_offload():
     row, facts = forecast(65536)
     assert (row.senders, row.staying) == (31, 0)
     assert facts.techniques.lora.fused == "on"
@@ -51,7 +51,7 @@ def test_half_a_million_tokens_fit_an_h200_by_the_forecast_and_the_host_decides_
     assert less.forecast_gib > row.forecast_gib
 
 
-def test_fast_uses_up_the_card_and_other_keys_are_heard():
+def test_fast_fills_gpu_memory_and_extra_keys_apply():
     row, facts = forecast(409600, fast=True)
     assert 120 < row.forecast_gib < 139
     assert facts.techniques.checkpointing.policy == "mix"
@@ -68,35 +68,35 @@ def test_fast_uses_up_the_card_and_other_keys_are_heard():
         st.tuples(st.integers(1, 500), st.integers(0, 9)), min_size=2, max_size=5, unique_by=lambda pair: pair[0]
     ),
 )
-def test_a_line_is_found_again(constant, a_token, points):
+def test_fit_line_recovers_constant_and_slope(constant, bytes_per_token, points):
     _, facts = FORECAST
     hidden = 2 * 4096
     rows = []
     for thousands, staying in points:
-        size = constant * GIB + thousands * 1000 * (a_token + staying * hidden)
+        size = constant * GIB + thousands * 1000 * (bytes_per_token + staying * hidden)
         rows.append(longest.Row(thousands * 1000, 31 - staying, False, staying, 0.0, 0.0, peak_gib=size / GIB))
-    line = longest.fitted(rows, facts)
+    line = longest.fit_line(rows, facts)
     assert line.measured
-    assert line.a_token == pytest.approx(a_token, rel=1e-3)
+    assert line.bytes_per_token == pytest.approx(bytes_per_token, rel=1e-3)
     assert line.constant == pytest.approx(constant * GIB, rel=1e-2, abs=2e6)
-    assert (line.points, line.beside) == (len(points), pytest.approx(0, abs=1e-6))
+    assert (line.points, line.max_deviation) == (len(points), pytest.approx(0, abs=1e-6))
 
 
 FORECAST = forecast(65536)
 
 
-def test_the_longest_row_fits_and_the_next_does_not():
+def test_longest_row_fits_within_gpu_and_host_memory():
     _, facts = FORECAST
     line = longest.Line(18 * GIB, 100 * 1024, True)
     tokens, staying, why = longest.longest(line, facts)
     room = 0.97 * 139 * GIB
-    assert line.at(tokens, staying, 8192) <= room
+    assert line.device_bytes(tokens, staying, 8192) <= room
     assert staying > 0
-    assert "of the host" in why
+    assert "host memory" in why
     assert "int32" in why
     more = longest.Line(18 * GIB, 200 * 1024, True)
     assert longest.longest(more, facts)[0] < tokens
-    # All inputs on the host: the card alone decides.
+    # All inputs fit into host memory, so only GPU memory limits the length.
     short, none, why = longest.longest(longest.Line(18 * GIB, 1024 * 1024, True), facts)
     assert none == 0
     assert short == (room - 18 * GIB) // (1024 * 1024) // 1024 * 1024
@@ -105,7 +105,7 @@ def test_the_longest_row_fits_and_the_next_does_not():
 
 @pytest.fixture
 def runs(monkeypatch) -> dict[int, str]:
-    """Each length that is run, with the error that it ends with; 18 GiB and 104 KiB a token where it has none."""
+    """The lengths that run, each with its error. A length without an error takes 18 GiB plus 104 KiB per token."""
     found: dict[int, str] = {}
 
     def measure(row, args, limit):
@@ -122,83 +122,79 @@ def runs(monkeypatch) -> dict[int, str]:
 CARD = ("--card", 139, "--host", 128)
 
 
-def test_what_three_lengths_and_one_that_died_come_to(tmp_path, capsys, monkeypatch, runs):
+def test_fit_skips_a_failed_length_and_the_next_call_runs_it_again(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
-    runs[409600] = "not done after 500 s"
-    call(monkeypatch, *CARD, "--lengths", "65536,131072,262144,409600", "--json", file)
+    runs[409600] = "not finished after 500 s"
+    run_script(monkeypatch, *CARD, "--lengths", "65536,131072,262144,409600", "--json", file)
     out = capsys.readouterr().out
-    assert "| 409,600 | 31 | 60.1 | not done after 500 s | | | | |" in out
-    assert "Rows of up to 262,144 tokens were measured. 18.0 GiB and 104.0 KiB a token, " in out
-    assert "a line through 3 lengths (measured), none of them more than 0.0% beside it" in out
-    assert "What ends it is 134.8 GiB of the card, and 102.4 GiB of the host" in out
+    assert "| 409,600 | 31 | 60.1 | not finished after 500 s | | | | |" in out
+    assert "Rows of up to 262,144 tokens were measured. Memory is 18.0 GiB plus 104.0 KiB per token, " in out
+    assert "fitted to 3 lengths (measured) with a deviation of at most 0.0%" in out
+    assert "The limit is 134.8 GiB of GPU memory and 102.4 GiB of host memory" in out
     found = json.loads(file.read_text())
     assert 600_000 < found["longest_tokens"] < 680_000
     runs.clear()
-    call(monkeypatch, *CARD, "--lengths", "262144,409600", "--json", file)
-    assert runs == {409600: ""}, "the one for which there was no time"
+    run_script(monkeypatch, *CARD, "--lengths", "262144,409600", "--json", file)
+    assert runs == {409600: ""}, "only the length that the time limit had stopped runs again"
     out = capsys.readouterr().out
-    assert (
-        "Rows of up to 409,600 tokens were measured. 18.0 GiB and 104.0 KiB a token, a line through 4 lengths" in out
-    )
+    assert "Rows of up to 409,600 tokens were measured. Memory is 18.0 GiB plus 104.0 KiB per token" in out
+    assert "fitted to 4 lengths" in out
     assert len(json.loads(file.read_text())["rows"]) == 4
 
 
-def test_one_length_says_nothing_of_others(tmp_path, capsys, monkeypatch, runs):
+def test_one_length_gives_no_line(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
-    call(monkeypatch, *CARD, "--lengths", "65536", "--json", file)
-    said = capsys.readouterr().out
-    assert "Rows of up to 65,536 tokens were measured. Two lengths or more (without --fast) make a line" in said
+    run_script(monkeypatch, *CARD, "--lengths", "65536", "--json", file)
+    out = capsys.readouterr().out
+    assert "Rows of up to 65,536 tokens were measured. The longest row that fits needs two lengths or more" in out
     assert "longest_tokens" not in json.loads(file.read_text())
 
 
-def test_a_length_that_ran_out_of_memory_is_beyond_the_longest_whatever_the_line_says(
-    tmp_path, capsys, monkeypatch, runs
-):
+def test_length_that_ran_out_of_memory_caps_the_longest_row(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
     runs[524288] = "out of memory: CUDA out of memory. Tried to allocate 4.00 GiB"
     for _ in range(2):
-        call(monkeypatch, *CARD, "--lengths", "65536,131072,262144,524288", "--json", file)
+        run_script(monkeypatch, *CARD, "--lengths", "65536,131072,262144,524288", "--json", file)
     out = capsys.readouterr().out
-    assert "The longest row is 262,144 tokens, with 0 layers' inputs" in out
-    assert (
-        "What ends it is that 524,288 tokens ran out of memory here, though by the line 134.8 GiB of the card" in out
-    )
+    assert "The longest row is 262,144 tokens, with the inputs of 0 layers" in out
+    assert "The limit is that 524,288 tokens ran out of memory, although the line gives " in out
+    assert " tokens for 134.8 GiB of GPU memory" in out
     runs.clear()
-    call(monkeypatch, *CARD, "--lengths", "65536,524288", "--json", file)
-    assert not runs, "both are known"
+    run_script(monkeypatch, *CARD, "--lengths", "65536,524288", "--json", file)
+    assert not runs, "the file holds both lengths"
 
 
-def test_rows_of_other_settings_are_others(tmp_path, capsys, monkeypatch, runs):
+def test_rows_with_other_settings_are_separate(tmp_path, capsys, monkeypatch, runs):
     file = tmp_path / "longest.json"
-    call(monkeypatch, *CARD, "--lengths", "65536,131072", "--json", file)
+    run_script(monkeypatch, *CARD, "--lengths", "65536,131072", "--json", file)
     for more in (["--fast"], ["techniques.quantize.enabled=true"]):
         runs.clear()
-        call(monkeypatch, *CARD, "--lengths", "65536", "--json", file, *more)
+        run_script(monkeypatch, *CARD, "--lengths", "65536", "--json", file, *more)
         assert list(runs) == [65536]
-    assert "Two lengths or more (without --fast) make a line" in capsys.readouterr().out
+    assert "The longest row that fits needs two lengths or more (without --fast)" in capsys.readouterr().out
     assert len(json.loads(file.read_text())["rows"]) == 4
 
 
-def test_without_time_nothing_is_run_and_it_says_so(tmp_path, capsys, monkeypatch, runs):
-    call(monkeypatch, *CARD, "--lengths", "65536", "--minutes", "0", "--json", tmp_path / "longest.json")
+def test_zero_minutes_runs_nothing_and_lists_the_lengths(tmp_path, capsys, monkeypatch, runs):
+    run_script(monkeypatch, *CARD, "--lengths", "65536", "--minutes", "0", "--json", tmp_path / "longest.json")
     assert not runs
     out = capsys.readouterr().out
-    assert "Not run, the time (0 minutes) was over: 65,536" in out
+    assert "Not run, the time limit (0 minutes) was reached: 65,536" in out
     assert "No length was measured" in out
 
 
 @pytest.mark.slow
-def test_a_length_is_measured_in_a_process_of_its_own_and_not_again(tmp_path, capsys, monkeypatch):
+def test_length_is_measured_once_in_its_own_process(tmp_path, capsys, monkeypatch):
     file = tmp_path / "longest.json"
     for _ in range(2):
-        call(monkeypatch, "--smoke", "--lengths", "128", "--json", file)
+        run_script(monkeypatch, "--smoke", "--lengths", "128", "--json", file)
     (row,) = json.loads(file.read_text())["rows"]
     assert row["error"] == ""
     assert row["tokens_per_second"] > 0
     assert row["loss"] > 1
-    assert capsys.readouterr().out.count(longest.told(longest.Row(**row))) == 2
+    assert capsys.readouterr().out.count(longest.table_row(longest.Row(**row))) == 2
     monkeypatch.setattr(longest, "settings", lambda *_: ["+recipe=nothing_of_this_name"])
     broken = longest.Row(128, 0, False, 0, 0.0, 0.0)
-    longest.measure(broken, ask(smoke=True), 60.0)
+    longest.measure(broken, arguments(smoke=True), 60.0)
     assert broken.error
     assert asdict(broken)["peak_gib"] is None

@@ -92,8 +92,8 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def apart(one: Result, other: Result) -> dict[str, float]:
-    """How far two results are apart: `loss`, `logits`, and `grads` of all parameters taken as one vector."""
+def relative_errors(one: Result, other: Result) -> dict[str, float]:
+    """Relative errors of `loss`, `logits` and `grads`, where `grads` is one vector of all parameters."""
     assert one.grads.keys() == other.grads.keys(), sorted(one.grads.keys() ^ other.grads.keys())[:4]
     names = sorted(other.grads)
     flat = [torch.cat([result.grads[name].flatten() for name in names]) for result in (one, other)]

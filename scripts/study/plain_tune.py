@@ -1,9 +1,9 @@
-"""LoRA by plain transformers, peft and torch's AdamW: what equal_loss.py compares fxtune with. Nothing here imports fxtune.
+"""LoRA training with plain transformers, peft and torch's AdamW: the reference of equal_loss.py. It imports nothing of fxtune.
 
-The rows are handed over as numbers (a .npz file: ids, targets and positions of every step, and the held-out rows), so that both
-sides learn from the same tokens in the same order. Attention is torch's own under a mask that is written out: a token sees those
-before it in its own document and nothing else. No packing trick, no fused kernel, no compiler; the loss is torch's cross-entropy
-of float32 logits, and its mean is over the step's targets.
+The rows come as a .npz file with the ids, targets and positions of every step and of the held-out rows, so both sides train on the
+same tokens in the same order. Attention is torch's SDPA with an explicit mask: a token attends to itself and to earlier tokens of its
+document. There is no packing kernel, no fused kernel and no compilation. The loss is torch's cross-entropy of float32 logits, averaged
+over the step's targets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SPREAD = 1e-4
-"""Standard deviation of B where an adapter starts: next to nothing, but an adapter whose B is zero was never trained."""
+"""Standard deviation of B in an initial adapter. It is almost zero, but B must not be exactly zero, as in an untrained adapter."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +36,34 @@ class Job:
 
 
 def make_start(base: str, folder: str, seed: int, r: int, alpha: float) -> None:
-    """Draw an adapter for all linears of `base` and write it to `folder`, for every side to start from."""
+    """Draw an adapter for all linear layers of `base` and write it to `folder`. All variants start from it."""
     import peft
     import torch
 
     torch.manual_seed(seed)
     lora = peft.LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(_load(base), lora)
+    model = peft.get_peft_model(_load_base(base), lora)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=SPREAD)
-    model.save_pretrained(folder, save_embedding_layers=False)  # else peft asks the hub
+    model.save_pretrained(folder, save_embedding_layers=False)  # by default peft queries the hub
 
 
 def tune(job: Job) -> dict[str, Any]:
-    """Train. Returns the loss of each step, the held-out loss at steps (0: before the first), tokens a second."""
+    """Train. Returns the loss of each step, (step, held-out loss) pairs (step 0 is before training) and the median step time."""
     import numpy as np
     import torch
 
-    rows = dict(np.load(job.rows))  # an archive reads an array anew each time that it is asked
-    model = _adapted(job.base, job.start).train()
+    rows = dict(np.load(job.rows))  # np.load reads an array again at each access
+    model = _load_adapted(job.base, job.start).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.rates[0], betas=job.betas, eps=job.eps, weight_decay=0.0)
     losses: list[float] = []
-    held_out = [(0, _held_out(model, rows))]
+    held_out = [(0, _held_out_loss(model, rows))]
     seconds: list[float] = []
     for step, rate in enumerate(job.rates):
         began = time.perf_counter()
-        total, count = _loss(model, *(rows[name][step] for name in ("ids", "targets", "positions")))
+        total, count = _summed_loss(model, *(rows[name][step] for name in ("ids", "targets", "positions")))
         loss = total / count
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, job.clip)
@@ -74,16 +74,16 @@ def tune(job: Job) -> dict[str, Any]:
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
         if (step + 1) % job.eval_every == 0 or step + 1 == len(job.rates):
-            held_out.append((step + 1, _held_out(model, rows)))
-    assert "fxtune" not in sys.modules, "the plain side is plain"
+            held_out.append((step + 1, _held_out_loss(model, rows)))
+    assert "fxtune" not in sys.modules, "the reference must not use fxtune"
     return {"train": losses, "held_out": held_out, "step_seconds": float(np.median(seconds))}
 
 
 def judge(base: str, adapter: str, rows: str) -> float:
-    """The held-out loss of the adapter in `adapter` over `base`, by plain transformers and peft."""
+    """The held-out loss of the adapter in `adapter` over `base`, in plain transformers and peft."""
     import numpy as np
 
-    return _held_out(_adapted(base, adapter), dict(np.load(rows)))
+    return _held_out_loss(_load_adapted(base, adapter), dict(np.load(rows)))
 
 
 def _device() -> Any:
@@ -92,8 +92,8 @@ def _device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _load(base: str) -> Any:
-    """The base: in bfloat16 on a GPU, in float32 on a CPU."""
+def _load_base(base: str) -> Any:
+    """The base in bfloat16 on a GPU, or in float32 on a CPU."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -104,14 +104,14 @@ def _load(base: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa").to(device)
 
 
-def _adapted(base: str, adapter: str) -> Any:
+def _load_adapted(base: str, adapter: str) -> Any:
     import peft
 
-    return peft.PeftModel.from_pretrained(_load(base), Path(adapter), is_trainable=True)
+    return peft.PeftModel.from_pretrained(_load_base(base), Path(adapter), is_trainable=True)
 
 
-def _held_out(model: Any, rows: Any) -> float:
-    """Mean loss in nats over the targets of the held-out rows; the model's mode is left as it was."""
+def _held_out_loss(model: Any, rows: Any) -> float:
+    """Mean loss in nats over the targets of the held-out rows. Restores the model's training mode."""
     import torch
 
     training, size = model.training, rows["ids"].shape[1]
@@ -120,14 +120,14 @@ def _held_out(model: Any, rows: Any) -> float:
     total, count = 0.0, 0
     with torch.no_grad():
         for first in range(0, len(held[0]), size):
-            some, targets = _loss(model, *(part[first : first + size] for part in held))
+            some, targets = _summed_loss(model, *(part[first : first + size] for part in held))
             total, count = total + some.item(), count + targets
     model.train(training)
     return total / count
 
 
-def _loss(model: Any, ids: Any, targets: Any, positions: Any) -> tuple[Any, int]:
-    """Cross-entropy in nats summed over the targets of [rows, length], and how many there are."""
+def _summed_loss(model: Any, ids: Any, targets: Any, positions: Any) -> tuple[Any, int]:
+    """Cross-entropy in nats summed over the targets of [rows, length], and the number of targets."""
     import torch
     from torch.nn import functional as F
 

@@ -1,7 +1,7 @@
-"""What scripts that pre-train a small base of their own share: text at hand, a tokenizer of it, trainings for a given time.
+"""Shared functions of extend.py and equal_loss.py, which pre-train a small base: text, tokenizer, training for a given time.
 
-extend.py and equal_loss.py do. Text is gathered by gather.py and stays on this machine; training is fxtune's own, from random
-weights: bfloat16 matmuls over float32 weights and compiled layers on a GPU, float32 on a CPU.
+gather.py collects the text, which stays on this machine. fxtune trains from random weights: with bfloat16 matmuls over float32
+weights and compiled layers on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from make_base import WORDS
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_BYTES = 20_000_000
-"""Of text that a tokenizer is trained on, at most."""
+"""Upper limit of the text that a tokenizer is trained on."""
 
 
 def split(found: Iterable[Document], kept: Path, held: Path, share: float, megabytes: float) -> None:
-    """Write documents to two JSONL files, about `share` of them to `held`, until there are `megabytes` of text."""
+    """Write documents to two JSONL files until they hold `megabytes` of text. About `share` of the documents go to `held`."""
     size = 0.0
-    with kept.open("w", encoding="utf-8") as mine, held.open("w", encoding="utf-8") as aside:
+    with kept.open("w", encoding="utf-8") as kept_file, held.open("w", encoding="utf-8") as held_file:
         for document in found:
-            (aside if is_held_out(document.text, share) else mine).write(line(document))
+            (held_file if is_held_out(document.text, share) else kept_file).write(line(document))
             size += len(document.text.encode()) / 1e6
             if size >= megabytes:
                 break
@@ -46,7 +46,7 @@ def line(document: Document) -> str:
 
 
 def train_tokenizer(found: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Byte-level BPE with digits one by one, from the first TOKENIZER_BYTES."""
+    """Train a byte-level BPE tokenizer with single digits on the first TOKENIZER_BYTES."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,8 +78,8 @@ def _first(found: Iterable[str], size: int) -> Iterator[str]:
             return
 
 
-def common(out: Path, name: str, seed: int) -> Any:
-    """A config of full fine-tuning in the folder `out`: on a GPU bfloat16 matmuls over float32 weights, and compiled layers."""
+def base_config(out: Path, name: str, seed: int) -> Any:
+    """A config of full training in the folder `out`: on a GPU with bfloat16 matmuls over float32 weights and compiled layers."""
     import torch
 
     from fxtune.checkpoint.manager import CheckpointConfig
@@ -103,7 +103,7 @@ def common(out: Path, name: str, seed: int) -> Any:
 
 
 def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int) -> Any:
-    """The model config of a Llama with random weights: `hidden` / `head` heads, half as many for keys and values."""
+    """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value heads."""
     from transformers import PreTrainedTokenizerFast
 
     from fxtune.models.load import DType, Init, ModelConfig
@@ -131,13 +131,13 @@ def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: 
     )
 
 
-def micro_batch(rows: int, length: int, most: int) -> int:
-    """The most rows of a micro-batch of `most` tokens that divide the step's rows."""
-    return max(size for size in range(1, rows + 1) if rows % size == 0 and (size == 1 or size * length <= most))
+def micro_batch(rows: int, length: int, limit: int) -> int:
+    """The largest number of rows that divides the step's rows and has at most `most` tokens."""
+    return max(size for size in range(1, rows + 1) if rows % size == 0 and (size == 1 or size * length <= limit))
 
 
-def train_for(config: Any, seconds: float, most: int) -> dict[str, Any]:
-    """Train for about `seconds` and `most` steps at most: a few steps first, to see how long one takes (and to compile)."""
+def train_for(config: Any, seconds: float, limit: int) -> dict[str, Any]:
+    """Train for about `seconds`, at most `most` steps. A trial of a few steps measures the step time and compiles."""
     import torch
 
     from fxtune.training import trainer
@@ -150,7 +150,7 @@ def train_for(config: Any, seconds: float, most: int) -> dict[str, Any]:
     trainer.run(trial)
     log = Path(trial.run.dir, "metrics.jsonl").read_text().splitlines()
     took = [line["train/step_seconds"] for line in map(json.loads, log) if "train/step_seconds" in line]
-    steps = max(min(int(seconds / statistics.median(took[3:])), most), 4)
+    steps = max(min(int(seconds / statistics.median(took[3:])), limit), 4)
     config.train.max_steps, config.train.log_every = steps, max(steps // 20, 1)
     torch._dynamo.reset()
     started = time.perf_counter()

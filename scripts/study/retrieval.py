@@ -1,8 +1,8 @@
-"""Documents with facts that are asked for at their end: what teaches a small model to read far back, and what tests it.
+"""Retrieval documents, which train and test whether a small model uses distant context.
 
-A fact is a line that cannot be guessed ("The pass key is 73914."), put somewhere into ordinary text; the last lines ask for it.
-`teaching` writes such documents in several forms, with one fact or many at random depths. `Passkeys` is the test (Mohtashami and
-Jaggi 2023, arXiv 2305.16300): one pass key at a chosen depth of a row of a chosen length, and the model must say it.
+Such a document has a fact that cannot be guessed ("The pass key is 73914.") inside ordinary text, and a question about it at the end.
+`teaching` writes training documents in several forms, with one or more facts at random depths. `Passkeys` is the test (Mohtashami and
+Jaggi 2023, arXiv 2305.16300): one pass key at a given depth of a row of a given length, which the model must repeat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGITS = 5
 class Form(NamedTuple):
     fact: str
     question: str
-    """What stands before the answer, without the space before that."""
+    """The question with the answer `{value}` at its end."""
 
 
 PASS_KEY = Form(
@@ -42,7 +42,7 @@ def number(rng: random.Random) -> str:
 
 
 def teaching(rng: random.Random, filler: str) -> str:
-    """`filler` with facts between its lines, each asked for at the end, in any order."""
+    """`filler` with facts between its lines and a question about each fact at the end, in random order."""
     if rng.random() < 0.35:
         form, names = PASS_KEY, [""]
     else:
@@ -52,12 +52,12 @@ def teaching(rng: random.Random, filler: str) -> str:
     for name in names:
         lines.insert(rng.randint(0, len(lines)), form.fact.format(name=name, value=values[name]))
     rng.shuffle(names)
-    asked = [form.question.format(name=name, value=values[name]) for name in names]
-    return "\n".join(["\n".join(lines), *asked]) + "\n"
+    questions = [form.question.format(name=name, value=values[name]) for name in names]
+    return "\n".join(["\n".join(lines), *questions]) + "\n"
 
 
 class Fillers:
-    """Stretches of given texts, of any length, that begin and end with a line. A stretch can run over several texts."""
+    """Draws parts of the given texts that begin and end at a line break. A part can span several texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
@@ -81,49 +81,49 @@ def documents(
     low: int,
     high: int,
 ) -> Iterator[str]:
-    """`count` teaching documents of `low` to `high` tokens, about; none is longer. `encode`: texts to ids, many at a time."""
+    """`count` teaching documents of about `low` to `high` tokens, none longer. `encode` maps a list of texts to token ids."""
     sample = [fillers.draw(rng, 4000) for _ in range(16)]
-    chars_a_token = sum(map(len, sample)) / sum(map(len, encode(sample)))
+    chars_per_token = sum(map(len, sample)) / sum(map(len, encode(sample)))
     left = count
     while left:
-        wanted = [rng.uniform(low, high) for _ in range(min(left, 256))]
-        # The facts take their part; what is too long all the same (dense text) is drawn again, shorter.
-        made = [teaching(rng, fillers.draw(rng, int(0.85 * size * chars_a_token))) for size in wanted]
+        sizes = [rng.uniform(low, high) for _ in range(min(left, 256))]
+        # 0.85 leaves room for the facts. A document that is still too long is drawn again.
+        made = [teaching(rng, fillers.draw(rng, int(0.85 * size * chars_per_token))) for size in sizes]
         fitting = [text for text, ids in zip(made, encode(made), strict=True) if len(ids) < high]
         yield from fitting
         left -= len(fitting)
 
 
 class Passkeys:
-    """Rows of exact lengths with one pass key each, out of held-out text."""
+    """Rows of exact lengths with one pass key each, from held-out text."""
 
     def __init__(self, encode: Callable[[list[str]], list[list[int]]], ids: Sequence[int], seed: int) -> None:
         self.encode, self.ids, self.rng = encode, ids, random.Random(seed)
 
     def row(self, length: int, depth: float) -> tuple[list[int], int]:
-        """(token ids [length], how many of the last ones are the answer). `depth`: 0 is the row's beginning, 1 the question."""
+        """(token ids [length], length of the answer at their end). `depth` 0 is the start of the row, 1 the question."""
         value = number(self.rng)
-        fact, whole, question = self.encode(
+        fact, answered, question = self.encode(
             [
                 "\n" + PASS_KEY.fact.format(value=value) + "\n",
                 "\n" + PASS_KEY.question.format(value=value),
                 "\n" + PASS_KEY.question.format(value="").rstrip(),
             ]
         )
-        assert whole[: len(question)] == question
-        room = length - len(fact) - len(whole)
+        assert answered[: len(question)] == question
+        room = length - len(fact) - len(answered)
         assert room >= 0, f"a pass key alone takes {length - room} tokens"
         begin = self.rng.randrange(max(len(self.ids) - room, 1))
-        around = list(self.ids[begin : begin + room])
-        at = round(depth * len(around))
-        return [*around[:at], *fact, *around[at:], *whole], len(whole) - len(question)
+        text = list(self.ids[begin : begin + room])
+        at = round(depth * len(text))
+        return [*text[:at], *fact, *text[at:], *answered], len(answered) - len(question)
 
 
 def accuracy(argmax: Callable[[list[list[int]]], Any], rows: list[tuple[list[int], int]]) -> float:
-    """Share of rows whose whole answer the model says. `argmax`: rows of one length to the likeliest next tokens [rows, length].
+    """Share of rows whose complete answer the model predicts. `argmax` maps rows of one length to the most likely next tokens.
 
-    The answer is in the row, and each of its tokens must be the most likely one after those before it. Greedy decoding would
-    say the same: it goes on with a right token and its answer is wrong with the first that is not.
+    The answer is part of the row, and each of its tokens must be the most likely one after the tokens before it. Greedy decoding
+    gives the same result, because both fail at the first wrong token.
     """
     best = argmax([ids for ids, _ in rows])
     right = 0

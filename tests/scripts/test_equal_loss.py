@@ -1,4 +1,4 @@
-"""scripts/study/equal_loss.py: both sides learn from the same tokens, the plain side is plain, and an unequal loss is no success."""
+"""scripts/study/equal_loss.py: both sides train on the same tokens, the plain side uses no fxtune, and an unequal loss is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scripts():
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """A package with Python files of all lengths, and C headers, one of them written by a program."""
+    """A package with Python files and C headers of different lengths; one header is a generated file."""
     root = tmp_path_factory.mktemp("texts") / "package"
     root.mkdir()
     for index in range(160):
@@ -77,12 +77,12 @@ def run(out: Path, record: Path, texts: Path, *more: str) -> subprocess.Complete
 
 
 @pytest.mark.slow
-def test_in_float32_both_sides_have_the_same_loss_at_every_step(smoke):
+def test_float32_losses_equal_at_every_step(smoke):
     assert smoke.done.returncode == 0, smoke.done.stderr[-3000:]
     plain, ours = (smoke.record["runs"][f"{name} 0"] for name in ("plain", "fxtune"))
     assert len(plain["train"]) == smoke.record["sizes"]["steps"]
     assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
-    assert plain["train"][-1] < plain["train"][0] - 0.005, "a loss that stays proves nothing"
+    assert plain["train"][-1] < plain["train"][0] - 0.005, "the loss must fall, else equal losses prove nothing"
     assert plain["held_out"][0][0] == 0
     assert [step for step, _ in ours["held_out"]] == [step for step, _ in plain["held_out"]][1:]
     assert [loss for _, loss in ours["held_out"]] == pytest.approx(
@@ -98,7 +98,7 @@ def test_in_float32_both_sides_have_the_same_loss_at_every_step(smoke):
 
 
 @pytest.mark.slow
-def test_the_rows_are_documents_of_the_other_text_and_the_held_out_ones_are_not_among_them(smoke):
+def test_rows_hold_tuning_text_and_no_held_out_documents(smoke):
     import numpy as np
     from transformers import AutoTokenizer
 
@@ -108,27 +108,25 @@ def test_the_rows_are_documents_of_the_other_text_and_the_held_out_ones_are_not_
     rows = dict(np.load(smoke.out / "rows-0.npz"))
     sizes = smoke.record["sizes"]
     assert rows["ids"].shape == (sizes["steps"], sizes["rows"], sizes["context"])
-    seen, held = (tokenizer.decode(rows[name].reshape(-1)) for name in ("ids", "held_ids"))
-    assert "inline int g" in seen
-    assert "def f" not in seen
-    assert "@generated" not in seen + held
+    tuned, held = (tokenizer.decode(rows[name].reshape(-1)) for name in ("ids", "held_ids"))
+    assert "inline int g" in tuned
+    assert "def f" not in tuned
+    assert "@generated" not in tuned + held
     names = [
-        {word.split("_")[0] for word in text.split() if word.startswith("g") and "_" in word} for text in (seen, held)
+        {word.split("_")[0] for word in text.split() if word.startswith("g") and "_" in word} for text in (tuned, held)
     ]
     assert names[1]
-    assert not names[0] & names[1], "a document is on one side"
+    assert not names[0] & names[1], "no document is both trained and held out"
     for name in ("", "held_"):
         ids, targets, positions = (rows[name + part] for part in ("ids", "targets", "positions"))
         inside = positions[..., 1:] > 0
         assert ((targets[..., :-1] == ids[..., 1:]) | (targets[..., :-1] == IGNORE_INDEX)).all()
-        assert (targets[..., :-1][~inside] == IGNORE_INDEX).all(), "no document's end foretells the next one"
+        assert (targets[..., :-1][~inside] == IGNORE_INDEX).all(), "a document's last token has no target"
 
 
 @pytest.mark.slow
-def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(
-    smoke, scripts, tmp_path, monkeypatch, capsys
-):
-    """What a process does that takes too long is below; here is what the script says then."""
+def test_finished_runs_do_not_run_again_and_other_options_are_refused(smoke, scripts, tmp_path, monkeypatch, capsys):
+    """The script's output after a time limit. The worker's time limit itself has its own test below."""
     before = smoke.file.read_text()
     drawing = tmp_path / "plot.svg"
 
@@ -144,7 +142,7 @@ def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(
     assert smoke.file.read_text() == before
     assert "fxtune, everything on: at most 0.0" in capsys.readouterr().out
     if pytest.importorskip("matplotlib"):
-        assert "held-out loss, nats a token" in drawing.read_text()
+        assert "held-out loss, nats per token" in drawing.read_text()
         assert drawing.stat().st_size < 150_000
     with pytest.raises(SystemExit, match=r"holds runs with lr=0\.005: name another file in --json"):
         again(smoke.out, smoke.file, "--lr", "1e-4")
@@ -154,12 +152,15 @@ def test_finished_runs_are_not_run_again_and_other_sizes_are_another_experiment(
     def late(*_: object) -> None:
         raise scripts.equal_loss.TimeOver
 
-    monkeypatch.setattr(scripts.equal_loss, "Worker", lambda *_: SimpleNamespace(ask=late, close=lambda: None))
+    monkeypatch.setattr(scripts.equal_loss, "Worker", lambda *_: SimpleNamespace(call=late, close=lambda: None))
     again(tmp_path, tmp_path / "new.json", "--minutes", "0.001")
-    assert "Not run, the time (0.001 minutes) was over: base, plain 0, fxtune 0, fp8 0" in capsys.readouterr().out
+    assert (
+        "Not run, the time limit (0.001 minutes) was reached: base, plain 0, fxtune 0, fp8 0"
+        in capsys.readouterr().out
+    )
 
 
-def test_the_plain_side_s_mask_shows_each_document_itself_alone(scripts, tmp_path):
+def test_plain_mask_separates_documents(scripts, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(on_disk(tmp_path / "base", vocab_size=200)).eval()
@@ -172,7 +173,7 @@ def test_the_plain_side_s_mask_shows_each_document_itself_alone(scripts, tmp_pat
         [torch.cat([torch.cat([each[1:], torch.tensor([-100])]) for each in row]) for row in rows]
     ).int()
     with torch.no_grad():
-        total, count = scripts.plain_tune._loss(model, *(part.numpy() for part in (ids, targets, positions)))
+        total, count = scripts.plain_tune._summed_loss(model, *(part.numpy() for part in (ids, targets, positions)))
         alone = sum(
             F.cross_entropy(model(input_ids=each[None]).logits[0, :-1], each[1:], reduction="sum").item()
             for each in documents
@@ -211,7 +212,7 @@ def record(fxtune: float, judged: float) -> dict:
 @pytest.mark.parametrize(
     ("fxtune", "judged", "equal"), [(1.004, 0.996, True), (0.994, 1.0, False), (1.0, 1.006, False)]
 )
-def test_a_seed_beyond_the_bound_in_either_measure_is_no_success(
+def test_seed_beyond_the_bound_in_either_loss_is_an_error(
     scripts, tmp_path, monkeypatch, capsys, fxtune, judged, equal
 ):
     file = tmp_path / "record.json"
@@ -229,24 +230,24 @@ def test_a_seed_beyond_the_bound_in_either_measure_is_no_success(
     assert ("NOT equal" in out) != equal
 
 
-def test_a_worker_that_dies_or_takes_too_long_is_another_one_the_next_time(scripts, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))  # a new process finds its modules as this one does
+def test_worker_that_dies_or_times_out_is_replaced(scripts, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))  # the new process needs the same modules
     module = scripts.equal_loss
     worker = module.Worker()
     try:
         with pytest.raises(module.TimeOver):
-            worker.ask(0.2, time.sleep, 60)
+            worker.call(0.2, time.sleep, 60)
         with pytest.raises(module.Failed, match="ended with 7"):
-            worker.ask(30, os._exit, 7)
-        assert worker.ask(30, max, 3, 5) == 5
+            worker.call(30, os._exit, 7)
+        assert worker.call(30, max, 3, 5) == 5
     finally:
         worker.close()
 
 
-def test_too_small_a_base_is_refused_before_it_is_trained(scripts, texts, tmp_path):
-    asked = argparse.Namespace(
+def test_small_base_is_refused_before_training(scripts, texts, tmp_path):
+    args = argparse.Namespace(
         **{**scripts.equal_loss.SMOKE, "out": tmp_path, "roots": [texts], "smoke": False, "seed": 0}
     )
-    answer = scripts.equal_loss.make_base(asked)
-    assert "100,000,000 are the least" in answer["error"]
+    answer = scripts.equal_loss.make_base(args)
+    assert "at least 100,000,000 are needed" in answer["error"]
     assert not (tmp_path / "base").exists()

@@ -1,4 +1,4 @@
-"""scripts/study/extend.py's measures on models whose answers are known; that it runs is what its own --smoke shows."""
+"""scripts/study/extend.py: its measures on inputs with known results, and its continuation. Its --smoke option runs the script."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def scripts():
 
 
 def by_letters(texts: list[str]) -> list[list[int]]:
-    """A tokenizer: a character a token."""
+    """A tokenizer with one token per character."""
     return [[ord(letter) for letter in text] for text in texts]
 
 
-def test_a_teaching_document_asks_for_every_fact_that_it_holds_within_its_length(scripts):
+def test_teaching_document_asks_for_its_facts_within_its_length(scripts):
     _, retrieval = scripts
     fillers = retrieval.Fillers(["".join(f"line {line} of text {text}\n" for line in range(200)) for text in range(5)])
     made = list(retrieval.documents(random.Random(0), fillers, by_letters, 300, 600, 1200))
@@ -45,14 +45,14 @@ def test_a_teaching_document_asks_for_every_fact_that_it_holds_within_its_length
     }
     for text in made:
         last = text.splitlines()[-1]
-        [(form, asked)] = [(form, found[1]) for form in forms if (found := re.fullmatch(patterns[form], last))]
-        assert text.count(asked) >= 2, "what is asked for was told"
+        [(form, value)] = [(form, found[1]) for form in forms if (found := re.fullmatch(patterns[form], last))]
+        assert text.count(value) >= 2, "the document holds the answer's fact"
         forms[form] += 1
     assert min(forms.values()) > 5
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_a_pass_key_row_has_its_length_its_key_at_its_depth_and_the_answer_last(scripts, depth):
+def test_passkey_row_has_the_requested_length_depth_and_answer(scripts, depth):
     _, retrieval = scripts
     keys = retrieval.Passkeys(by_letters, by_letters(["filler " * 500])[0], seed=3)
     ids, answer = keys.row(400, depth)
@@ -65,7 +65,7 @@ def test_a_pass_key_row_has_its_length_its_key_at_its_depth_and_the_answer_last(
     assert text.count(text[-retrieval.DIGITS :]) == 3
 
 
-def test_accuracy_counts_whole_answers_only(scripts):
+def test_accuracy_counts_complete_answers(scripts):
     _, retrieval = scripts
     rows = [([5, 6, 7, 8, 9], 2), ([1, 2, 3, 4, 5], 2)]
     right = [[6, 7, 8, 9, 0], [0, 0, 4, 5, 0]]
@@ -74,7 +74,7 @@ def test_accuracy_counts_whole_answers_only(scripts):
     assert retrieval.accuracy(lambda ids: [[6, 7, 0, 9, 0], [0, 0, 4, 9, 0]], rows) == 0
 
 
-def test_the_judge_measures_what_plain_transformers_computes(scripts, tmp_path):
+def test_judge_equals_plain_transformers(scripts, tmp_path):
     extend, _ = scripts
     from transformers import AutoModelForCausalLM
 
@@ -83,49 +83,49 @@ def test_the_judge_measures_what_plain_transformers_computes(scripts, tmp_path):
     held = [[draw.randrange(200) for _ in range(600)] for _ in range(3)]
     corpus = extend.Corpus(tmp_path, None, [], held, 600.0, 1.0)
     corpus.encode = by_letters
-    asked = argparse.Namespace(context=256, factor=2, samples=2, seed=0, evaluated=3, micro_tokens=1024)
-    judge = extend.Judge(asked, corpus)
-    seen, scaled = judge.measure(folder), judge.measure(folder, yarn=True)
+    args = argparse.Namespace(context=256, factor=2, samples=2, seed=0, evaluated=3, micro_tokens=1024)
+    judge = extend.Judge(args, corpus)
+    figures, scaled = judge.measure(folder), judge.measure(folder, yarn=True)
     rows = torch.tensor([ids[:512] for ids in held])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=rows).logits
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none").mean(0)
-    assert list(seen["buckets"]) == ["0-128", "128-256", "256-512"]
-    for bucket, (low, high) in zip(seen["buckets"].values(), ((0, 128), (128, 256), (256, 512)), strict=True):
+    assert list(figures["buckets"]) == ["0-128", "128-256", "256-512"]
+    for bucket, (low, high) in zip(figures["buckets"].values(), ((0, 128), (128, 256), (256, 512)), strict=True):
         assert bucket == pytest.approx(losses[low:high].mean().item(), rel=1e-5)
-    assert len(seen["by_position"]) == 64
+    assert len(figures["by_position"]) == 64
     assert judge.short.shape == (6, 256)
-    assert seen["passkey"] == {size: dict.fromkeys(map(str, extend.DEPTHS), 0.0) for size in ("128", "256", "512")}
+    assert figures["passkey"] == {size: dict.fromkeys(map(str, extend.DEPTHS), 0.0) for size in ("128", "256", "512")}
     assert scaled["rope"]["rope_type"] == "yarn"
-    assert scaled["short_loss"] != seen["short_loss"]
-    table = extend.table({"base": seen, "extended": scaled}, asked)
-    assert f"{seen['short_loss']:.4f}" in table
+    assert scaled["short_loss"] != figures["short_loss"]
+    table = extend.table({"base": figures, "extended": scaled}, args)
+    assert f"{figures['short_loss']:.4f}" in table
     pytest.importorskip("matplotlib")
     (tmp_path / "plot.json").write_text(
-        json.dumps({"models": {"base": seen, "extended": scaled}, "asked": vars(asked)})
+        json.dumps({"models": {"base": figures, "extended": scaled}, "asked": vars(args)})
     )
     extend.plot(tmp_path / "plot.json")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
-def test_a_call_that_was_broken_off_goes_on_behind_its_last_stage(scripts, tmp_path, monkeypatch, capsys):
+def test_interrupted_call_continues_after_its_last_stage(scripts, tmp_path, monkeypatch, capsys):
     extend, _ = scripts
     out, calls = tmp_path / "out", []
-    breaks = {"train base", "measure base, scaled"}
-    """What is broken off when it comes first."""
+    interrupted = {"train base", "measure base, scaled"}
+    """Stages that are interrupted at their first call."""
 
     def call(name: str) -> None:
         calls.append(name)
-        if name in breaks:
-            breaks.remove(name)
+        if name in interrupted:
+            interrupted.remove(name)
             raise KeyboardInterrupt
 
-    def train_for(config, seconds, most):
+    def train_for(config, seconds, limit):
         folder = Path(config.run.dir)
-        folder.mkdir(parents=True)  # which fails where what an earlier call has left is not away
+        folder.mkdir(parents=True)  # fails if files of an earlier call are left
         call(f"train {folder.name}")
         (folder / "result.json").write_text("{}")
-        return {"steps": most}
+        return {"steps": limit}
 
     class Judge:
         def __init__(self, *_):
@@ -135,10 +135,10 @@ def test_a_call_that_was_broken_off_goes_on_behind_its_last_stage(scripts, tmp_p
             call(f"measure {folder.parent.name}{', scaled' * yarn}")
             return {"short_loss": 2.0 if folder.parent.name == "base" else 1.0}
 
-    def config(asked, corpus, name="base"):
-        return argparse.Namespace(run=argparse.Namespace(dir=str(asked.out / name)))
+    def config(args, corpus, name="base"):
+        return argparse.Namespace(run=argparse.Namespace(dir=str(args.out / name)))
 
-    def gather_corpus(asked, folder):
+    def gather_corpus(args, folder):
         folder.mkdir()
         call("text")
 
@@ -166,13 +166,13 @@ def test_a_call_that_was_broken_off_goes_on_behind_its_last_stage(scripts, tmp_p
     with pytest.raises(KeyboardInterrupt):
         main()
     assert calls == ["train base", "train extended", "measure base", "measure base, scaled"]
-    with pytest.raises(SystemExit, match=r"was broken off with extend_lr=0\.0003"):
+    with pytest.raises(SystemExit, match=r"was interrupted with extend_lr=0\.0003"):
         main("--extend-lr", "1")
     assert main() == ["measure base, scaled", "measure extended"]
     assert "the table" in capsys.readouterr().out
     record = json.loads((out / "extended.json").read_text())
     assert record["short_loss_change"] == -0.5
     assert set(record["runs"]) == {"base", "extended"}
-    with pytest.raises(SystemExit):  # it is done
+    with pytest.raises(SystemExit):  # the extension is finished
         main()
     assert main("--again") == ["train extended-1", "measure base", "measure base, scaled", "measure extended-1"]

@@ -1,4 +1,4 @@
-"""Gathered text: each content once, order and hold-out reproducible, long documents made of a package's files in order."""
+"""scripts/make/gather.py: each text occurs once, order and hold-out are reproducible, long documents join a package's files in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make" / "gather.py"
 
 @pytest.fixture
 def packages(tmp_path) -> Path:
-    """Two packages: 12 modules and 3; among them a copy, a binary, a short file, a file of one long line and a foreign suffix."""
+    """Packages of 12 and 3 modules, with a copy, a binary file, a short file, a file with one long line and an unknown suffix."""
     root = tmp_path / "packages"
     for package, count in (("alpha", 12), ("beta", 3)):
         for index in range(count):
@@ -36,7 +36,7 @@ def gather(packages: Path, out: Path, *options: str) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_file_is_a_document_once_and_the_seed_is_the_order(packages, tmp_path):
+def test_each_text_occurs_once_and_the_seed_sets_the_order(packages, tmp_path):
     found = gather(packages, tmp_path / "a.jsonl")
     copies = {"alpha/m00.py", "beta/copy.py"}
     names = {file.relative_to(packages).as_posix() for file in packages.rglob("m*.py")}
@@ -50,29 +50,29 @@ def test_a_file_is_a_document_once_and_the_seed_is_the_order(packages, tmp_path)
     assert 0 < len(few) < 5
 
 
-def test_joined_documents_hold_a_package_s_files_in_order_up_to_the_length(packages, tmp_path):
-    whole = (packages / "alpha" / "m02.py").read_text()
+def test_joined_documents_hold_a_packages_files_in_order_up_to_the_length(packages, tmp_path):
+    module = (packages / "alpha" / "m02.py").read_text()
     found = gather(
-        packages, tmp_path / "a.jsonl", "--join", "package", "--length", str(len(whole) * 5), "--min-chars", "10"
+        packages, tmp_path / "a.jsonl", "--join", "package", "--length", str(len(module) * 5), "--min-chars", "10"
     )
-    assert all(len(each["text"]) <= len(whole) * 5 for each in found)
+    assert all(len(each["text"]) <= len(module) * 5 for each in found)
     assert (
         sum(each["text"].count("# ---- ") for each in found) == 16
-    )  # the short file, too: its document is long enough
+    )  # with the short file, since its joined document is long enough
     for each in found:
         names = [line.removeprefix("# ---- ") for line in each["text"].splitlines() if line.startswith("# ---- ")]
         assert names == sorted(names, key=lambda name: ("inner" in name, name)), (
-            "a folder's own files, then those below it"
+            "a folder's files come before those of its subfolders"
         )
         assert len({name.partition("/")[0] for name in names}) == 1
-    assert any(whole.strip() in each["text"] for each in found)
+    assert any(module.strip() in each["text"] for each in found)
     assert any(" and 4 more" in each["source"] or " and 3 more" in each["source"] for each in found)
     cut = gather(packages, tmp_path / "b.jsonl", "--join", "package", "--length", "150", "--min-chars", "10")
     assert max(len(each["text"]) for each in cut) <= 150
     assert all(each["text"].endswith("\n") for each in cut)
 
 
-def test_the_hold_out_hangs_on_the_content(packages, tmp_path):
+def test_hold_out_depends_only_on_the_content(packages, tmp_path):
     def split(name: str, *options: str) -> tuple[set[str], set[str]]:
         held = tmp_path / f"{name}-held.jsonl"
         kept = gather(packages, tmp_path / f"{name}.jsonl", "--held-out-file", str(held), *options)

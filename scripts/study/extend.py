@@ -473,11 +473,11 @@ def main() -> None:
     plot(args.out / f"{name}.json")
 
 
-def train_from_scratch(config: Any, seconds: float, most: int) -> dict[str, Any]:
+def train_from_scratch(config: Any, seconds: float, limit: int) -> dict[str, Any]:
     """Delete the files of an interrupted call, then call train_for()."""
     for folder in (config.run.dir, f"{config.run.dir}-trial"):
         shutil.rmtree(folder, ignore_errors=True)
-    return train_for(config, seconds, most)
+    return train_for(config, seconds, limit)
 
 
 if __name__ == "__main__":

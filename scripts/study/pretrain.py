@@ -132,12 +132,12 @@ def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: 
 
 
 def micro_batch(rows: int, length: int, limit: int) -> int:
-    """The largest number of rows that divides the step's rows and has at most `most` tokens."""
+    """The largest number of rows that divides the step's rows and has at most `limit` tokens."""
     return max(size for size in range(1, rows + 1) if rows % size == 0 and (size == 1 or size * length <= limit))
 
 
 def train_for(config: Any, seconds: float, limit: int) -> dict[str, Any]:
-    """Train for about `seconds`, at most `most` steps. A trial of a few steps measures the step time and compiles."""
+    """Train for about `seconds`, at most `limit` steps. A trial of a few steps measures the step time and compiles."""
     import torch
 
     from fxtune.training import trainer

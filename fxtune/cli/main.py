@@ -261,7 +261,8 @@ def title_of(overrides: list[str], number: int) -> str:
     title = re.sub(r"[^\w.=,+-]+", "_", changes)
     if title == changes and len(title) <= 120:
         return title
-    return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"  # two that are cut to the same text differ here
+    # The hash keeps apart two titles that are cut to the same text.
+    return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
 
 
 def _complete(arguments: list[str]) -> None:

@@ -14,7 +14,7 @@ class Shape:
     inner: int
     """Width of the MLP: the sum over the experts that a token uses."""
     experts: float
-    """Experts of a layer, divided by those that a token uses."""
+    """Experts per layer, divided by the experts that a token uses."""
     heads: int
     q: int
     """Width of all query heads."""
@@ -26,8 +26,7 @@ class Shape:
 
     @staticmethod
     def of(text: dict[str, Any]) -> Shape:
-        """`text`: the text model's config as a dict. Sizes that are missing there are
-        those of a Llama of its width."""
+        """`text`: the text model's config as a dict. Missing sizes are those of a Llama of the same width."""
         hidden = text.get("hidden_size") or 0
         heads = text.get("num_attention_heads") or 1
         head = text.get("head_dim") or hidden // heads

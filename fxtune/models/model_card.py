@@ -1,4 +1,4 @@
-"""Writes the model card, README.md, of a trained model: what it is, how to load it, and everything that made it."""
+"""Writes the model card (README.md) of a trained model: what it is, how to load it, and how it was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxtune.system.redact import redact
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write README.md for the model or adapter in `folder`, over the empty form that peft writes.
+    """Write README.md for the model or adapter in `folder`, over the empty template that peft writes.
 
     `facts`, all optional: title, base, revision, adapter (one that was merged in), data (the data's
     fingerprint), figures (metric -> value), facts (the machine's Facts), config (the run's config as plain

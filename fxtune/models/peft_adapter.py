@@ -23,7 +23,7 @@ from fxtune.system.hub import Origin, fetch, locate_adapter
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")
-"""Values of `init` that change the base as well, so whoever loads the adapter must know."""
+"""Values of `init` that also change the base, which whoever loads the adapter must know."""
 _PEFT_ONLY = (
     "bias",
     "lora_bias",
@@ -47,7 +47,7 @@ _PEFT_ONLY = (
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the weights of `adapter` (a folder or a hub id) into `model`, and record it in `model.adapter_start`.
 
-    `options`: of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
+    `options`: those of the model's adapters, named as in techniques.lora (`init`: default, or one of FACTORED). Raises
     ConfigError if the adapter was made with other options, StorageError if it is damaged or does not fit.
     """
     origin = locate_adapter(adapter)
@@ -77,7 +77,7 @@ def fetch_adapter(origin: Origin, name: str, key: str) -> None:
 
 
 def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
-    """The options in an adapter's adapter_config.json. `key`, `name`: as the user wrote them.
+    """Read the options in an adapter's adapter_config.json. `key`, `name`: as the user wrote them.
 
     Raises StorageError for a file that cannot be read, ConfigError for options that are invalid or that peft would
     ignore.
@@ -222,7 +222,7 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
 def _require_finite(
     stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], file: Path, place: str
 ) -> None:
-    """Refuse weights that would become NaN in training, or in a sum with the base."""
+    """Raise StorageError for weights that are NaN or infinite, or become so in the dtype of the model."""
     troubles = {}
     for name, weight in stored.items():
         if not weight.is_floating_point():

@@ -15,8 +15,8 @@ from fxtune.system.atomic_files import replace_folder
 def save_model(model: Any, tokenizer: Any, folder: Path, card: dict[str, Any] | None = None) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
-    With adapters: PEFT's layout (adapter_model.safetensors, adapter_config.json). It has no place for an edited
-    config of the base (RoPE scaling), so it is written to config.json next to them. The card says so, and
+    With adapters: PEFT's layout (adapter_model.safetensors, adapter_config.json). It has no place for an edited config
+    of the base (RoPE scaling), so that config is written to config.json next to them. The card says so, and
     with_adapter_rope() reads it.
     Without adapters: the whole model in safetensors, and a config.json with all of rope_parameters and the raised
     max_position_embeddings, the keys that transformers 5 and vLLM read.

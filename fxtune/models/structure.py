@@ -23,8 +23,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
-    """The model of this config (`Facts.model`) on the meta device, or None if only code that comes with the model can
-    build it.
+    """The model of this config (`Facts.model`) on the meta device; None if transformers has no code for it.
 
     Do not change it: every caller with the same config gets the same model.
     """
@@ -53,10 +52,10 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many weights each parameter stands for, by its name.
+    """The number of weights that each parameter represents, by its name.
 
-    That is not its size where bitsandbytes packs two weights into a byte, or where a fused group of adapted linears
-    keeps room for the adapters beside its weights (techniques/lora/frozen_weights.py).
+    This differs from its size if bitsandbytes packs two weights into a byte, or if a fused group of adapted linears
+    reserves rows for the adapters next to its weights (techniques/lora/frozen_weights.py).
     """
     known: dict[int, int] = {}
     for module in model.modules():

@@ -41,7 +41,7 @@ _KERNEL = re.compile(r"_?(attn|experts)_implementation\w*$")
 _SHARD = re.compile(r"[\w.+-]+\.safetensors")
 _FILE_NAME = re.compile(r"\w[\w.+-]*")
 _LORA_INITS = (True, False, None, "gaussian", "pissa", "olora", "orthogonal", "mica")
-"""Allowed values of an adapter's init_lora_weights. The others read files or need data."""
+"""Allowed values of an adapter's init_lora_weights. Other values read files or need data."""
 
 
 def inspect_folder(folder: Path, source: str) -> None:

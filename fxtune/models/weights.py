@@ -1,4 +1,4 @@
-"""The weights of a model: drawn at random, or read from safetensors, complete or not at all."""
+"""Draws the weights of a model at random, or reads them from safetensors, completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fxtune.system.oom import out_of_memory_reason
 def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
     """Whether weights that will be quantized start on world.device and not in host memory.
 
-    Random weights do if they fit: a GPU draws them a hundred times faster than a host. Weights that are
-    read pass through host memory anyway, so they do only if they do not fit there; holding all of them once
-    would fragment the GPU's memory.
+    Random weights start on the device if they fit: a GPU draws them a hundred times faster than a host. Weights that
+    are read pass through host memory anyway, so they start on the device only if they do not fit in host memory: all
+    of them at once would fragment the GPU's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Whether no weight is NaN or infinite. It computes one number a tensor on its device,
+    """Whether no weight is NaN or infinite. Computes one number per tensor on its device,
     and waits once for all of them.
 
     Each weight is read once, and no memory is needed. For an 8B model in bfloat16 (16 GB in 291 tensors): by
@@ -164,7 +164,7 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
         )
     key, file = broken[0]
     return (
-        f"NaN or infinite numbers are in {len(broken)} of its tensors, the first being {key} in {file}. Nothing can be learnt "
+        f"NaN or infinite numbers are in {len(broken)} of its tensors, the first being {key} in {file}. Nothing can be learned "
         "from such weights. Use another copy of the model, or an earlier checkpoint of it."
     )
 

@@ -1,9 +1,9 @@
 """Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
 on.
 
-It builds on the user's recipe if that has a name that is found again (./recipes, or shipped). A recipe that was given
-as a file elsewhere is repeated in full. Before it is written, the new recipe is composed and must give exactly the
-config that was measured.
+The new recipe builds on the user's recipe by name if that is in ./recipes or ships with fxtune; it
+repeats the keys of a recipe file elsewhere in full. Before it is written, it is composed and must give
+exactly the config that was measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BACKUP = ".old"
 
 
 def output_path(overrides: list[str], name: str, output: str | None) -> Path:
-    """Where the recipe goes. Raises ConfigError for a bad name, StorageError for a file of the user."""
+    """The path of the new recipe. Raises ConfigError for a bad name, StorageError if a file
+    of the user has that path."""
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_tuned.yaml")
     if path.suffix != ".yaml" or not all(letter.isalnum() or letter in "_-." for letter in path.stem):
         raise ConfigError(
@@ -48,7 +49,7 @@ def output_path(overrides: list[str], name: str, output: str | None) -> Path:
 
 
 def choices(overrides: list[str]) -> list[Choice]:
-    """What the command line chooses and sets."""
+    """The checked overrides of the command line."""
     store = RecipeStore(Config)
     return [store.override(text) for text in overrides]
 
@@ -84,7 +85,7 @@ def _changes(names: list[str], measured: Config) -> dict[str, Any]:
     """The content of a recipe that builds on the recipes `names` and gives `measured`."""
     try:
         base = load([f"+recipe=[{','.join(names)}]"]) if names else Config()
-    except ConfigError:  # it does not compose without the keys of the command line
+    except ConfigError:  # the recipe does not compose without the keys of the command line
         names, base = [], Config()
     body = _shareable(_difference(measured, base))
     body.get("run", {}).pop("name", None)  # the file's name

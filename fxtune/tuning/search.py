@@ -1,13 +1,13 @@
-"""The search of `fxtune tune`: from the recipe as it is, one axis at a time, each time from the best candidate so far.
+"""The search of `fxtune tune`: it varies one axis at a time, starting from the recipe as it is.
 
-It repeats the axes until a round changes nothing or the time is up, and then measures the two fastest candidates again
-if they are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ from
-those of the first trial gets a verdict and cannot win. Speeds within the spread of repeated measurements (at least
-NOISE) are a tie, and of tied candidates the one that changes the fewest keys wins: the recipe is never replaced by one
-that was only luckier.
+Each axis starts from the best candidate so far. The search repeats the axes until a round changes nothing or the time
+is up, and then measures the two fastest candidates again if they are close. A candidate that a check or the memory
+forecast rules out, that fails, or whose losses differ from those of the first trial gets a verdict and cannot win.
+Speeds within the spread of repeated measurements (at least NOISE) are a tie, and of tied candidates the one that
+changes the fewest keys wins: noise alone never replaces the recipe.
 
-There are a few dozen candidates, each costs minutes and gets a line that explains it. So this is coordinate descent,
-and no sampler such as Optuna's, which needs many more trials before its model of the space is worth something.
+There are a few dozen candidates, and each costs minutes and gets a line that explains it. So this is coordinate
+descent and not a sampler such as Optuna's, which needs many more trials before its model of the space is useful.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLEAR = 0.2
 REPEATS = 2
 """Further measurements of the two fastest, if they are closer than CLEAR."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Relative distance from the first trial that the loss of the first step, and the mean loss, may have."""
+"""Allowed relative distance from the first trial, for the loss of the first step and for the mean loss."""
 STEP_TOLERANCE = 5
 """Factor of TOLERANCE for any later step: training amplifies rounding, most of all in a random model."""
 MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
@@ -65,7 +65,7 @@ class Search:
     tell: Callable[[str], None]
     candidates: list[Candidate] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
-    """What there was no time for."""
+    """Settings for which there was no time."""
     best: Candidate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,8 @@ class Search:
         return winner, f"{why}. Tied with it, within {margin:.1%} ({kind}): {others or 'none'}{rule}."
 
     def _find_start(self) -> None:
-        """Start with the recipe as it is, or else with the first setting that runs of those with less memory."""
+        """Start with the recipe as it is. If it does not run, start with the first setting
+        that runs with less memory."""
         self.best = base = self._try({})
         if base.speed:
             return
@@ -138,8 +139,9 @@ class Search:
     def _search_axis(self, axis: str) -> None:
         """Try each value of one axis, and make the best of them `best`.
 
-        If a step in one direction is slower, no further step in that direction is tried. When the time is up, the rest
-        goes on without trials, so that `untried` holds what time cut off and not what had been given up before.
+        If a step in one direction is slower, no further step in that direction is tried. When the time is
+        up, the loop goes on without trials, so that `untried` lists only what the time cut off and nothing
+        that had been given up before.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
             self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so none is tried")
@@ -175,7 +177,7 @@ class Search:
                 yield deltas
 
     def _direction(self, axis: str, deltas: Deltas) -> str:
-        """In which direction from the best candidate this one lies, if its axis has directions."""
+        """The direction from the best candidate to this one; the deltas themselves if the axis has no directions."""
         present = self.config.train.micro_batch_size
         here, there = (point.get(MICRO_BATCH, present) for point in (self.best.deltas, deltas))
         if axis == "micro_batch":
@@ -186,7 +188,7 @@ class Search:
         return str(deltas)
 
     def _add(self, deltas: Deltas) -> tuple[Candidate, bool]:
-        """The candidate of these deltas, and whether it is new; the earlier one if it is the same setting."""
+        """The candidate of these deltas and True, or the earlier candidate of the same setting and False."""
         new = search_space.candidate(self.config, deltas, self.context)
         for known in self.candidates:
             if known.identity == new.identity:
@@ -215,7 +217,7 @@ class Search:
         return candidate
 
     def _measure(self, candidate: Candidate, repeat: int = 0) -> TrialResult:
-        """A result from the cache, or by a trial in the time that is left. Raises _TimeIsUp."""
+        """A result from the cache, or from a trial in the time that is left. Raises _TimeIsUp."""
         key = self._cache_key(candidate, repeat)
         title = f"{candidate.title}, again ({repeat} of {REPEATS})" if repeat else candidate.title
         if found := self.cache.find(key):

@@ -1,10 +1,10 @@
-"""The search space of `fxtune tune`: the values worth a trial on each axis, and what is known of a candidate before
-its trial.
+"""The search space of `fxtune tune`: the values worth a trial on each axis, and what is known about
+a candidate before its trial.
 
 A candidate is the user's config with some keys changed. Before it costs a trial, three questions are answered from
 plain facts: can it run here (the check of each technique), does it fit (fxtune/techniques/estimate/memory.py), and is
-it the same setting as an earlier candidate (an `auto` and the value it resolves to)? Answering them does not touch the
-GPU, which belongs to the trials.
+it the same setting as an earlier candidate (an `auto` and the value it resolves to)? The answers do not need the GPU,
+which belongs to the trials.
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
 """
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""
 MARGIN = 0.15
-"""Error of the memory forecast: a candidate is left out if it needs this share more than the free memory."""
+"""Error of the memory forecast: a candidate is left out if its forecast exceeds the free
+memory by more than this share."""
 MAX_EAGER_TOKENS = 2048
 """Row length from which eager attention is not worth a trial, because it writes out all scores."""
 MAX_GRAPH_LAYERS = 16
@@ -63,7 +64,7 @@ class SearchContext:
 
 @dataclass
 class Candidate:
-    """A setting: the keys it changes, what is known before its trial, and what its trials measured."""
+    """A setting: the keys that it changes, what is known before its trial, and the results of its trials."""
 
     deltas: Deltas
     identity: dict[str, Any]
@@ -128,7 +129,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candidate:
-    """`config` with `deltas`, and what is known of it before a trial."""
+    """The candidate of `config` with `deltas`, with what is known about it before a trial."""
     changed = apply_deltas(config, deltas)
     micro_batch_size = changed.train.micro_batch_size
     facts = replace(context.facts, micro_batch_size=micro_batch_size)
@@ -146,7 +147,7 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
     plan = techniques.checkpointing.plan() if techniques.checkpointing.enabled else keep_all
     need = forecast(replace(facts, techniques=techniques), plan).device
     if facts.device == "cuda" and techniques.compile.enabled and changed.techniques.liger.enabled:
-        options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial measures what `auto` is
+        options["liger"] = dataclasses.asdict(changed.techniques.liger)  # its trial resolves `auto` by measuring
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing
     identity = {"micro_batch_size": micro_batch_size, "workers": workers, "techniques": options}

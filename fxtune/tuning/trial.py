@@ -1,12 +1,12 @@
 """A trial of a search: `fxtune bench` in a process of its own, its result, and the cache of results.
 
-A trial may run out of memory, crash, hang or be refused, and each of these is a result. Because it is a process of its
-own, it frees the GPU when it ends and cannot end the search. The trial and its children (loader workers, compilers)
-form one process group, which is killed when the trial ends, reaches its time limit, or the search is interrupted. If
-the search itself is killed, Linux kills the trial.
+A trial may run out of memory, crash, hang or be refused, and each of these is a result. As a separate process, it
+frees the GPU when it ends, and its failure does not end the search. The trial and its children (loader workers,
+compilers) form one process group, which is killed when the trial ends, reaches its time limit, or the search is
+interrupted. If the search itself is killed, Linux kills the trial.
 
-The cache holds one file per result, named by a hash of everything that the result depends on. An interrupted search
-finds there all that it had measured.
+The cache holds one file per result, named by a hash of everything that the result depends on. After an interruption,
+the next search finds all earlier results there.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def run_process(command: list[str], limit: float | None = None) -> tuple[int | N
 
 
 def failure(code: int, output: str, seconds: float) -> TrialResult:
-    """Why a process that printed `output` ended with the exit code `code`."""
+    """The result of a process that printed `output` and ended with the exit code `code`, which is not 0."""
     reason = " ".join(output.rpartition("fxtune: ")[2].split()) if "fxtune: " in output else _last_line(output)
     reason = redact_text(reason)
     if "out of memory" in output or "OutOfMemoryError" in output or code == -signal.SIGKILL:
@@ -196,7 +196,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before exec, to have Linux kill it when this process dies."""
+    """The function that the child runs before exec, so that Linux kills it when this process
+    dies; None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
@@ -216,7 +217,7 @@ def unwind_on_signal() -> Iterator[None]:
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
 
-    # A signal that has another handler already is left to that: see system/signals.py.
+    # A signal that already has another handler keeps it: see system/signals.py.
     free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in free:
         signal.signal(number, leave)

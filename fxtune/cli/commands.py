@@ -101,10 +101,10 @@ options
   -m, --multirun      one run for each combination of key=a,b
   -c, --cfg job       print the composed config (--resolve: with ${{...}} filled in, -p KEY: only that part)
   -i, --info [WHAT]   how it was composed (defaults-tree, defaults, config, plugins, ...)
-  --loss, --each      verify: compare loss and gradients with plain transformers; --each: with each technique off in turn
+  --loss, --each      verify: compare loss and gradients with plain transformers; --each: also with each technique off
   --ablate            bench: also with each technique off in turn; --steps N, --warm-up N, --price PER_HOUR
   --profile           bench: also the time of each kernel in a step
-  --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (ignore the cache)
+  --axes A,B          tune: vary only these; --minutes N, --steps N, --output FILE.yaml, --dry-run, --again (no cache)
   --json FILE         verify, doctor, bench, tune: also write the results to FILE
   -h, --help          this text
   -V, --version       versions of fxtune and of the libraries it uses

@@ -190,9 +190,9 @@ class RecipeStore:
                     wrong = (*path, str(key))
                     validator.add(
                         wrong,
-                        f"`{'.'.join(wrong)}`: of Hydra's own settings a recipe may have only hydra.sweeper.params, a grid "
-                        "for -m: a recipe may come from a stranger, and the others run code or move files. Put yours on "
-                        "the command line",
+                        f"`{'.'.join(wrong)}`: of Hydra's own settings a recipe may have only hydra.sweeper.params, "
+                        "a grid for -m: a recipe may come from a stranger, and the others run code or move files. "
+                        "Put yours on the command line",
                     )
                     return []
             settings, path = settings.get(allowed, {}), (*path, allowed)
@@ -214,8 +214,8 @@ class RecipeStore:
         plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
         if from_file or not plugin:
             raise ConfigError(
-                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and only on the command line. "
-                "run.dir=FOLDER says where a run goes; in a multirun, each job has a folder below it"
+                f"{place}: `{key}`: of Hydra's own settings only sweeper and launcher can be set, and only on the "
+                "command line. run.dir=FOLDER says where a run goes; in a multirun, each job has a folder below it"
             )
         if "${" in text or any(part.startswith("_") for part in key.split(".")) or "_target_" in text:
             raise ConfigError(
@@ -263,7 +263,8 @@ class RecipeStore:
             return f"`{text}` is neither a command of fxtune nor key=value"
         key, _, value = text.partition("=")
         reason = str(error).strip().split("\n", 1)[0]
-        return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: \"{key}='{value}'\""
+        quoted = f"\"{key}='{value}'\""
+        return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -104,8 +104,8 @@ class Config:
         run, data, train = self.run, self.data, self.train
         if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
             yield (
-                f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, not "
-                "empty (run.dir takes a path)"
+                f"`run.name={run.name}` names a folder below runs/: no slashes, no line breaks, no dot at the start, "
+                "not empty (run.dir takes a path)"
             )
         if train.global_batch_size % train.micro_batch_size:
             yield (
@@ -120,6 +120,6 @@ class Config:
             yield str(error)
         if train.eval_every and not data.eval_fraction and not data.eval_sources:
             yield (
-                f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set data.eval_fraction or "
-                "data.eval_sources, or train.eval_every=0"
+                f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set "
+                "data.eval_fraction or data.eval_sources, or train.eval_every=0"
             )

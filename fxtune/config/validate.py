@@ -166,7 +166,8 @@ class Validator:
         if keys[-1] == TRUST and value is not False:
             self.add(
                 keys,
-                f"`{name}` runs code of a stranger, so a recipe cannot set it: put {name}=true on the command line yourself",
+                f"`{name}` runs code of a stranger, so a recipe cannot set it: put {name}=true on the command line "
+                "yourself",
             )
         if name in OUTPUT_KEYS and (
             Path(value).is_absolute() or any(part.startswith((".", "~")) for part in Path(value).parts if part != ".")
@@ -199,7 +200,8 @@ class Validator:
             elif self.from_file and name in OUTPUT_KEYS and full != ("run", "name") and slot.kind is str:
                 self.add(
                     keys,
-                    f"`{name}={value}` points at a text that may be any path: the only text it can point at is run.name",
+                    f"`{name}={value}` points at a text that may be any path: the only text it can point at is "
+                    "run.name",
                 )
         if self.from_file and name in OUTPUT_KEYS:
             self._check_permission(name, POINTER.sub("x", value), keys)

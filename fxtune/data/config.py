@@ -138,8 +138,8 @@ class DataConfig:
             raise ConfigError("data.eval_fraction and data.eval_sources are both set: keep one of them.")
         if self.buckets and self.packing:
             raise ConfigError(
-                "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes every row "
-                f"{self.sequence_length} tokens long. Set data.packing=false, or data.buckets=[]."
+                "data.buckets sets the lengths that single documents are padded to, but data.packing=true makes "
+                f"every row {self.sequence_length} tokens long. Set data.packing=false, or data.buckets=[]."
             )
         if any(low >= high for low, high in pairwise(self.buckets)):
             raise ConfigError(f"data.buckets={list(self.buckets)}: give lengths in ascending order, each once.")
@@ -152,8 +152,9 @@ class DataConfig:
             return
         if self.mix.threshold >= self.sequence_length:
             raise ConfigError(
-                f"data.mix.threshold={self.mix.threshold}: no document can be longer than data.sequence_length="
-                f"{self.sequence_length}, so none would be long. Set a smaller one: the context length that the model had before."
+                f"data.mix.threshold={self.mix.threshold}: no document can be longer than "
+                f"data.sequence_length={self.sequence_length}, so none would be long. Set a smaller one: the context "
+                "length that the model had before."
             )
         if weights is not None:
             raise ConfigError(

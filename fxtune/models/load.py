@@ -106,13 +106,13 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
         theirs = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
-            f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained with: use "
-            "a complete copy of the adapter."
+            f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
+            "with: use a complete copy of the adapter."
         ) from error
     if theirs is None:
         raise ConfigError(
-            f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a {config.model_type}: give "
-            "the base that it belongs to."
+            f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a {config.model_type}: "
+            "give the base that it belongs to."
         )
     scaled = copy.deepcopy(config)
     ours = scaled.get_text_config()
@@ -146,19 +146,20 @@ def load_tokenizer(model: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(origin.folder, trust_remote_code=code)
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
         raise StorageError(
-            f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a complete copy of it, "
-            "or name another in model.tokenizer."
+            f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a complete "
+            "copy of it, or name another in model.tokenizer."
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. Convert it, or "
-            "name another in model.tokenizer."
+            f"{key}={name} has no fast tokenizer (no tokenizer.json), and fxtune needs its character offsets. "
+            "Convert it, or name another in model.tokenizer."
         )
     largest, rows = max(tokenizer.get_vocab().values(), default=-1), config.get_text_config().vocab_size
     if largest >= rows:
         raise ConfigError(
-            f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens (vocab_size). Use "
-            "the tokenizer that belongs to the model (model.tokenizer), or a model with a larger vocab_size."
+            f"The tokenizer of {key}={name} has ids up to {largest}, but the model embeds only {rows} tokens "
+            "(vocab_size). Use the tokenizer that belongs to the model (model.tokenizer), or a model with a larger "
+            "vocab_size."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -211,14 +212,15 @@ def _check(model: ModelConfig) -> None:
         raise ConfigError("model.architecture needs model.init=random. Set that, or remove the architecture.")
     if model.path is None and "model_type" not in model.architecture:
         raise ConfigError(
-            "model.path is null and model.architecture has no model_type: name a model, or write an architecture (model_type "
-            "and its sizes) with model.init=random."
+            "model.path is null and model.architecture has no model_type: name a model, or write an architecture "
+            "(model_type and its sizes) with model.init=random."
         )
     local = model.path is None or model.path.startswith("builtin:") or os.path.exists(os.path.expanduser(model.path))
     if model.trust_remote_code and (local or not is_commit(model.revision)):
         raise ConfigError(
-            "model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a hub id in "
-            f"model.path (here {model.path}) and its full 40-digit commit in model.revision (here {model.revision})."
+            "model.trust_remote_code=true runs Python code of the model's author. Pin what you have read: it needs a "
+            f"hub id in model.path (here {model.path}) and its full 40-digit commit in model.revision (here "
+            f"{model.revision})."
         )
 
 
@@ -238,8 +240,8 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(origin.folder, trust_remote_code=model.trust_remote_code)
     except unusable as error:
         raise ConfigError(
-            f"{name}: {file} cannot be used: {first_line(error)}. A model newer than this transformers needs a newer one; one "
-            "with code of its own needs model.trust_remote_code."
+            f"{name}: {file} cannot be used: {first_line(error)}. A model newer than this transformers needs a newer "
+            "one; one with code of its own needs model.trust_remote_code."
         ) from error
     remote = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:

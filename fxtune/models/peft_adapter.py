@@ -114,9 +114,9 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
             )
     if str(theirs.get("init_lora_weights")).startswith("pissa_niter_"):
         raise ConfigError(
-            f"{place}: init_lora_weights={theirs['init_lora_weights']} subtracts a part of the base that was computed "
-            "with random numbers, so it cannot be computed again from the base. Where the adapter was trained, save it "
-            "as plain LoRA: peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
+            f"{place}: init_lora_weights={theirs['init_lora_weights']} subtracts a part of the base that was "
+            "computed with random numbers, so it cannot be computed again from the base. Where the adapter was "
+            "trained, save it as plain LoRA: peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     if unknown := _unknown_options(theirs):
         from peft import __version__

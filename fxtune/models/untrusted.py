@@ -59,7 +59,8 @@ def inspect_folder(folder: Path, source: str) -> None:
                     _check_json(file, f"{source}: {file}")
                 elif file.suffix == ".jinja" and (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
                     raise ConfigError(
-                        f"{source}: {file} has {size:,} bytes, more than a chat template ever has ({MAX_TEMPLATE_BYTES:,})."
+                        f"{source}: {file} has {size:,} bytes, more than a chat template ever has "
+                        f"({MAX_TEMPLATE_BYTES:,})."
                     )
     except OSError as error:
         raise StorageError(f"{source}: {folder} cannot be read: {error}") from error
@@ -72,8 +73,8 @@ def inspect_config(values: Any, source: str) -> None:
         key = name.rpartition(".")[2]
         if isinstance(value, str) and _KERNEL.match(key) and ("/" in value or ":" in value):
             raise ConfigError(
-                f"{source}: {name}={value!r} names compiled code of the hub, which a model cannot ask for. Remove it; to use "
-                "that kernel, name it in techniques.attention.backend."
+                f"{source}: {name}={value!r} names compiled code of the hub, which a model cannot ask for. Remove "
+                "it; to use that kernel, name it in techniques.attention.backend."
             )
         if isinstance(value, str) and key == "transformers_weights" and not _SHARD.fullmatch(value):
             raise ConfigError(f"{source}: {name}={value!r} is no safetensors file of this folder.")
@@ -88,8 +89,8 @@ def _check_link(file: Path, folder: Path, source: str) -> None:
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if file.suffix != ".safetensors" and not (target.is_relative_to(root) or target.is_relative_to(blobs)):
         raise ConfigError(
-            f"{source}: {file} is a link to {target}, out of the model's folder. That file would be read, and saved with what "
-            "you train. Copy the file there if that is what you want."
+            f"{source}: {file} is a link to {target}, out of the model's folder. That file would be read, and saved "
+            "with what you train. Copy the file there if that is what you want."
         )
     if not target.exists():
         raise StorageError(f"{source}: {file} is a link to {target}, which does not exist. Use a complete copy.")
@@ -125,8 +126,8 @@ def _check_json(file: Path, source: str) -> None:
         for entry in templates if isinstance(templates, list) else []:
             if not isinstance(entry, dict) or not _FILE_NAME.fullmatch(str(entry.get("name", ""))):
                 raise ConfigError(
-                    f"{source} has a chat template named {str(entry)[:80]}: a name has letters, digits, `_`, `-` and `.`, as it "
-                    "becomes a file's when the tokenizer is saved."
+                    f"{source} has a chat template named {str(entry)[:80]}: a name has letters, digits, `_`, `-` and "
+                    "`.`, as it becomes a file's when the tokenizer is saved."
                 )
 
 
@@ -143,7 +144,8 @@ def _check_adapter(values: dict[str, Any], source: str) -> None:
     init = values.get("init_lora_weights")
     if init not in _LORA_INITS and not str(init).startswith("pissa_niter_"):
         raise ConfigError(
-            f"{source}: init_lora_weights={init!r} reads other files or needs data. Use an adapter that was saved as plain LoRA."
+            f"{source}: init_lora_weights={init!r} reads other files or needs data. Use an adapter that was saved as "
+            "plain LoRA."
         )
     if values.get("layer_replication"):
         raise ConfigError(f"{source}: layer_replication builds another model than the base. fxtune does not.")

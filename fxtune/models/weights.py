@@ -75,8 +75,8 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
         if out_of_memory_reason(error):
             raise
         raise StorageError(
-            f"{name}: the weights in {origin.folder} cannot be loaded as its config.json says: {first_line(error)}. Use a "
-            "complete copy."
+            f"{name}: the weights in {origin.folder} cannot be loaded as its config.json says: {first_line(error)}. "
+            "Use a complete copy."
         ) from error
     if problems := _misfits(report):
         raise StorageError(
@@ -86,8 +86,8 @@ def read(origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code:
     paths = [origin.folder / file for file in files]
     if packed := _packed_weight(paths, built):
         raise StorageError(
-            f"{name}: {packed[0]} is stored as {packed[1]} in {packed[2]}, which is no weight: a library that packs weights "
-            "saved it, or it is damaged. Give the model that it was made from."
+            f"{name}: {packed[0]} is stored as {packed[1]} in {packed[2]}, which is no weight: a library that packs "
+            "weights saved it, or it is damaged. Give the model that it was made from."
         )
     if not all_finite(built):
         raise StorageError(f"{name}: {_why_not_finite(paths, dtype)}")
@@ -159,13 +159,13 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
                     broken.append((key, file))
     if not broken:
         return (
-            f"weights that are finite in its files are too large for {dtype}, where they become infinite. Set model.dtype to "
-            "what they were saved in: bfloat16 or float32."
+            f"weights that are finite in its files are too large for {dtype}, where they become infinite. Set "
+            "model.dtype to what they were saved in: bfloat16 or float32."
         )
     key, file = broken[0]
     return (
-        f"NaN or infinite numbers are in {len(broken)} of its tensors, the first being {key} in {file}. Nothing can be learned "
-        "from such weights. Use another copy of the model, or an earlier checkpoint of it."
+        f"NaN or infinite numbers are in {len(broken)} of its tensors, the first being {key} in {file}. Nothing can "
+        "be learned from such weights. Use another copy of the model, or an earlier checkpoint of it."
     )
 
 
@@ -188,8 +188,8 @@ def _fetch(origin: Origin) -> list[str]:
     pickles = sorted(path.name for path in origin.folder.glob("*.bin"))
     if origin.revision is None and not (origin.folder / files[0]).exists() and pickles:
         raise ConfigError(
-            f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are read. fxtune "
-            "reads safetensors only: convert them (save_pretrained of transformers writes safetensors)."
+            f"model.path={origin.name} holds pickled weights ({pickles[0]}), which can run code when they are read. "
+            "fxtune reads safetensors only: convert them (save_pretrained of transformers writes safetensors)."
         )
     fetch(origin, files)
     for file in files:
@@ -198,6 +198,7 @@ def _fetch(origin: Origin) -> list[str]:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise StorageError(
-                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or copy it again."
+                f"{origin.folder / file} is broken or cut short ({first_line(error)}). Delete it and fetch or copy "
+                "it again."
             ) from error
     return files

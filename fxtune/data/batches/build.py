@@ -39,7 +39,8 @@ def plan_training(
     data.validate()
     if global_batch_size % micro_batch_size:
         raise ConfigError(
-            f"train.global_batch_size={global_batch_size} must be a multiple of train.micro_batch_size={micro_batch_size}."
+            f"train.global_batch_size={global_batch_size} must be a multiple of "
+            f"train.micro_batch_size={micro_batch_size}."
         )
     side = Side.train if data.eval_fraction else Side.all
     mix = LengthMix(data.mix.long_share, data.mix.threshold) if data.mix.long_share is not None else None

@@ -221,9 +221,9 @@ class EpochStream:
         if not self.long.any():
             raise DataError(
                 f"data.mix.threshold={mix.threshold:,}: no document is longer (the longest has "
-                f"{int(self.segments.length.max()):,} tokens after data.on_long was applied at data.sequence_length="
-                f"{self.settings.sequence_length:,}), so data.mix.long_share={mix.long_share} cannot be reached. Lower the "
-                "threshold, add long documents, or set data.mix.long_share=null."
+                f"{int(self.segments.length.max()):,} tokens after data.on_long was applied at "
+                f"data.sequence_length={self.settings.sequence_length:,}), so data.mix.long_share={mix.long_share} "
+                "cannot be reached. Lower the threshold, add long documents, or set data.mix.long_share=null."
             )
         if self.long.all():
             raise DataError(
@@ -240,8 +240,9 @@ class EpochStream:
             return
         if held_out and not any(counts.documents for counts in self.counts):
             raise DataError(
-                f"data.eval_fraction={fraction} holds out none of {sum(counts.other_side for counts in self.counts):,} "
-                "documents, so there is nothing to evaluate on. Raise it, or name held-out data in data.eval_sources."
+                f"data.eval_fraction={fraction} holds out none of "
+                f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "
+                "on. Raise it, or name held-out data in data.eval_sources."
             )
         lines = []
         for at in empty:

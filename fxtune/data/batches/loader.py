@@ -196,10 +196,11 @@ class Loader:
         self._deaths += 1
         restart = self._deaths < MAX_WORKER_DEATHS
         print(
-            f"A process that builds batches died before step {step} ({message.splitlines()[0] if message else 'broken pipe'}). "
-            f"{'It is started again, and the run goes on' if restart else 'From here on this process builds them itself'}. "
-            "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, --shm-size): "
-            "loader.num_workers=0 needs neither.",
+            f"A process that builds batches died before step {step} "
+            f"({message.splitlines()[0] if message else 'broken pipe'}). "
+            f"{'It is started again, and the run goes on' if restart else 'From here on this process builds them'}. "
+            "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, "
+            "--shm-size): loader.num_workers=0 needs neither.",
             flush=True,
         )
         self._loader = self._make_loader((self.config.num_workers or 0) if restart else 0)

@@ -215,7 +215,8 @@ class Plan:
                 (counts.dropped, f"documents {over} were dropped, {lost}."),
                 (
                     counts.without_targets,
-                    "documents or pieces had nothing to learn (no supervised token after the first) and were left out.",
+                    "documents or pieces had nothing to learn (no supervised token after the first) and were left "
+                    "out.",
                 ),
             ):
                 if count:
@@ -224,9 +225,9 @@ class Plan:
             long, short = mix["long"], mix["short"]
             notes.append(
                 f"{mix['share']:.1%} of the tokens are in documents of more than {mix['threshold']:,} "
-                f"({mix['lowest']:.0%} to {mix['highest']:.0%} in a step, {mix['asked']:.1%} requested): an epoch has each of "
-                f"these {long['segments']:,} {long['repeats']:.2f} times, each of the {short['segments']:,} shorter ones "
-                f"{short['repeats']:.2f} times."
+                f"({mix['lowest']:.0%} to {mix['highest']:.0%} in a step, {mix['asked']:.1%} requested): an epoch "
+                f"has each of these {long['segments']:,} {long['repeats']:.2f} times, each of the "
+                f"{short['segments']:,} shorter ones {short['repeats']:.2f} times."
             )
         return notes
 

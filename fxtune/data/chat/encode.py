@@ -74,8 +74,8 @@ class Encoder:
         assert format is not RowFormat.auto, "the format is detected before rows are encoded"
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer, so masks cannot be placed exactly; use a model that "
-                "comes with a tokenizer.json, or set model.tokenizer to one that does"
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so masks cannot be placed exactly; use a model "
+                "that comes with a tokenizer.json, or set model.tokenizer to one that does"
             )
         self.format = format
         self._source = read_template(chat_template) if chat_template else None
@@ -106,8 +106,8 @@ class Encoder:
                         results.append(str(reason))
         except LimitExceeded as limit:
             raise DataError(
-                f"the chat template was stopped: it needs {limit}, which no conversation should need. Correct it, or name "
-                "another in data.chat_template"
+                f"the chat template was stopped: it needs {limit}, which no conversation should need. Correct it, or "
+                "name another in data.chat_template"
             ) from None
         texts = [result for result in results if isinstance(result, _Text)]
         documents = iter(self._tokenize(texts) if texts else [])
@@ -171,7 +171,8 @@ class Encoder:
             for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
                 if label not in (IGNORE_INDEX, token):
                     raise RowError(
-                        f"labels[{index}] is {short(label)}; it must be {IGNORE_INDEX} or input_ids[{index}], which is {token}"
+                        f"labels[{index}] is {short(label)}; it must be {IGNORE_INDEX} or input_ids[{index}], which "
+                        f"is {token}"
                     )
             return Document(ids, [label != IGNORE_INDEX for label in labels])
         if row.get("assistant_masks") is not None:
@@ -214,7 +215,8 @@ def read_template(path: str) -> str:
         require_file(file)
         if (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
             raise DataError(
-                f"data.chat_template={path}: {size:,} bytes are too long for a chat template (limit {MAX_TEMPLATE_BYTES:,})"
+                f"data.chat_template={path}: {size:,} bytes are too long for a chat template (limit "
+                f"{MAX_TEMPLATE_BYTES:,})"
             )
         source = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -230,8 +232,8 @@ def _chat_template(tokenizer: Any, source: str | None, with_tools: bool) -> Chat
     if source is None:
         if not tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template and the rows are chats; "
-                "set data.chat_template=FILE to a Jinja template"
+                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template and the rows are "
+                "chats; set data.chat_template=FILE to a Jinja template"
             )
         try:
             # Some models have several named templates; tools select "tool_use", as in apply_chat_template.

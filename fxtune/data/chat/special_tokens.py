@@ -5,8 +5,8 @@ string, whoever wrote it. A user message that quotes one would end its own turn 
 as in a prompt injection. So in chat rows only the special tokens that the template writes are special. Such strings in
 a message, a name, a tool or a tool's answer are tokenized as plain text, as in the reference code of Llama, Mistral
 and gpt-oss. The token that opens an assistant turn counts as special too, even if the tokenizer does not say so
-(DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and completions given as strings, are not messages: their authors
-write the structure themselves.
+(DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and completions given as strings, are not messages: their
+authors write the structure themselves.
 
 Method: render the row again with a private-use character inside each special token of its strings. A special token
 that is still complete was written by the template. It is replaced by an alias of private-use characters, and the

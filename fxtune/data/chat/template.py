@@ -109,15 +109,15 @@ class ChatTemplate:
                 )
         except LimitExceeded as limit:
             raise DataError(
-                f"the chat template was stopped: it needs {limit} for a conversation of {len(messages)} messages. Correct "
-                "it, or name another in data.chat_template"
+                f"the chat template was stopped: it needs {limit} for a conversation of {len(messages)} messages. "
+                "Correct it, or name another in data.chat_template"
             ) from None
         except MemoryError:
             raise  # the limit around all rows handles it
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or name another "
-                "in data.chat_template"
+                f"the chat template does not compile: line {error.lineno}: {error.message}. Correct it, or name "
+                "another in data.chat_template"
             ) from None
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None

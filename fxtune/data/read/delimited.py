@@ -35,8 +35,8 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
             except csv.Error as problem:
                 if "limit" in str(problem):
                     raise DataError(
-                        f"{where}: a cell of more than {MAX_ROW_BYTES >> 20} MiB. Is a quote not closed there? The file "
-                        "cannot be read past it."
+                        f"{where}: a cell of more than {MAX_ROW_BYTES >> 20} MiB. Is a quote not closed there? The "
+                        "file cannot be read past it."
                     ) from problem
                 yield bad_row(where, f"not CSV ({problem})", None)
                 continue

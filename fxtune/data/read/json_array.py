@@ -58,7 +58,8 @@ def _object_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
     scanner.take("}")
     if found is None:
         raise DataError(
-            f"{name} is an object without a list of rows in it. Make it an array of rows, or .jsonl with one row a line."
+            f"{name} is an object without a list of rows in it. Make it an array of rows, or .jsonl with one row a "
+            "line."
         )
 
 

@@ -46,7 +46,8 @@ def locked(folder: Path, source: str) -> Iterator[None]:
         lock.acquire(timeout=1)
     except Timeout:
         print(
-            f"Another process is tokenizing {source}; waiting for it. (With its own data.cache_dir a run never waits.)",
+            f"Another process is tokenizing {source}; waiting for it. (With its own data.cache_dir a run never "
+            "waits.)",
             flush=True,
         )
         lock.acquire()
@@ -97,5 +98,6 @@ def require_own(folder: Path, files: list[str]) -> None:
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):
             raise StorageError(
-                f"{path} is {found}, but the token cache needs {kind} there. Remove it, or set data.cache_dir to another folder."
+                f"{path} is {found}, but the token cache needs {kind} there. Remove it, or set data.cache_dir to "
+                "another folder."
             )

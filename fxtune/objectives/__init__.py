@@ -1,1 +1,1 @@
-"""What training minimises. An objective is one file behind the contract in base.py."""
+"""Training objectives. Each is one file that implements the protocol in base.py."""

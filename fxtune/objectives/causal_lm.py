@@ -1,4 +1,4 @@
-"""Causal language modelling: cross-entropy summed over supervised tokens, divided by their number in the whole step."""
+"""Causal language modelling: cross-entropy summed over supervised tokens, divided by their number in the step."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""A model as an objective sees it: log-probabilities of supervised tokens, computed for these alone.
+"""The model's interface for objectives: losses and log-probabilities of supervised tokens only.
 
-Only supervised positions need logits, and the head is the largest matmul of the model (a vocabulary of 128k: 1/15 of an 8B model's
-work, and 16 bits a word a token of memory). So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
-gathered, and the head sees only these: the same numbers, less work. Their number is known on the host, so nothing waits.
+Only supervised positions need logits, and the head is the largest matmul of the model: with a vocabulary of 128k it is
+1/15 of an 8B model's work, and its logits take 256 KB a token in bfloat16. So the decoder runs on all tokens, its
+hidden states at `Batch.supervised_at` are gathered, and the head runs on these alone: the same numbers for less work.
+Their number is known on the host, so there is no host sync.
 
-Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS lists them,
-and they are applied here. That the list is complete is not assumed: on construction the logits of a small row are compared with
-the model's own. Where they differ, the model's own forward is used, with all its logits, and the evidence says so.
+Some model families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). Scales
+are listed in LOGIT_FACTORS, and both are applied here. The list may be incomplete, so the constructor compares the
+logits of a small row with those of the model's own forward. If they differ, the model's own forward is used, which
+computes all logits, and the evidence says so.
 
-`liger.fused_linear_cross_entropy` holds no logits at all (kernels/linear_cross_entropy.py).
+With `liger.fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LOGIT_FACTORS = {
     "logit_scale": lambda value: value,  # Cohere
     "lm_head_multiplier": lambda value: value,  # Falcon-H1
 }
-"""Options of Hugging Face configs that scale the logits, and the factor that each value means."""
+"""Options of Hugging Face configs that scale the logits, and the factor for an option's value."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference from the model's own logits, relative to their norm, by the dtype of the head's output."""
 TF32_TOLERANCE = 2e-3
@@ -49,8 +51,8 @@ TF32_TOLERANCE = 2e-3
 class LanguageModel:
     """`model` with its head and loss. Call its methods under the autocast context of training.
 
-    `evidence` holds the comparison with the model's own forward; acted=False where the fused loss was requested and is not
-    possible. The constructor raises nothing for that.
+    `evidence` holds the comparison with the model's own forward. Its `acted` is False if the fused loss was requested
+    and is not possible; the constructor does not raise for that.
     """
 
     def __init__(self, model: nn.Module, liger: Liger | None = None) -> None:
@@ -66,19 +68,19 @@ class LanguageModel:
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.by: str = getattr(model, "products_by", CUBLAS)  # techniques.lora.matmul
         self.own_forward = False
-        """Whether the logits come from the model's own forward, all of them."""
+        """Whether the model's own forward computes the logits, for all positions."""
         self.evidence = [self._compare()]
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy in nats, summed over the supervised tokens of `batch`; a float32 scalar, 0 where there are none."""
+        """Cross-entropy in nats, summed over the supervised tokens of `batch`; a float32 scalar, 0 without any."""
         return self._cross_entropy(batch, "sum")
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of each supervised token, float32 [supervised] in the order of `batch.labels`; 0 for IGNORED."""
+        """Log-probability of each supervised token, float32 [supervised], in `batch.labels` order; 0 for IGNORED."""
         return -self._cross_entropy(batch, "none")
 
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of each document's supervised tokens together, float32 [len(batch.cu_seqlens) - 1].
+        """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
         0 for documents without supervised tokens and for the unused slots of `cu_seqlens`.
         """
@@ -88,7 +90,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> torch.Tensor:
-        """Loss of each token in nats, float32 [rows, length], without gradient; 0 where a position is not supervised."""
+        """Loss of each token in nats, float32 [rows, length], without gradient; 0 at unsupervised positions."""
         losses = self._cross_entropy(batch, "none")
         all_losses = losses.new_zeros(batch.targets.numel())
         return all_losses.index_copy_(0, batch.supervised_at, losses).view_as(batch.targets)
@@ -111,7 +113,7 @@ class LanguageModel:
         return selected
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Cross-entropy of `labels` [rows] for `hidden` [rows, d]: a scalar for the reduction "sum", [rows] for "none"."""
+        """Cross-entropy of `labels` [rows] for `hidden` [rows, d]; reduction "sum": a scalar, "none": [rows]."""
         if not self.fused:
             return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
         if (linear := _linear(self.head)) is not None:
@@ -121,8 +123,9 @@ class LanguageModel:
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
             return -linear_log_probs(hidden, linear.weight, labels, linear.bias, **options)
-        # A head with an adapter or with packed weights: its own forward, run again in the backward pass, so no logits are kept.
-        # The random state is saved for dropout only, because it cannot be read while a CUDA graph is recorded.
+        # A head with an adapter or with packed weights runs its own forward, recomputed in the backward pass, so no
+        # logits are kept. The random state is saved only if the head has dropout, because it cannot be read while a
+        # CUDA graph is recorded.
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [
@@ -164,7 +167,7 @@ class LanguageModel:
                     _relative_difference(self._logits(hidden), own.float()),
                     _relative_difference(self._head_losses(hidden, labels, "none"), expected),
                 ]
-            except (AttributeError, RuntimeError, TypeError) as problem:  # a model whose parts do not fit together so
+            except (AttributeError, RuntimeError, TypeError) as problem:  # no head directly after the decoder
                 if out_of_memory_reason(problem):
                     raise
                 differences, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
@@ -190,7 +193,7 @@ class LanguageModel:
 
 
 class _SelectRows(torch.autograd.Function):
-    """states[at] for distinct rows: the backward pass copies their gradients back instead of adding them up."""
+    """states[at] for distinct rows, so that the backward pass copies gradients back instead of adding them up."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -205,7 +208,7 @@ class _SelectRows(torch.autograd.Function):
 
 
 def _linear(head: Any) -> nn.Linear | None:
-    """The linear layer of the head: plain, fp8, or the copy that an adapter trains in its place. None for any other head."""
+    """The head's linear layer: plain, fp8, or the copy that an adapter trains instead. None for any other head."""
     if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     if isinstance(head, Fp8Head):

@@ -1,4 +1,4 @@
-"""Optimizers by name: their options, which of them each optimizer reads, and why one cannot run on a machine."""
+"""Optimizers by name: their options, the options that each one reads, and checks of what can run on a machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class OptimizerName(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with
-    Muon, scaled so that lr means what it means to AdamW, and all the rest with AdamW."""
+    """`adamw_8bit` keeps AdamW's moments in 8 bits; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates
+    matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: float = field(default=2e-4, metadata={"above": 0})
     """Peak learning rate."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
-    """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x weight_decay to the
-    gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
+    """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
+    weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"min": 0, "below": 1})
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
     eps: float = field(default=1e-8, metadata={"above": 0})
@@ -40,13 +40,14 @@ class OptimizerConfig:
     momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
     fused: bool = True
-    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host sync."""
+    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host
+    sync."""
     library: Library = Library.auto
-    """The library of `adamw_8bit`. `auto`: torchao on a CPU and with stochastic_rounding, which bitsandbytes does not have; else
-    bitsandbytes where it is installed, as it compiles nothing."""
+    """The library of `adamw_8bit`. `auto`: torchao on a CPU and with stochastic_rounding, which bitsandbytes does not
+    have; otherwise bitsandbytes if it is installed, as it compiles nothing."""
     stochastic_rounding: bool = False
-    """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For `adamw`, whose
-    moments are float32 then, and for `adamw_8bit` of torchao."""
+    """Round updates of bfloat16 weights up or down at random, so that small ones add up instead of being lost. For
+    `adamw`, whose moments are then float32, and for `adamw_8bit` of torchao."""
 
 
 READS: dict[OptimizerName, tuple[str, ...]] = {
@@ -58,22 +59,31 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
     OptimizerName.lion: ("betas",),
     OptimizerName.muon: ("momentum", "betas", "eps", "fused"),
 }
-"""Options that not every optimizer reads, by optimizer. Muon leaves all but matrices to AdamW."""
+"""For each optimizer, the options it reads beyond those that all read. Muon also reads AdamW's."""
 
 
 def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why this optimizer cannot run under `facts`, with its key, before a weight is loaded."""
+    """Yield each reason, with its key, why this optimizer cannot run under `facts`. Needs no weights."""
     yield from _unread_options(config)
     if config.name is OptimizerName.adamw_8bit:
         chosen = library(config, facts)
         if chosen is Library.auto:
-            yield f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use adamw."
+            yield (
+                f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed. {QUANT}, or use "
+                "adamw."
+            )
         elif chosen.value not in facts.packages:
             yield f"optimizer.library: {chosen.value} is not installed. {QUANT}, or use another library."
         if chosen is Library.bitsandbytes and config.stochastic_rounding:
-            yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+            yield (
+                "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or "
+                "stochastic_rounding=false."
+            )
     elif config.library is not Library.auto:
-        yield f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or name=adamw_8bit."
+        yield (
+            f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or "
+            "name=adamw_8bit."
+        )
     if config.name is OptimizerName.apex_adamw and (why := facts.apex_problem()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
     if config.stochastic_rounding:
@@ -84,13 +94,13 @@ def check(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     )
     if compiled and not c_compiler():
         yield (
-            "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or $CC). "
-            "Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
+            "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or "
+            "$CC). Install one (Debian: apt install gcc), or use adamw without stochastic_rounding."
         )
 
 
 def _unread_options(config: OptimizerConfig) -> Iterator[str]:
-    """A reason for each changed option that this optimizer does not read."""
+    """Yield a reason for each changed option that this optimizer does not read."""
     default = OptimizerConfig()
     for option in ("betas", "eps", "momentum", "fused"):
         value, own = getattr(config, option), getattr(default, option)
@@ -99,8 +109,9 @@ def _unread_options(config: OptimizerConfig) -> Iterator[str]:
             readers = ", ".join(name.value for name, options in READS.items() if option in options)
             value, own = (str(one).lower() if isinstance(one, bool) else one for one in (value, own))
             yield (
-                f"optimizer.{option}: {value} is not read by {config.name.value}{' with stochastic_rounding' * rounding}. Leave "
-                f"it out or set it to {own}, its default" + (f" ({readers} read it)." if not rounding else ".")
+                f"optimizer.{option}: {value} is not read by "
+                f"{config.name.value}{' with stochastic_rounding' * rounding}. Leave it out or set it to "
+                f"{own}, its default" + (f" ({readers} read it)." if not rounding else ".")
             )
 
 
@@ -117,13 +128,13 @@ def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
 def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.name not in (OptimizerName.adamw, OptimizerName.adamw_8bit):
         yield (
-            f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set it to "
-            "false."
+            f"optimizer.stochastic_rounding: {config.name.value} does not have it. Use adamw or adamw_8bit, or set "
+            "it to false."
         )
     if facts.techniques.lora.enabled:
         yield "optimizer.stochastic_rounding: adapters are trained in float32, which needs none. Set it to false."
     elif facts.dtype != "bfloat16":
         yield (
-            f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to false, or "
-            "model.dtype to bfloat16."
+            f"optimizer.stochastic_rounding: it is for bfloat16 weights, and these are {facts.dtype}. Set it to "
+            "false, or model.dtype to bfloat16."
         )

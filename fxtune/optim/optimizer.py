@@ -1,12 +1,12 @@
-"""Optimizers of libraries: their parameter groups, guarded updates, and their state as plain tensors.
+"""One interface to the optimizers of all libraries: parameter groups, updates that skip non-finite steps, saved state.
 
-`Optimizer` is one object to the loop even where the method is two (Muon for matrices, AdamW for the rest). When the loss or the
-gradient of a step is not finite, nothing changes, neither weights nor moments. The host does not wait to learn that
-(skip_nonfinite.py), except with Adafactor and with large models whose optimizer is not fused.
+`Optimizer` may hold two library optimizers (Muon for matrices, AdamW for the rest). When the loss or the gradient of a
+step is not finite, neither weights nor moments change. That needs no host sync (skip_nonfinite.py), except with
+Adafactor and with large models whose optimizer is not fused.
 
-Memory of the state in bytes per trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are bfloat16
-too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values keep 8), Lion,
-Muon and SGD with momentum half of AdamW's, Adafactor next to nothing.
+Memory of the state in bytes per trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are
+bfloat16 too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values
+keep 8), Lion, Muon and SGD with momentum half as much as AdamW, Adafactor almost none.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, keep_gradients: bool = False):
-        """`keep_gradients`: zero gradients in place and never drop them. Code recorded as CUDA graphs needs this: its next run
-        overwrites the gradient that it returns, so it must be added to memory of the optimizer's own.
+        """`keep_gradients`: zero gradients in place and never drop them. CUDA graphs need this: the next replay of a
+        graph overwrites the gradient that it returned, so gradients are added up in the optimizer's own buffers.
 
-        A weight that no backward pass has reached since the last step is left alone all the same, as if its gradient were None:
-        a gradient of zeros would apply weight decay and the momentum of earlier steps.
+        A weight that no backward pass has reached since the last step is still not updated, as if its gradient were
+        None: a gradient of zeros would apply weight decay and the momentum of earlier steps.
         """
         self.names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -47,15 +47,16 @@ class Optimizer:
         self.guards = {part: Guard(part) for part in self.parts if _needs_guard(part, list(self.names))}
         self.keep_gradients = keep_gradients
         self.reached: set[str] = set()
-        """With keep_gradients: names of the weights whose gradient was added to since the last step. Autograd's hooks fill it. No
-        hook runs when a CUDA graph is replayed; the recorder then adds the names it saw while recording."""
+        """With keep_gradients: names of the weights that have received a gradient since the last step. Autograd hooks
+        add them. No hook runs when a CUDA graph is replayed; the recorder then adds the names it saw while
+        recording."""
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, name in self.names.items() if keep_gradients else ():
             self.kept[parameter] = parameter.grad = torch.zeros_like(parameter)
             parameter.register_post_accumulate_grad_hook(partial(_mark_reached, self.reached, name))
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to the norm `max_norm` (0: leave it). Returns its norm before, a scalar on the device."""
+        """Scale the gradient down to norm `max_norm` (0: do not). Returns its norm before, a scalar on the device."""
         reached = {
             parameter: parameter.grad
             for parameter, name in self.names.items()
@@ -67,13 +68,15 @@ class Optimizer:
         return norm
 
     def step(self, lr: float, finite: torch.Tensor) -> None:
-        """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the gradients."""
+        """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the
+        gradients.
+        """
         for parameter in self.kept:
             if self.names[parameter] not in self.reached:
                 parameter.grad = None  # until drop()
         for part in self.parts:
             for group in part.param_groups:
-                if isinstance(group["lr"], torch.Tensor):  # torchao's: a new constant would be compiled again
+                if isinstance(group["lr"], torch.Tensor):  # torchao would recompile for a new constant
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
@@ -99,7 +102,7 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-        """The state by `parameter name/key`: plain tensors, and numbers."""
+        """The state by `parameter name/key`, as two dicts: plain tensors, and numbers."""
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
         for part in self.parts:
@@ -108,7 +111,7 @@ class Optimizer:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     moments = dict(part.state.get(parameter, {}))
-                    if moments and "step" in group:  # Apex counts there
+                    if moments and "step" in group:  # Apex counts steps in the group
                         moments["step"] = group["step"]
                     for key, value in _plain_state(moments):
                         target: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
@@ -116,7 +119,7 @@ class Optimizer:
         return tensors, scalars
 
     def load(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Scalar]) -> None:
-        """Restore what state() returned. Dtypes stay as saved; torch's `load_state_dict` would cast them to the weight's."""
+        """Restore what state() returned. Keeps the saved dtypes; torch's `load_state_dict` casts to the weight's."""
         saved: dict[str, dict[str, Any]] = {}
         for full, value in [*tensors.items(), *scalars.items()]:
             name, key = full.rsplit("/", 1)
@@ -139,13 +142,12 @@ def _mark_reached(reached: set[str], name: str, _: torch.Tensor) -> None:
 
 
 def _plain_state(moments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A parameter's state as plain tensors and numbers; torchao's 8-bit tensors become `key.codes`, `.scale` and `.qmap`."""
+    """Yield a state's plain tensors and numbers; torchao's 8-bit tensors become `key.codes`, `.scale`, `.qmap`."""
     for key, value in moments.items():
         if hasattr(value, "__tensor_flatten__"):
             yield from ((f"{key}.{inner}", getattr(value, inner)) for inner in value.__tensor_flatten__()[0])
-        elif key.startswith(
-            "qmap"
-        ):  # one table for all of bitsandbytes' states, and safetensors takes no shared memory
+        elif key.startswith("qmap"):
+            # All of bitsandbytes' states share one table, and safetensors rejects shared memory.
             yield key, value.clone()
         elif value is not None:
             yield key, value
@@ -170,7 +172,7 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether to undo a step on the device rather than to ask first. Adafactor asks the device itself, for each weight."""
+    """Whether a bad step is undone on the device, without a host sync. Adafactor itself syncs for each weight."""
     possible = not part.defaults.get("fused") and not isinstance(part, torch.optim.Adafactor)
     return possible and parameters[0].is_cuda and sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
 
@@ -203,7 +205,8 @@ def _library_optimizers(
     if config.name is OptimizerName.sgd:
         sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=config.fused, **shared)
         for parameter in parameters if config.momentum else []:
-            # The first step from zeros is the same. Left to torch, a skipped first step would leave uninitialised memory.
+            # A first step from zeros gives the same result. If torch allocated the buffer in a skipped first step, it
+            # would stay uninitialised.
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return [sgd]
     if config.name is OptimizerName.adafactor:
@@ -212,7 +215,8 @@ def _library_optimizers(
         from lion_pytorch import Lion
 
         return [Lion(groups, betas=betas, **shared)]
-    # Muon orthogonalises a matrix that maps activations to activations; embeddings and heads are look-up tables.
+    # Muon is for matrices that map activations to activations. Embeddings and heads are look-up tables, so AdamW gets
+    # them.
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tables |= {id(p) for p in head.parameters()} if head is not None else set()
@@ -235,7 +239,8 @@ def _adamw_8bit(config: OptimizerConfig, parameters: list[torch.Tensor]) -> torc
     use_cache_folder()
     part = TorchaoAdamW8bit(groups, bf16_stochastic_round=config.stochastic_rounding, **options)
     for parameter in parameters:
-        # torchao keeps a small tensor's moments in the weight's dtype. In bfloat16 the second one would not change.
+        # torchao keeps a small tensor's moments in the weight's dtype. In bfloat16 the second moment would never
+        # change.
         if parameter.numel() < 4096 or parameter.numel() % part.block_size:
             part.state[parameter].update(
                 step=torch.tensor(0.0),

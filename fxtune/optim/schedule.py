@@ -1,4 +1,4 @@
-"""The learning rate at step s: a pure function, so there is no scheduler state to save."""
+"""Learning-rate schedules: a pure function of the step, so there is no scheduler state to save."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ScheduleConfig:
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
     """The learning rate of step `step` (0-based) of a run of `steps`; `peak` is optimizer.lr.
 
-    The first step already learns (warm-up counts from 1) and the last one still does: decay reaches `min_lr_ratio` one
-    step after the run's end.
+    The rate is not 0 in the first step (warm-up counts from 1) nor in the last: decay reaches `min_lr_ratio` one step
+    after the run's end.
     """
     warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
     if step < warmup:

@@ -1,18 +1,20 @@
-"""Takes the step of a library's optimizer only if the gradient is finite, without a host sync.
+"""Skips the step of a library's optimizer if the gradient is not finite, without a host sync.
 
-torch's fused kernels can skip a step on the device. Other optimizers cannot, and reading `finite.item()` first stops the host once
-a step: the optimizer's launches, hundreds for adapters, and the first ones of the next forward pass then find an idle device. So
-the step is always taken, and undone on the device if it should not have been: weights and moments are copied before, and after it
-each becomes `new * finite + old * (1 - finite)`, in a few launches of torch's multi-tensor kernels. This is done on their bits,
-read as integers: factors of 0 and 1 are then exact, also for an infinite moment, which as a float would give inf * 0 = NaN. The
-gradients of a bad step are zeroed first, so that no library's kernel meets a NaN.
+torch's fused kernels can skip a step on the device. Other optimizers cannot. Reading `finite.item()` first would stop
+the host once a step, and the device would idle while the host issues the optimizer's launches (hundreds for adapters)
+and the first launches of the next forward pass. So the step is always taken, and a bad one is undone on the device:
+weights and moments are copied before the step, and after it each becomes `new * finite + old * (1 - finite)`, in a few
+launches of torch's multi-tensor kernels. This arithmetic runs on their bits, read as integers, so that factors of 0
+and 1 are exact: an infinite moment read as a float would give inf * 0 = NaN. The gradients of a bad step are zeroed
+before the step, so that no library's kernel sees a NaN.
 
-Libraries count steps on the host for bias correction (a Python number, or a CPU tensor), which the device cannot undo. The host
-reads the verdict of a step when the next one begins, long after it is known, and corrects the count before it is used. So the
-numbers are those of asking at once. A weight without a gradient, such as an expert's that got no token, was not counted.
+Libraries count steps on the host for bias correction (a Python number, or a CPU tensor), and the device cannot undo
+that. The host reads `finite` when the next step begins, long after it was computed, and corrects the count before it
+is used. So the result is the same as with a host sync in each step. A weight without a gradient, such as that of an
+expert that got no token, was not counted.
 
-Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small models
-(MAX_BYTES). For larger ones a step takes so long that asking costs a thousandth of it.
+Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small
+models (MAX_BYTES). In larger models a host sync costs a thousandth of the step.
 """
 
 from __future__ import annotations
@@ -27,29 +29,30 @@ MAX_BYTES = 2 * 2**30
 ALIGNMENT = 64
 """Copies begin at a multiple of this many numbers, since kernels load 16 bytes at a time."""
 CONSTANT_TABLES = ("qmap",)
-"""Keys of tables that libraries keep in the state of each parameter; all of them share one."""
+"""State keys of constant tables. Every parameter's state refers to the same table."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type that numbers of so many bytes are read as."""
+"""The integer dtype for numbers of so many bytes."""
 
 
 class Guard:
-    """Takes guarded steps of `part`, a library's optimizer."""
+    """Takes steps of `part`, a library's optimizer, and undoes those that are not finite."""
 
     def __init__(self, part: torch.optim.Optimizer) -> None:
         self.part = part
         self.verdict: torch.Tensor | None = None
-        """Whether the last step was finite; on its way to the host until `arrived`."""
+        """Whether the last step was finite; being copied to the host until `arrived`."""
         self.arrived: Any = None
         """The event after that copy; None on a CPU."""
         self.counters: list[dict[str, Any]] = []
-        """Where the library may have counted the last step: the state of weights with a gradient, and the groups."""
+        """The dicts in which the library may have counted the last step: states of weights with a gradient, and
+        groups."""
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> bool:
         """Step if `finite` (a bool scalar on the device), without waiting. Each weight keeps its `.grad`.
 
-        Returns False if no step was taken, because the first one creates the moments and there is nothing to restore: the caller
-        reads `finite` and steps as usual.
+        Returns False if it took no step: the first step creates the moments, so there is nothing to restore. The
+        caller then reads `finite` and steps as usual.
         """
         self.settle()
         current = self._tensors()
@@ -84,7 +87,7 @@ class Guard:
         return True
 
     def settle(self) -> None:
-        """Correct the library's step counts. Call it before they are used or saved."""
+        """Correct the library's step counts. Must be called before they are used or saved."""
         if self.verdict is None:
             return
         if self.arrived is not None:
@@ -98,7 +101,7 @@ class Guard:
         self.counters = []
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
-        """The bits of all weights with a gradient and of their moments on the device, by dtype. None if one has no moments yet."""
+        """All weights with a gradient and their moments, as integers by dtype. None if a weight has no moments yet."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in self.part.param_groups:
             for parameter in group["params"]:
@@ -125,7 +128,7 @@ def _zeroed_unless(gradients: list[torch.Tensor], finite: torch.Tensor) -> list[
 
 
 def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies of tensors of one dtype and device in one buffer, and that buffer: a few launches, whatever their number."""
+    """Copy tensors of one dtype and device into one buffer, in a few launches. Returns the buffer and the copies."""
     starts = [0]
     for tensor in tensors:
         starts.append(starts[-1] + -(-tensor.numel() // ALIGNMENT) * ALIGNMENT)

@@ -1,14 +1,15 @@
 """AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
 
-A bfloat16 has 8 bits of mantissa: anything below 1/512 that is added to a weight of 1 is lost, and a fine-tuning update is about
-the learning rate, 1e-5. Here the update is computed in float32, and the result is rounded up or down with probabilities that make
-its mean exact: 16 random bits are added below the bits that stay, and the sum is truncated. A weight changes rarely, but by the
-right amount on average (arXiv 2010.06192 trains whole models this way). The moments are float32: in bfloat16 the second one,
-which changes by 1/1000 a step, would not change either.
+A bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight of 1 is lost, and a fine-tuning update is about as
+large as the learning rate, 1e-5. Here the update is computed in float32, and the result is rounded up or down with
+probabilities that make its mean exact: 16 random bits are added below the bits that stay, and the sum is truncated. A
+weight changes rarely, but by the right amount on average (arXiv 2010.06192 trains whole models this way). The moments
+are float32: in bfloat16 the second moment, which changes by 1/1000 a step, would never change.
 
-Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. Nothing else is saved: the
-random bits come from torch's generator of the device, which is seeded in each step, so a resumed run draws the same ones. On a GPU
-the update is compiled to one kernel a tensor, for any size; on a CPU the same code runs eagerly.
+Memory per weight: 2 bytes + 8 for the moments + 2 for the gradient; float32 weights take 4 + 8 + 4. No random state is
+saved: the random bits come from torch's generator of the device, which is seeded in each step, so a resumed run draws
+the same bits. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU the same code runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def update(
 ) -> None:
     """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `kept` is 1 - lr x weight decay.
 
-    weight: bfloat16 or float32; first, second: the moments, float32 of its shape; step, lr, kept, finite: scalars on the same
-    device, so that nothing waits and nothing is recompiled when they change. `step` includes this step.
+    weight: bfloat16 or float32; first, second: the moments, float32 of its shape; step, lr, kept, finite: scalars on
+    the same device, so that a change causes no host sync and no recompilation. `step` includes this step.
     """
     fine = gradient.float()
     mean = torch.lerp(first, fine, 1 - beta1)
@@ -61,9 +62,9 @@ def update(
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-"""Compiler options while update() is called. With dynamic=True betas and eps would become tensors that are copied from the host in
-each call, with a sync; specialised, they are constants. There is one graph for each dtype and number of dimensions, whatever the
-sizes; these are few, but may be more than torch's recompile limits."""
+"""Compiler options while update() is called. With dynamic=True betas and eps would become tensors that are copied from
+the host in each call, with a sync; specialised, they are constants. There is one graph for each dtype and number of
+dimensions, for all sizes; they are few, but may exceed torch's recompile limits."""
 
 
 @functools.cache
@@ -72,8 +73,9 @@ def _compiled() -> Callable[..., None]:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the caller sets
-    `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter changes.
+    """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the
+    caller sets `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter
+    changes.
     """
 
     def __init__(

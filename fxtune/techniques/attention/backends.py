@@ -1,7 +1,7 @@
 """The table of attention backends: what each supports, and why it cannot run under given facts.
 
-A backend checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and determinism
-itself, because transformers would silently use another one in most of these cases.
+A backend itself checks GPU generation, package, dtype, head dimension, window, soft cap, dropout, sinks and
+determinism: in most of these cases transformers would silently use another kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SINKS = {"gpt_oss"}
 """Models with an extra learned score in each softmax."""
 LARGEST_MASK = GIB
-"""Bytes. transformers' mask for packed rows has rows x length^2 bytes."""
+"""The most bytes for transformers' mask of packed rows, which takes rows x length^2 bytes."""
 HUB = "hub:"
 
 Reason = tuple[str, str]
@@ -34,8 +34,9 @@ class Backend:
     implementation: str
     """Its name in transformers' registry."""
     what: str
+    """Its name in messages."""
     ran: str
-    """A pattern of its operator or its kernel in the profiler."""
+    """A pattern of its operator's or its kernel's name in the profiler."""
     packages: tuple[tuple[str, str, str], ...] = ()
     """(package, version or "" for any, how to install it)."""
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
@@ -44,16 +45,16 @@ class Backend:
     half: bool = True
     """Supports only float16 and bfloat16."""
     head_dim: int = 256
-    """Largest; 0: any."""
+    """The largest supported head dimension; 0: any."""
     window: bool = True
     softcap: bool = False
     dropout: bool = False
     sinks: bool = False
     deterministic: bool = True
-    """Whether its backward pass can give the same bits each time, by itself or on request (inputs.model_inputs).
-    Unknown for a kernel of the hub."""
+    """Whether its backward pass can give the same bits each time, always or on request (inputs.model_inputs). Unknown
+    for a kernel of the hub."""
     flag: str = "_supports_flash_attn"
-    """The attribute of a transformers model that passes such a function all that it needs."""
+    """The attribute of a transformers model class that says that its attention can call such a function."""
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
         """Each reason why this cannot run under `facts`."""
@@ -64,8 +65,8 @@ class Backend:
         elif self.gpu and facts.capability and not self.capability[0] <= facts.capability < self.capability[1]:
             yield (
                 (
-                    f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it supports "
-                    f"{_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
+                    f"does not support {facts.device_name} (compute capability {_dotted(facts.capability)}; it "
+                    f"supports {_dotted(self.capability[0])} to below {_dotted(self.capability[1])})"
                 ),
                 "Use sdpa, or auto",
             )
@@ -125,7 +126,8 @@ class Backend:
 
 class Flash4(Backend):
     def _heads(self, facts: Facts) -> Iterator[Reason]:
-        """Hopper takes 8 to 256; Blackwell to 128, DeepSeek's 192 with 128, and 256 (flash_attn/cute/interface.py)."""
+        """Hopper supports 8 to 256. Blackwell supports 8 to 128, DeepSeek's 192 with 128, and 256
+        (flash_attn/cute/interface.py)."""
         widths = _head_dims(facts.text)
         most = 256 if (facts.capability or (9, 0))[0] == 9 else 128
         if (
@@ -156,7 +158,8 @@ class Cudnn(Backend):
 
 
 class Sdpa(Backend):
-    """torch's own. On a GPU in half precision its built-in FlashAttention-2, else with transformers' mask."""
+    """torch's scaled_dot_product_attention. On a GPU in half precision torch's built-in FlashAttention-2 reads where
+    documents begin; elsewhere transformers builds a mask."""
 
     def refuses(self, facts: Facts) -> Iterator[Reason]:
         problems = list(BY_DOCUMENTS.refuses(facts))
@@ -173,7 +176,7 @@ class Sdpa(Backend):
 
 class Eager(Backend):
     def _more(self, facts: Facts) -> Iterator[Reason]:
-        # bfloat16 scores without and with the mask, and a float32 softmax
+        # Scores in bfloat16 without the mask and with it, and a float32 softmax: 8 bytes each.
         scores = 8 * facts.text.get("num_attention_heads", 0) * _mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:
             yield (
@@ -290,7 +293,7 @@ def offers(kind: str, flag: str) -> bool:
 
 
 def _head_dims(text: dict[str, Any]) -> set[int]:
-    """Head dimensions of queries and keys, of values, and of different layer types."""
+    """All head dimensions: of queries and keys, of values, and of each layer type."""
     if text.get("kv_lora_rank"):  # multi-head latent attention
         return {text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0), text.get("v_head_dim", 0)} - {0}
     heads = text.get("num_attention_heads")

@@ -26,7 +26,7 @@ def model_inputs(
         return given
     elif torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True  # transformers passes it to the FlashAttention package
-    # The row's length, not the longest document's: it is the same in all batches, so code is not compiled again.
+    # The row's length and not the longest document's: it is the same in all batches, so nothing is compiled again.
     longest = input_ids.shape[1]
     given.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=longest, max_length_k=longest)
     return given

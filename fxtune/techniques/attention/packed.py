@@ -2,8 +2,8 @@
 
 transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
 the attention function reads `cu_seqlens`. These do: `fxtune_fa4` (kernels/flash4.py), `fxtune_sdpa` (torch's built-in
-FlashAttention-2, called as the operator itself, so no other kernel can run in its place) and `fxtune_cudnn` (cuDNN's,
-likewise).
+FlashAttention-2) and `fxtune_cudnn` (cuDNN's). The last two call their operator directly, so that torch cannot choose
+another kernel.
 
 They take the arguments of transformers' own FlashAttention functions, so every model that works with those works with
 these. The names do not contain "flash": for such a name transformers would look for a kernel on the hub.
@@ -28,8 +28,8 @@ from fxtune.errors import ConfigError
 FLASH4, SDPA, CUDNN = "fxtune_fa4", "fxtune_sdpa", "fxtune_cudnn"
 OURS = (FLASH4, SDPA, CUDNN)
 CUDNN_STEPS = 8
-"""cuDNN prepares a plan for each length, so lengths are padded to one of this many per power of two, and at least to
-64."""
+"""cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many lengths,
+and the least is 64."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 """(q, k, v, cu_seqlens, scale, window, softcap) -> out; q, k, v and out as [rows, length, heads, d]. See flash4()."""
@@ -45,7 +45,7 @@ def register() -> None:
     for name, core in ((FLASH4, _by_flash4), (SDPA, _by_torch), (CUDNN, _by_cudnn)):
         AttentionInterface.register(name, _attention_function(core))
         AttentionMaskInterface.register(name, sdpa_mask)  # only for calls without `no_mask`
-    # Else code would be compiled again for each batch's lengths. Not at import, because disable() takes a second.
+    # If it were traced, it would be compiled for each batch's lengths. disable() takes a second: not at import.
     _UNTRACED["cudnn"] = torch.compiler.disable(_cudnn_documents)
 
 
@@ -59,7 +59,7 @@ def no_mask(input_ids: Tensor) -> Tensor:
 
 
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
-    """Whether each row is one document. Each row begins a document, so the shape of `cu_seqlens` decides."""
+    """Whether each row is one document. A document begins with each row, so the length of `cu_seqlens` decides."""
     return len(cu_seqlens) == rows + 1
 
 
@@ -96,7 +96,7 @@ def _attend(
             "techniques.attention.backend: this model adds sinks or a position bias to its attention scores, and this "
             "kernel does not. Set it to eager."
         )
-    # Under autocast a norm or a product with float32 cosines is float32, and autocast does not cast for custom operators.
+    # Under autocast, norms and products with float32 cosines are float32, and autocast casts for no custom operator.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -110,7 +110,8 @@ def _attend(
         return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ConfigError(
-            f"techniques.attention.backend: {type(module).__name__} is not causal, and this kernel is. Set it to eager."
+            f"techniques.attention.backend: {type(module).__name__} is not causal, and this kernel is. Set it to "
+            "eager."
         )
     if dropout:
         raise ConfigError(
@@ -177,10 +178,11 @@ def _cudnn_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call per document. torch disables its call for all documents, because the backward pass addresses the sums
-    of each softmax wrongly (aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_fprop_nestedtensor).
+    """One call for each document. torch disables its call for all documents together, because its backward pass uses
+    wrong addresses for the sums of each softmax (aten/src/ATen/native/cudnn/MHA.cpp,
+    run_cudnn_SDP_fprop_nestedtensor).
 
-    Padding follows a document, where causal attention does not look, and the padding's results are cut off.
+    Padding follows a document, so causal attention does not read it, and the padding's results are cut off.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length]  # the host waits here
     parts = []
@@ -224,5 +226,5 @@ def _masked(
     scores = softcap * ((query @ key.repeat_interleave(groups, 1).mT).float() * (scale / softcap)).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    seen = F.dropout(scores.softmax(-1).to(query.dtype), dropout)
-    return (seen @ value.repeat_interleave(groups, 1)).transpose(1, 2)
+    weights = F.dropout(scores.softmax(-1).to(query.dtype), dropout)
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2)

@@ -1,16 +1,16 @@
 """Selects the attention kernel, and proves that packed documents do not see each other.
 
-Packed rows carry no attention mask. Kernels that take documents of any length read where each begins from `cu_seqlens`
-(packed.py); for the others transformers reads it from `position_ids`, which restart at 0 in each document, and builds
-a mask. A model or a kernel that ignores both trains without an error to a worse result (0.03-0.15 of final loss in
-reports). So `verify` changes the tokens of one document and requires the logits of every other document to stay the
-same.
+Packed rows carry no attention mask. Kernels for documents of any length read from `cu_seqlens` where each begins
+(packed.py). For other kernels transformers reads it from `position_ids`, which restart at 0 in each document, and
+builds a mask. A model or a kernel that ignores both trains without an error, and reaches a worse result (0.03 to 0.15
+of final loss in reports). So `verify` changes the tokens of one document and requires the logits of every other
+document to stay the same.
 
 Speed, forward and backward in TFLOP/s, measured on an H200 with 32 query and 8 key heads of 128, causal:
 
               4 x 4k   1 x 64k
     flash4       522       609   FlashAttention-4, package flash-attn-4
-    cudnn        488       547   cuDNN's, in torch. It runs packed rows document by document, so `auto` skips it for those
+    cudnn        488       547   cuDNN's, in torch. It runs packed rows document by document, so `auto` skips it there
     sdpa         264       326   torch's built-in FlashAttention-2
 
 `flash3` and `flash2` are the packages' kernels, called by transformers; `flex` compiles a kernel for a block mask;
@@ -58,15 +58,15 @@ class Attention(Technique):
     trust_remote_code: bool = False
     """hub:... only: run compiled code of that kernel's author. Needs a full commit hash."""
 
-    _by_documents = False  # sdpa: whether its kernel for packed documents runs. Not an option: resolve() sets it
+    _by_documents = False  # whether sdpa's kernel for packed documents runs; no option: resolve() sets it
 
     def check(self, facts: Facts) -> Iterator[str]:
         kind = facts.text.get("model_type", "this model")
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         if facts.packing and (others or kind in RECURRENT):
             yield (
-                f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one packed "
-                "document into the next with any backend. Set data.packing=false."
+                f"backend: the {', '.join(sorted(others)) or 'recurrent'} layers of {kind} carry state from one "
+                "packed document into the next with any backend. Set data.packing=false."
             )
         if self.backend == "auto":
             if all(list(backend.refuses(facts)) for backend in BACKENDS.values()):
@@ -88,13 +88,13 @@ class Attention(Technique):
     def _check_hub(self, facts: Facts) -> Iterator[str]:
         if not PINNED.fullmatch(self.backend.removeprefix(HUB)):
             yield (
-                f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so give the commit that you "
-                "trust: hub:ORG/KERNEL@ and its 40 digits."
+                f"backend: {self.backend} is not pinned. A kernel of the hub is compiled code, so give the commit "
+                "that you trust: hub:ORG/KERNEL@ and its 40 digits."
             )
         if not self.trust_remote_code:
             yield (
-                f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to true if "
-                "you trust that commit."
+                f"trust_remote_code: false, but backend={self.backend} runs compiled code of its author. Set it to "
+                "true if you trust that commit."
             )
         for cause, change in hub(self.backend).refuses(facts):
             yield f"backend: {self.backend} {cause}. {change}."
@@ -144,7 +144,7 @@ class Attention(Technique):
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
         wanted = self._implementation(model.config)
         layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-        # Eager: to compile the layers for the probe's length as well would take minutes.
+        # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
         with observed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             seen, observation = _operators(model, probe, layers)
             yield Evidence("attention", f"{self.backend}: {named(wanted).what}", observation, wanted in seen)
@@ -203,9 +203,9 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[se
         ran = observe_operators(lambda: model(**probe), patterns)
         ran["flex_attention"] = Observed(flex[0] // 2)  # observe_operators() calls the model twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}
-    if "sdpa" in ran:  # without the kernel that it chose
+    if "sdpa" in ran:  # do not count the kernel that sdpa chose a second time
         ran = {name: seen for name, seen in ran.items() if name not in (SDPA, CUDNN)}
-    if len(ran) > 1:  # this softmax is a router's
+    if len(ran) > 1:  # then the softmax is that of a router
         ran.pop("eager", None)
     calls = (
         " and ".join(f"{seen.calls} calls of {named(name).what}" for name, seen in ran.items())

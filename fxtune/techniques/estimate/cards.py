@@ -2,10 +2,11 @@
 
 Peaks are dense TFLOP/s by dtype, from the makers' datasheets and architecture papers. For most cards since Ampere
 those print the figure with 2:4 sparsity, which is halved here. Peaks of GeForce and workstation cards are with float32
-accumulation, as in training. MFU is measured against them.
+accumulation, as in training. MFU is measured against the peaks.
 
-Rates are measured on an H200 and scaled by datasheets for other cards. The step-time estimate compares recomputation,
-matmuls and transfers by them. Only their ratios matter, so an unknown card takes the rates of its generation.
+Rates are measured on an H200, and for other cards scaled by their datasheets. The step-time estimate uses them to
+compare recomputation, matmuls and transfers. Only their ratios matter, so an unknown card has the rates of its
+generation.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ CARDS = (
 )
 """The first pattern that matches a name wins."""
 PARTIAL_CHIP = re.compile(r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE)
-"""Names of cards with a part of the chip's units, for which the chip's peak is wrong."""
+"""Names of cards that have only a part of the chip's units, so the chip's peak is wrong for them."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

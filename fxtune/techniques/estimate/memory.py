@@ -1,16 +1,17 @@
-"""How much memory a training step needs: arithmetic on the model's shape, before a weight is loaded.
+"""A forecast of the memory that a training step needs, computed from the model's shape before a weight is loaded.
 
 Hidden size h, heads x head size q, key-value heads x head size k, intermediate size i (of all experts that a token
 visits), e bytes a number in matmuls. Per token, a layer keeps from its forward to its backward pass, by level:
 
-    compiled, everything   e (4h + 2q + 2k' + 3i)   x, the output of both norms, the middle of the residual; q, attention's
-                                                    output; k', v'; gate, up and their product (matmuls read them)
+    compiled, everything   e (4h + 2q + 2k' + 3i)   x, the output of both norms, the residual stream between attention
+                                                    and MLP; q, attention's output; k', v'; gate, up and their product
+                                                    (matmuls read them)
     compiled, wide         e (2h + 2q + 2k + 2i)    products and attention's output; norms and SwiGLU are recomputed
       narrow: no gate, up     e (2h + 2q + 2k)
       attention only       e (h + q)
-    eager, everything      8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter keeps a copy of its input
+    eager, everything      8h + e (5h + 3q + 2k' + 4i)   norms keep float32 copies, each adapter a copy of its input
     ... with Liger's kernels   e (7h + 3q + 2k' + 3i)
-    eager, wide            e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which eager mode keeps for nothing
+    eager, wide            e (3h + 2q + 2k + 2i)    as compiled, and the MLP's output, which nothing reads
     input                  e h                      of a layer that is recomputed as a whole
 
 k' is q where the attention backend repeats keys and values for each query head (on a GPU only eager does). Added to
@@ -18,17 +19,17 @@ these are 4 bytes a head for attention's log-sum-exp where attention's output is
 r. Fused adapters (kernels/fused_lora.py) never keep the MLP's product, so everything has i less; in eager mode they
 need no copies of inputs. A compiler's budget b keeps e h + b (everything - e h).
 
-Offloaded tensors leave the device except for two layers' share: the layer at work and the one in transfer.
+Offloaded tensors leave the device, except those of two layers: the one that computes and the one in transfer.
 
 In its backward pass a compiled layer also holds, per token, the larger peak of its MLP and its attention. The MLP's
 peak, in numbers of e bytes, is what Inductor's generated code has alive (in brackets without adapters):
 
-    everything    5i + 2h (3i + 2h)    gradients of the product, gate and up; peft adds each adapter's share of them and keeps
-                                       a scaled copy of each for its `* scaling`
-    wide          9i + 2h (4i + 2h)    also the product again, and what adapters add to gate and up
-    narrow        11i + 3h (6i + 2h)   also gate and up again
-    the rest      11i + 6h + 2q + 2k (6i + 5h + 2q + 2k)   also all of the layer again, which waits for attention
-    in t tiles    11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   one tile's, and parts of the input's gradient
+    everything    5i + 2h (3i + 2h)    gradients of the product, gate and up; peft adds each adapter's part of them and
+                                       keeps a scaled copy of each for its `* scaling`
+    wide          9i + 2h (4i + 2h)    also the recomputed product, and the adapters' parts of gate and up
+    narrow        11i + 3h (6i + 2h)   also the recomputed gate and up
+    the rest      11i + 6h + 2q + 2k (6i + 5h + 2q + 2k)   also the rest of the recomputed layer, held for attention
+    in t tiles    11i/t + 9h + 2q + 2k (6i/t + 8h + 2q + 2k)   those of one tile, and parts of the input's gradient
 
 A fused MLP holds its operator's buffers: the product's gradient (i), those of gate and up (2i), for fp8 a quantized
 copy of them (i), 8 ranks, a padded copy of its gradient (h), all for one tile of t; and for all tokens its gradient,
@@ -42,8 +43,8 @@ Layers with low levels come first (`RecomputePlan.levels`), and the memory of th
 first ones recompute. So the forecast looks for the peak layer by layer.
 
 Outside the layers: weights; for each trained parameter its gradient and the optimizer's moments in its own dtype; with
-autocast, copies of float32 weights; and the loss. The loss holds all logits, or those of some rows at a time if
-Liger's fused loss is on, and it ends before the layers' backward pass begins.
+autocast, copies of float32 weights; and the loss. The loss holds all logits, or those of some rows at a time if the
+fused loss (techniques.liger) is on, and it ends before the layers' backward pass begins.
 
 Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
 high.
@@ -73,9 +74,9 @@ optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 CONTEXT = 3 << 28
-"""Bytes for libraries' workspaces."""
+"""Bytes of the CUDA context and of libraries' workspaces."""
 GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
-"""Linears that read the same input, and how many of them."""
+"""Groups of linears that read the same input, with the number of linears."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class Need:
     trained: int
     """Gradients and the optimizer's moments."""
     kept: int
-    """Kept by all layers for the backward pass, on the device."""
+    """What all layers keep for the backward pass, on the device."""
     layer: int
-    """Held in addition at the peak of the layers' backward pass."""
+    """What the layers' backward pass adds to that at its peak."""
     loss: int
     host: int = 0
     """Pinned host memory."""
@@ -113,7 +114,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     for level, sends in zip(levels, plan.sending(shape.layers), strict=True):
         away = sent[level] if sends else 0.0
         staying += sizes[level] - away
-        held = staying + away + below  # this layer's own share is here, and that of the layer below is in transfer
+        held = staying + away + below  # this layer's tensors are on the device, the layer below's are in transfer
         most, below = max(most, held + working[level]), away
         host += pinned_bytes(int(away))
     if layer.fused and quantized_type(facts) in ("nf4", "int8"):
@@ -236,7 +237,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     if not lora.enabled:
         copies = 2 * total if facts.dtype == "float32" and facts.compute_dtype != "float32" else 0
-        # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW. Adapters on linears are matrices.
+        # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no linears' adapters.
         experts = shape.experts * shape.layers * 3 * shape.hidden * shape.inner if shape.experts > 1 else 0
         rest = shape.other_parameters + int(experts) if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * each
@@ -261,8 +262,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, int]:
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
     """The loss's peak: the last hidden states, their norm and its gradient, the logits and what is computed from them.
 
-    The last norm stands outside the layers. Without Liger's kernel it runs in eager float32: it keeps one such copy,
-    and its backward pass, when the logits are gone, holds four more.
+    The last norm is outside the layers. Without Liger's kernel it runs in eager mode and float32: it keeps one float32
+    copy of the states, and its backward pass, after the logits are freed, holds four more.
     """
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
     copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden

@@ -1,4 +1,4 @@
-"""How much longer a step takes with recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
+"""The time overhead of recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
 
 Per token, a layer of hidden size h, heads x head size q, key-value heads x head size k and intermediate size i takes,
 with documents as long as the row, s tokens:
@@ -6,16 +6,16 @@ with documents as long as the row, s tokens:
     attention     2 s q FLOPs, causal             recomputed by `input`, not by `attention` and above
     q, k, v, o    2 h (2q + 2k) FLOPs of matmuls  not by `narrow` and above
     gate, up      4 h i FLOPs                     not by `wide` and above
-    the rest      e (4h + 2q + 2k + 3i) bytes     norms, RoPE, activations: not by `everything`. Fused MLPs recompute their
-                                                  product at any level, so they have no 3i
+    the rest      e (4h + 2q + 2k + 3i) bytes     norms, RoPE, activations: not by `everything`. Fused MLPs recompute
+                                                  their product at any level, so they have no 3i
 
 Packed documents are shorter than the row, so keeping attention is worth less than this says. The backward pass takes
 2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more with trained ones.
 Transfers to host memory cost the time by which they are longer than the layer's computation, forward and backward.
 
-`fastest` searches the choice with the least overhead that fits: for each pair of levels, it gives the higher one to as
-many layers as memory allows. Two levels are enough: of several prices in time and memory, a mix of the two next to the
-limit is best.
+`fastest` searches for the choice with the least overhead that fits: for each pair of levels, it gives the higher one
+to as many layers as memory allows. Two levels are enough, because each level has a price in time and in memory, and a
+mix of the two levels next to the memory limit is the cheapest.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from fxtune.techniques.facts import Facts
 
 ROWS = 4096
-"""Rows of an MLP tile with which its matmuls run nearly as fast as with all rows."""
+"""An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
 SLOWER = 0.02
-"""The cost of tiles of ROWS rows as a share of the MLP's time. Twice the rows cost half of it."""
+"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice the rows take half of it."""
 WORTH = 0.005
 """The share of a step's time that a mix of levels must save: each level is one more graph to compile."""
 
@@ -58,7 +58,7 @@ class LayerTime:
         return self.attention + self.narrow + self.wide + self.down + self.rest
 
     def backward(self, trained: bool) -> float:
-        """Seconds of its backward pass. `trained`: whether the weights have gradients."""
+        """Seconds of the layer's backward pass. `trained`: whether its weights have gradients."""
         return 2.5 * self.attention + (1 + trained) * (self.narrow + self.wide + self.down) + self.rest
 
     def recompute(self, level: str) -> float:
@@ -88,7 +88,7 @@ def layer_time(facts: Facts) -> LayerTime:
 
 
 def overhead(facts: Facts, plan: RecomputePlan) -> float:
-    """Seconds that `plan` adds to a micro-batch in which layers keep everything on the device."""
+    """Seconds by which `plan` makes a micro-batch longer than if layers keep everything on the device."""
     shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer_time(facts), facts.tokens
     backward, total = layer.backward(_trained(facts)), 0.0
     for level, sends in zip(plan.levels(shape.layers), plan.sending(shape.layers), strict=True):
@@ -100,7 +100,7 @@ def overhead(facts: Facts, plan: RecomputePlan) -> float:
         if sends:
             size = LayerBytes(facts, plan).sent(level) * tokens
             travel = size / card.link
-            # Copies also read and write the device's memory, so they are never free.
+            # Copies also take the device's memory bandwidth, so they are never free.
             total += max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
     return total
 
@@ -109,7 +109,7 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
     """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None:
     nothing fits.
 
-    `plans`: what to try besides levels (sent, tiles), each with its possible levels.
+    `plans`: combinations of `sent` and `tiles` to try, each with the levels that are possible with it.
     """
     shape, layer = Shape.of(facts.text), layer_time(facts)
     step = shape.layers * (layer.forward + layer.backward(_trained(facts)))
@@ -124,7 +124,7 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
 
 
 def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[RecomputePlan, Need]:
-    """`plan` with as many sending layers as `host` bytes of pinned memory hold, and its need."""
+    """`plan` with at most as many sending layers as `host` bytes of pinned memory allow, and the memory it needs."""
     need = forecast(facts, plan)
     if need.host > host:
         sending = plan.sending(Shape.of(facts.text).layers)
@@ -136,7 +136,7 @@ def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[Recom
 def _mix(
     facts: Facts, plan: RecomputePlan, low: str, high: str, layers: int, host: float, step: float
 ) -> Choice | None:
-    """As many layers of level `high` as fit, the others of level `low`; None if all layers of level `low` do not
+    """As many layers of level `high` as fit, the others of level `low`; None if even `low` for all layers does not
     fit."""
 
     def choice_of(count: int) -> Choice | None:

@@ -1,18 +1,18 @@
-"""Which modules of a model can run as one operator: names and order by model family, and a check by numbers.
+"""Decides which modules of a model can run as one operator: by names for each model family, and by a numeric check.
 
-A module is a candidate if it has adapted linears of the right names. Nothing says what its code does with them, so it
-is run:
+A module is a candidate if it has adapted linears of the right names. Only running its code shows what it does with
+them:
 
 - An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears runs
-  on a CPU, forward and backward, and is compared with that formula for each known activation. The inputs are small and large,
-  so that a clamp shows; the copy is in training mode, so that dropout shows.
-- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. This
-  is seen in one forward pass of the model on eight tokens. Then its code runs again with the projections' results handed out, and
-  its output must be the same.
+  on a CPU, forward and backward, and is compared with that formula for each known activation. The inputs are small and
+  large, so that a clamp shows; the copy is in training mode, so that dropout shows.
+- Projections of an attention are fused if it calls each of them once with the hidden states that it was given. One
+  forward pass of the model on eight tokens shows this. Then its code runs again with projections that return results
+  computed before, and its output must be the same.
 
-A family that is not in the table has the names of Llama, and is fused if the numbers agree. Numbers cannot show
-whether a norm stands between the projections and RoPE: a norm whose weights are all one commutes with a rotation. So
-only a family in the table may have q and k rotated in the operator.
+A family that is not in the table is assumed to have Llama's names, and is fused if the numbers agree. Numbers cannot
+show whether there is a norm between the projections and RoPE: a norm whose weights are all one commutes with a
+rotation. So q and k are rotated in the operator only for families in the table.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Family:
     attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Projections of the attention's input: queries, keys, values."""
     mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of down(act(gate(x)) * up(x))."""
+    """gate, up and down of down(act(gate(x)) * up(x))."""
     rope_follows: bool = False
-    """Whether nothing stands between the projections of queries and keys and their rotation."""
+    """Whether RoPE comes directly after the projections of queries and keys, without a norm in between."""
 
 
 LLAMA = Family(rope_follows=True)
@@ -52,11 +52,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""What kernels/swiglu.py computes, by its names there."""
+"""The activations that kernels/swiglu.py computes, by its names for them."""
 TOKENS = 8
-"""Of the forward pass in which attentions are observed."""
+"""Tokens of the forward pass in which attentions are observed."""
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What the code of any author may raise when it is run with other parts than its own: then it cannot be fused."""
+"""Errors that a module's code may raise when it runs with replaced parts. Such a module cannot be fused."""
 
 
 def family_of(model: Any) -> Family:
@@ -64,10 +64,9 @@ def family_of(model: Any) -> Family:
 
 
 def mlp_activation(mlp: nn.Module, names: Sequence[str]) -> str | None:
-    """The activation of an MLP that computes down(act(gate(x)) * up(x)), found by numbers; None if it computes
-    anything else.
+    """The activation of an MLP that computes down(act(gate(x)) * up(x)); None if it computes something else.
 
-    `names`: of gate, up and down. The module's own weights are neither read nor needed: it may be on the meta device.
+    `names`: of gate, up and down. The module runs with small weights of its own, so it may be on the meta device.
     """
     draw = functools.partial(
         torch.randn, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0)
@@ -108,7 +107,7 @@ class AttentionCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: torch.Tensor | None = None
     inputs: dict[str, list[Any]] = field(default_factory=dict)
-    """What each projection was called with."""
+    """The inputs of each projection, one for each call."""
 
     @property
     def hidden_states(self) -> Any:
@@ -120,9 +119,7 @@ class AttentionCall:
 
 
 def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
-    """Run `model` on a few tokens, and return the first call of each candidate. `candidates`: projections by
-    attention.
-    """
+    """Run `model` on a few tokens and return each candidate's first call. `candidates`: attention -> projections."""
     calls: dict[Any, AttentionCall] = {}
     done: set[Any] = set()
 
@@ -154,9 +151,9 @@ def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> d
 
 
 def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rotated: bool) -> bool:
-    """Whether the attention's code gives the observed output when it is handed the results of its projections `names`.
+    """Whether the attention gives the observed output if its projections `names` return results computed before.
 
-    `rotated`: whether q and k are handed out rotated, and its own rotation is left out.
+    `rotated`: whether q and k are returned rotated, and the attention's own rotation is skipped.
     """
     hidden = call.hidden_states
     try:
@@ -179,9 +176,9 @@ def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rot
 
 
 def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """Logits of eight fixed tokens under the autocast around this call: what the model computes, small enough to keep.
+    """The model's logits for eight fixed tokens, under the autocast that is active: few enough to keep for a check.
 
-    `nudge`: how far, relative to its size, each number of the embedded tokens is moved.
+    `nudge`: the relative change of each number of the embedded tokens.
     """
     device = next(model.parameters()).device
     ids = torch.arange(TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size

@@ -10,7 +10,7 @@ there.
 A view can be changed in place. Replacing its memory (`weight.data = other`) has no effect, and assigning a parameter
 (`linear.weight = ...`) raises an error.
 
-Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with room for the adapters; `fp8` is four tensors, the
+Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is four tensors, the
 codes and their transpose with a scale for each row. Other quantized weights (nf4, int8) stay parameters of their
 linears, one for each; the group only refers to them.
 """
@@ -35,7 +35,7 @@ FP8_TENSORS = ("weight", "scales", "back", "back_scales")
 
 
 def storage_kind(linear: Any) -> str:
-    """How the frozen weight under an adapted linear is stored, by the names of kernels/frozen_base.py."""
+    """How the frozen weight of an adapted linear is stored: a kind of kernels/frozen_base.py."""
     return getattr(linear.get_base_layer(), "fxtune_quantized", None) or DENSE
 
 
@@ -52,7 +52,7 @@ class FrozenWeights(nn.Module):
         self.kind = storage_kind(linears[0])
         self.in_size, self.out_sizes = linears[0].in_features, tuple(linear.out_features for linear in linears)
         self.aliased: tuple[Any, ...] = ()
-        """The linears whose own parameters the tensors here are."""
+        """The linears that own the tensors of this module, if it only refers to them."""
         self.names: tuple[str, ...]
         if self.kind == DENSE:
             bias = bases[0].bias is not None
@@ -79,11 +79,11 @@ class FrozenWeights(nn.Module):
 
     @property
     def weight_count(self) -> int:
-        """Weights of the linears, without the room for adapters that `dense` has beside them."""
+        """The number of the linears' weights, without the space for adapters that `dense` adds."""
         return self.in_size * sum(self.out_sizes)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the group's operator is given for its frozen weights."""
+        """The frozen weights as an argument of the group's operator."""
         return [getattr(self, name) for name in self.names]
 
     def view(self, name: str, rows: slice) -> torch.Tensor:
@@ -94,14 +94,14 @@ class FrozenWeights(nn.Module):
         return {"weight": tensor[rows], "back_scales": tensor}.get(name, tensor[:, rows])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What .to(), .half() and the like call. Raises ConfigError where it would cast a quantized weight."""
+        """Called by .to(), .half() and the like. Raises ConfigError where it would cast a quantized weight."""
         if not is_dense(self.kind) and any(fn(one.new_empty(0)).dtype is not one.dtype for one in self.tensors()):
             raise ConfigError(
                 f"techniques.quantize: a base in {self.kind} cannot be cast, since its scales have the dtype that "
                 "its kernels read. Set model.dtype before it is built."
             )
         super()._apply(fn, recurse)
-        if self.aliased:  # their linears have moved, too
+        if self.aliased:  # the linears' own tensors have moved
             self._buffers.update(zip(self.names, grouped(self.aliased), strict=True))
         return self
 
@@ -127,8 +127,8 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
 
     def view_of(name: str) -> property:
         def view(self: Any) -> Any:
-            lent = self._parameters.get(name)
-            return self.frozen_weights.view(name, self.rows) if lent is None else lent
+            parameter = self._parameters.get(name)  # own_weight() sets one for a while
+            return self.frozen_weights.view(name, self.rows) if parameter is None else parameter
 
         return property(view)
 
@@ -146,8 +146,8 @@ def _view_class(kind: Any, names: tuple[str, ...]) -> Any:
 
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
-    """Let a linear have its view as a parameter for a while, for code that looks for one. What is put in its place is
-    copied into the view.
+    """In this context a linear has its view as a parameter, for code that looks for one. If that code replaces the
+    parameter, the new one is copied into the view.
     """
     view = base.weight
     parameters = dict(base._parameters)

@@ -1,10 +1,10 @@
-"""Fuses the adapters of a PeftModel: fewer, larger operators in place of peft's linear by linear.
+"""Fuses the adapters of a PeftModel: a few large operators replace peft's linear-by-linear computation.
 
 peft wraps each frozen linear in a module of its own. That is right for names, saving and merging, and slow to run. So
-the modules stay, and the modules that call them change (fused_modules.py): a gated MLP whose three linears are adapted
-runs as one operator of kernels/fused_lora.py, the projections of an attention that read the same hidden states as one,
-and any other adapted linear as one by itself. families.py says which modules these are. A group's frozen weights
-become one parameter (frozen_weights.py), one group at a time, and nothing is stored twice.
+the modules stay, and the modules that call them change (fused_modules.py). One operator of kernels/fused_lora.py runs
+a whole gated MLP whose three linears are adapted, another one the projections of an attention that read the same
+hidden states, and another one each remaining adapted linear. families.py decides which modules can run so. A group's
+frozen weights become one parameter (frozen_weights.py), one group at a time, and nothing is stored twice.
 
 If adapters are switched off or merged (peft's disable_adapter(), merge_adapter()), the modules' own forward runs.
 """
@@ -34,16 +34,16 @@ _TITLES = {"attention": "attentions' projections", "mlp": "whole MLPs", "linear"
 
 @dataclass
 class Fusion:
-    """What fuse() did to a model."""
+    """The result of fuse(): which modules run fused, and why others do not."""
 
     operators: Counter[str] = field(default_factory=Counter)
     """Operators in a forward pass: `mlp`, `attention`, `linear`."""
     left: Counter[str] = field(default_factory=Counter)
-    """Adapted modules that run as peft runs them, by the reason."""
+    """Adapted modules that run as peft runs them: their number by reason."""
     experts: bool = False
-    """Whether some are experts of a mixture, which may not run at all."""
+    """Whether some operators belong to experts of a mixture. An expert runs only if a token is routed to it."""
     notes: list[str] = field(default_factory=list)
-    """Kinds of modules that have the names of a fused group and compute something else; for the user."""
+    """Messages for the user about modules that have the names of a fused group but compute something else."""
 
     def describe(self) -> str:
         parts = [f"{count} {_TITLES[name]}" for name, count in self.operators.items()]
@@ -74,9 +74,7 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
-    """Whether techniques.lora will run MLPs as one operator each. `model`: a skeleton() of it, None if there is
-    none.
-    """
+    """Whether techniques.lora will run each MLP as one operator. `model`: its skeleton(), or None."""
     lora = facts.techniques.lora
     if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or obstacle(facts) or model is None:
         return False
@@ -154,7 +152,7 @@ def unfit(module: Any) -> str | None:
 
 
 def _fusible(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
-    """Those of `names` that are adapted linears of this module and can run fused."""
+    """The children of this module with one of `names` that are adapted linears and can run fused."""
     from peft.tuners.lora import LoraLayer
 
     children = dict(module.named_children())
@@ -204,7 +202,7 @@ def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def count_operators(run: Callable[[], Any]) -> Counter[str]:
-    """Call `run` operator by operator, and count those of fused adapters by name."""
+    """Call `run` without compiled code, and count the operators of fused adapters by name."""
     counter = OperatorCounter(lambda name, _: name if name.startswith("fxtune.lora_") else None)
     with torch.compiler.set_stance("force_eager"), counter:
         run()

@@ -1,14 +1,14 @@
 """Module classes whose forward runs adapters fused: a single linear, an attention, an MLP.
 
 A module keeps its parameters, names and peft's own functions; its class becomes a subclass with another forward. All
-layers share that class, so they share a compiled graph too. Which modules get one is decided in fuse.py.
+layers share that class, so they share a compiled graph too. fuse.py decides which modules get one.
 
-An attention's own code runs over a `StandIn` for the module, whose projections return what the operator has computed.
-(State that one projection leaves for the next would do as well, but torch.compile does not trace it inside a
-checkpoint.) Where techniques.liger.rope has given the attention our RoPE, and nothing stands between projections and
-RoPE, q and k are handed out rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
+An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. (State
+that one projection leaves for the next would work as well, but torch.compile does not trace it inside a checkpoint.)
+If techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, these
+return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
 
-A fused operator calls none of the linears that it stands for. So if one of them has a hook (peft's `adapter_names`
+A fused operator does not call the linears that it replaces. So if one of them has a hook (peft's `adapter_names`
 argument sets some), or if its adapter is off or merged, the module's own forward runs and calls them one by one.
 """
 
@@ -30,7 +30,7 @@ from fxtune.techniques.rope_function import keep_unrotated, with_rope_function
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside a fused one whose work its operator does without calling them."""
+    """The modules inside a fused one that its operator replaces and never calls."""
     for linear in _linears(module):
         yield from (part for part in linear.modules() if part is not module)
 
@@ -110,7 +110,7 @@ def _linear_class(kind: Any) -> Any:
 
 
 class Given:
-    """Stands for a projection whose result is known. Attributes are those of the projection."""
+    """Replaces a projection whose result is known. Other attributes are those of the projection."""
 
     def __init__(self, linear: nn.Module, hidden_states: torch.Tensor, result: torch.Tensor) -> None:
         self._linear, self._hidden_states, self._result = linear, hidden_states, result
@@ -124,7 +124,7 @@ class Given:
 
 
 class StandIn:
-    """Stands for an attention in its own code: some projections are given, everything else is the attention's."""
+    """Replaces an attention as `self` in its own code: some projections are given, all else is the attention's."""
 
     def __init__(self, attention: Any, given: dict[str, Given]) -> None:
         self._attention, self._given = attention, given
@@ -140,7 +140,9 @@ def without_rope(kind: Any) -> Any:
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:
-    """q and k, rotated, and v, each [rows, length, size], of their product. `sizes`: outputs of the projections."""
+    """q and k rotated, and v, each [rows, length, size], from `product`, which holds them side by side. `sizes`: the
+    projections' outputs.
+    """
     heads, kv_heads = sizes[0] // attention.head_dim, sizes[1] // attention.head_dim
     cos, sin = angles
     return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, padding)]
@@ -149,8 +151,7 @@ def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Seq
 def fuse_attention(attention: Any, names: Sequence[str], value: str, rotate: bool = False) -> None:
     """Run the projections `names` of an attention, which its forward calls with its hidden states, as one operator.
 
-    `value`: the name of the projection of values. `rotate`: `names` are q, k and v, and q and k are handed out
-    rotated.
+    `value`: the name of the projection of values. `rotate`: `names` are q, k and v, and the operator rotates q and k.
     """
     linears = [getattr(attention, name) for name in names]
     attention.fused_names, attention.fused_value = tuple(names), value
@@ -176,7 +177,7 @@ def _attention_class(kind: Any, rotate: bool) -> Any:
         if rotating:
             results = rotated_parts(product, self, angles, sizes, self.fused_padding)
         else:
-            # q and k are rotated into tensors of their own. v is kept as it is, and a view of it would keep all three.
+            # Rotation will copy q and k. v is saved as it is, so it is copied here: a view would keep all three alive.
             results = [
                 result.contiguous() if name == self.fused_value else result
                 for name, result in zip(self.fused_names, product.split(sizes, -1), strict=True)
@@ -213,8 +214,8 @@ def _mlp_class(kind: Any) -> Any:
         a, b, scaling = _adapters(linears)
         up, down = self.frozen_up, self.frozen_down
         rest: list[Any] = [up.tensors(), down.tensors(), scaling, up.kind, down.kind, self.fused_act]
-        # A checkpoint that runs operator by operator runs this operator again as a whole, and keeps gate and up then.
-        # The compiler's checkpoint leaves it out, and the backward pass computes them.
+        # An eager checkpoint runs this whole operator again, so the operator keeps gate and up then. The compiler's
+        # checkpoint skips it, and the backward pass computes gate and up.
         eager = self.recomputed and not torch.compiler.is_compiling() and torch.is_grad_enabled()
         if eager and self.tiles > 1:
             return _tiled(x, a, b, [*rest, False, self.tiles])
@@ -224,8 +225,7 @@ def _mlp_class(kind: Any) -> Any:
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
-    """lora_mlp() in tiles, which a checkpoint around it does not run again. `rest`: the operators' arguments after
-    b."""
+    """lora_mlp() in tiles, which a checkpoint around it does not repeat. `rest`: the operator's arguments after b."""
     device, operators = x.device.type, torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:

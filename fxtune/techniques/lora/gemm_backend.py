@@ -1,9 +1,8 @@
 """Selects the GEMM backend for frozen weights of fused adapters and for the head: cuBLAS, or quack's kernel
 (kernels/matmul.py).
 
-Whether quack's kernel is available is known before a weight is loaded (`obstacle`). Whether it compiles is known when
-the model is built (`enable`). That it runs is observed by torch's profiler on one of the model's own weights
-(`observe`).
+`obstacle` decides before a weight is loaded whether quack's kernel is available. `enable` compiles it when the model
+is built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
 ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
-"""Numbers of rows that observe() tries until the kernel takes a product."""
+"""Numbers of rows that observe() tries until the kernel computes a product."""
 
 
 def obstacle(facts: Facts) -> str | None:
@@ -89,10 +88,10 @@ def enable(model: Any, optional: bool) -> str | None:
 
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
-    """Multiply by a weight of the model as its operators do, forward and backward. Returns what ran, and whether it
-    was quack's kernel; None if no group's weight is large enough for it.
+    """Multiply by a weight of the model as its operators do, forward and backward. Returns a description of what ran,
+    and whether it was quack's kernel; None if no group's weight is large enough for it.
 
-    It takes the smallest weight that is large enough, since the check needs memory of its own.
+    The weight is the smallest one that is large enough, because the check needs memory of its own.
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -109,7 +108,8 @@ def observe(model: Any) -> tuple[str, bool | None]:
                 )
                 theirs = not seen.kernels or any("cutlass" in name and "quack" in name for name in seen.kernels)
                 return (
-                    f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}, and "
+                    f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}, "
+                    "and "
                     f"back: {seen.calls} products by {kernels}",
                     seen.calls == 2 and theirs,
                 )

@@ -6,8 +6,7 @@ r=16), and bfloat16 has 8 bits of mantissa, so it would round away an update of 
 `precision.autocast` makes their matmuls fast again.
 
 PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their
-product from the frozen weight, so they too start as their base. Whoever loads such an adapter repeats the
-factorization.
+product from the frozen weight, so they too start as their base. Loading such an adapter repeats the factorization.
 
 In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same
 input, and a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py). It is the same mathematics, with
@@ -80,12 +79,13 @@ class Lora(Technique):
     """
     matmul: Matmul = Matmul.auto
     """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a
-    kernel of quack-kernels for Hopper that does large products in 2 to 7 % less time. `auto`: cute where it is
+    kernel of quack-kernels for Hopper that computes large products in 2 to 7 % less time. `auto`: cute where it is
     available.
     """
 
     def __post_init__(self) -> None:
-        # Whether `auto` became on, or cute: then a model with nothing to fuse, or a kernel that does not compile, is no error.
+        # Whether `auto` became `on`, or `cute`. Then it is no error if nothing can be fused, or if the kernel does not
+        # compile.
         self._fused_by_auto = self._cute_by_auto = False
         self._not_compiled = ""
         """Why quack's kernel did not compile."""
@@ -103,8 +103,8 @@ class Lora(Technique):
             yield f"target_modules: {ALL_LINEAR} already stands for every linear. Use it alone, or only names."
         if self.dora and self.init in (AdapterInit.pissa, AdapterInit.olora):
             yield (
-                f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the weight. "
-                "Use default with dora."
+                f"init: {self.init.value} moves weight into the adapter, and DoRA measures its magnitudes on the "
+                "weight. Use default with dora."
             )
         if self.fused is Switch.on and (why := fusing.obstacle(facts)):
             yield f"fused: {why}. Use auto or off."
@@ -146,7 +146,7 @@ class Lora(Technique):
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
     def _resolve_matmul(self, facts: Facts) -> str | None:
-        """Comes after `fused`. There is no note where there is no choice: without fused adapters, and on a CPU."""
+        """Call it after _resolve_fused(). Returns no note without fused adapters or on a CPU: there is no choice."""
         if self.matmul is not Matmul.auto:
             return None
         why = self._without_cute(facts)
@@ -164,8 +164,8 @@ class Lora(Technique):
     def apply(self, model: nn.Module, world: World) -> nn.Module:
         """Wrap the model in a PeftModel and freeze the base. The random state of the caller decides A.
 
-        Afterwards `matmul` is the backend in use, also if `auto` had chosen a kernel that does not compile. Another
-        one rounds differently, so a resumed run must have the same (training/resume_check.py).
+        Afterwards `matmul` is the backend in use: if the kernel that `auto` chose does not compile, it is cublas. The
+        backends round differently, so a resumed run must use the same one (training/resume_check.py).
         """
         import peft
 
@@ -183,10 +183,10 @@ class Lora(Technique):
             task_type="CAUSAL_LM",
         )
         before = probe_logits(model)
-        # The effect of a rounding error on these logits: in random weights, and over fp8, it grows from layer to layer.
+        # The effect of a rounding error on these logits. With random weights, and over fp8, it grows by each layer.
         noise = relative_distance(probe_logits(model, nudge=torch.finfo(before.dtype).eps), before)
         try:
-            # Factorisations (PiSSA, OLoRA) and norms (DoRA) are taken in full precision, whatever training computes in.
+            # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
             with warnings.catch_warnings(), torch.autocast(world.device.type, enabled=False):
                 warnings.simplefilter("ignore")
                 adapted: Any = peft.get_peft_model(model, config, revision=getattr(model, "base_revision", None))
@@ -245,7 +245,7 @@ class Lora(Technique):
             yield self._ran_fused(model, probe)
             if self.matmul is Matmul.cute or self._not_compiled:
                 yield self._multiplied(model)
-        # In an embedding's adapter it is A that peft starts at zero.
+        # In an embedding's adapter peft initializes A with zeros, not B.
         zeros = [
             parameter for name, parameter in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name
         ]
@@ -258,7 +258,7 @@ class Lora(Technique):
         before = model.base_logits
         shift = relative_distance(probe_logits(model), before)
         factored = self.init in (AdapterInit.pissa, AdapterInit.olora)
-        # B = 0 adds exactly nothing, but a fused operator rounds in other places, and so do its tiles (mlp_tiles).
+        # B = 0 adds exactly nothing, but a fused operator, and each of its tiles (mlp_tiles), rounds differently.
         allowed = {torch.float32: 1e-4}.get(before.dtype, 5e-2) + ROUNDINGS * model.base_noise
         yield Evidence(
             "lora",
@@ -284,7 +284,7 @@ class Lora(Technique):
         )
 
     def _multiplied(self, model: Any) -> Evidence:
-        """The GEMM backend in use. That `auto` had to fall back is reported, and is no error."""
+        """The GEMM backend in use. If `auto` had to fall back to cuBLAS, that is reported and is no error."""
         if self._not_compiled:
             return Evidence(
                 "lora",
@@ -298,8 +298,8 @@ class Lora(Technique):
 
 
 def _train_in_float32(adapted: Any) -> None:
-    """Give the copies that modules_to_save trains float32 weights, between two casts: peft leaves them in the base's
-    dtype.
+    """Cast the copies that modules_to_save trains to float32, their inputs too, and their outputs back to the base's
+    dtype. peft leaves the copies in the base's dtype.
     """
     from peft.utils import ModulesToSaveWrapper
 

@@ -103,22 +103,22 @@ def with_adapter_rope(config: Any, adapter: Origin) -> Any:
         return config
     try:
         kind = json.loads(file.read_text())["model_type"]
-        theirs = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
+        trained = type(config).from_pretrained(adapter.folder).get_text_config() if kind == config.model_type else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             f"{file} cannot be used: {first_line(error)}. It holds the RoPE scaling that the adapter was trained "
             "with: use a complete copy of the adapter."
         ) from error
-    if theirs is None:
+    if trained is None:
         raise ConfigError(
             f"The adapter {adapter.name} was trained on a {kind} model, and its base here is a {config.model_type}: "
             "give the base that it belongs to."
         )
     scaled = copy.deepcopy(config)
-    ours = scaled.get_text_config()
+    text = scaled.get_text_config()
     for name in ("rope_parameters", "max_position_embeddings"):
-        if hasattr(theirs, name):
-            setattr(ours, name, copy.deepcopy(getattr(theirs, name)))
+        if hasattr(trained, name):
+            setattr(text, name, copy.deepcopy(getattr(trained, name)))
     return scaled
 
 

@@ -52,19 +52,21 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """
     origin = locate_adapter(adapter)
     fetch_adapter(origin, adapter, key="model.adapter")
-    theirs, ours = read_options(origin, adapter, key="model.adapter"), model.peft_config["default"]
-    _require_same_options(theirs, {**options, "target_modules": _sorted(ours.target_modules)}, ours, adapter)
+    saved, lora_config = read_options(origin, adapter, key="model.adapter"), model.peft_config["default"]
+    _require_same_options(
+        saved, {**options, "target_modules": _sorted(lora_config.target_modules)}, lora_config, adapter
+    )
     load_weights(model, origin, adapter, key="model.adapter")
     model.adapter_start = adapter
-    trained_on, here = theirs.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
+    trained_on, here = saved.get("base_model_name_or_path") or "", getattr(model, "name_or_path", "")
     # A folder that moved keeps its name.
     if trained_on and here and Path(trained_on).name.lower() != Path(here).name.lower():
         say(f"model.adapter={adapter} was trained on {trained_on}; here it is over {here}, which has the same shapes.")
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Make the two files of an adapter local. `key`, `name`: as the user wrote them. Raises StorageError if one is
-    missing.
+    """Make the two files of an adapter local. `key`, `name`: as the user wrote them. Raises StorageError
+    if one is missing.
     """
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
@@ -85,79 +87,80 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     file = origin.folder / CONFIG
     place = f"{key}={name}: {file}"
     try:
-        theirs = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(theirs, dict):
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
             raise ValueError("it holds no options")
     except (OSError, ValueError) as error:
         raise StorageError(f"{place} cannot be read: {error}. Use a complete copy of the adapter.") from error
-    if not isinstance(theirs.get("peft_type"), str):
+    if not isinstance(saved.get("peft_type"), str):
         raise StorageError(
             f"{place} cannot be read: it does not say what kind of adapter it is (peft_type). Use a complete "
             "copy of the adapter."
         )
     for option in ("target_modules", "exclude_modules", "modules_to_save"):
-        if not _are_names(theirs.get(option)):
+        if not _are_names(saved.get(option)):
             raise ConfigError(
-                f"{place}: {option}={_short(theirs[option])} is not a list of names. Use another copy of the adapter."
+                f"{place}: {option}={_short(saved[option])} is not a list of names. Use another copy of the adapter."
             )
     for option in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(theirs.get(option) or {}, dict):
+        if not isinstance(saved.get(option) or {}, dict):
             raise ConfigError(
-                f"{place}: {option}={_short(theirs[option])} is not a table. Use another copy of the adapter."
+                f"{place}: {option}={_short(saved[option])} is not a table. Use another copy of the adapter."
             )
-    alphas = {f"alpha_pattern.{module}": value for module, value in (theirs.get("alpha_pattern") or {}).items()}
-    for option, value in {"lora_alpha": theirs.get("lora_alpha"), **alphas}.items():
+    alphas = {f"alpha_pattern.{module}": value for module, value in (saved.get("alpha_pattern") or {}).items()}
+    for option, value in {"lora_alpha": saved.get("lora_alpha"), **alphas}.items():
         if isinstance(value, (int, float)) and not abs(value) < torch.finfo(torch.float32).max:
             raise ConfigError(
                 f"{place}: {option}={_short(value)} is no number to scale an adapter by. Use another copy of the "
                 "adapter."
             )
-    if str(theirs.get("init_lora_weights")).startswith("pissa_niter_"):
+    if str(saved.get("init_lora_weights")).startswith("pissa_niter_"):
         raise ConfigError(
-            f"{place}: init_lora_weights={theirs['init_lora_weights']} subtracts a part of the base that was "
+            f"{place}: init_lora_weights={saved['init_lora_weights']} subtracts a part of the base that was "
             "computed with random numbers, so it cannot be computed again from the base. Where the adapter was "
             "trained, save it as plain LoRA: peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
-    if unknown := _unknown_options(theirs):
+    if unknown := _unknown_options(saved):
         from peft import __version__
 
         raise ConfigError(
             f"{place} has options that peft {__version__} does not know and would drop: {', '.join(unknown)}. "
             "Install the peft that saved it; or remove them there, if you know that they change nothing."
         )
-    return theirs
+    return saved
 
 
-def _unknown_options(theirs: dict[str, Any]) -> list[str]:
+def _unknown_options(saved: dict[str, Any]) -> list[str]:
     """Options that are set and that LoraConfig does not have; nothing for other kinds of adapters."""
     from peft import LoraConfig
 
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     return (
-        sorted(_short(option) for option, value in theirs.items() if value and option not in known)
-        if theirs.get("peft_type") == "LORA"
+        sorted(_short(option) for option, value in saved.items() if value and option not in known)
+        if saved.get("peft_type") == "LORA"
         else []
     )
 
 
-def _require_same_options(theirs: dict[str, Any], options: Mapping[str, Any], ours: Any, adapter: str) -> None:
-    """Raise ConfigError unless the adapter has the recipe's `options`. `ours`: the LoraConfig that peft has for
-    them.
+def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lora_config: Any, adapter: str) -> None:
+    """Raise ConfigError unless the options `saved` with an adapter are the recipe's `options`.
+
+    `lora_config`: the recipe's options as peft's LoraConfig.
     """
-    if theirs.get("peft_type") != "LORA":
+    if saved.get("peft_type") != "LORA":
         raise ConfigError(
-            f"model.adapter={adapter} cannot be trained here: it is a {_short(theirs.get('peft_type'))} adapter, "
+            f"model.adapter={adapter} cannot be trained here: it is a {_short(saved.get('peft_type'))} adapter, "
             "and fxtune trains LoRA, rsLoRA and DoRA."
         )
-    init = theirs.get("init_lora_weights")
+    init = saved.get("init_lora_weights")
     found = {
-        "r": theirs.get("r"),
-        "alpha": theirs.get("lora_alpha"),
-        "rslora": bool(theirs.get("use_rslora")),
-        "dora": bool(theirs.get("use_dora")),
+        "r": saved.get("r"),
+        "alpha": saved.get("lora_alpha"),
+        "rslora": bool(saved.get("use_rslora")),
+        "dora": bool(saved.get("use_dora")),
         "init": init if init in FACTORED else "default",
-        "target_modules": _sorted(theirs.get("target_modules")),
-        "modules_to_save": _sorted(theirs.get("modules_to_save")),
+        "target_modules": _sorted(saved.get("target_modules")),
+        "modules_to_save": _sorted(saved.get("modules_to_save")),
     }
     different = [
         f"  techniques.lora.{name}: {options[name]} in the recipe, {other} in the adapter"
@@ -171,9 +174,9 @@ def _require_same_options(theirs: dict[str, Any], options: Mapping[str, Any], ou
             + "\nSet these in the recipe as they are in the adapter."
         )
     peft_only = [
-        f"  {name}: {_short(theirs[name])}"
+        f"  {name}: {_short(saved[name])}"
         for name in _PEFT_ONLY
-        if name in theirs and _comparable(theirs[name]) != _comparable(getattr(ours, name, None))
+        if name in saved and _comparable(saved[name]) != _comparable(getattr(lora_config, name, None))
     ]
     if peft_only:
         raise ConfigError(
@@ -184,8 +187,8 @@ def _require_same_options(theirs: dict[str, Any], options: Mapping[str, Any], ou
 
 
 def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
-    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all of them fit and are finite
-    numbers.
+    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all
+    fit and are finite.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -248,12 +251,12 @@ def _drop_base_weights(
     """
     base, others = model.state_dict(), []
     for name in [name for name in stored if name in base and name not in wanted]:
-        theirs, ours = stored[name], base[name].cpu()
-        coarse = min(theirs.dtype, ours.dtype, key=lambda dtype: (dtype.itemsize, str(dtype)))
-        if theirs.shape == ours.shape and torch.equal(theirs.to(coarse), ours.to(coarse)):
+        in_file, in_model = stored[name], base[name].cpu()
+        coarse = min(in_file.dtype, in_model.dtype, key=lambda dtype: (dtype.itemsize, str(dtype)))
+        if in_file.shape == in_model.shape and torch.equal(in_file.to(coarse), in_model.to(coarse)):
             del stored[name]
         else:
-            others.append(f"{name} ({tuple(theirs.shape)} in the file, {tuple(ours.shape)} in the model)")
+            others.append(f"{name} ({tuple(in_file.shape)} in the file, {tuple(in_model.shape)} in the model)")
     if others:
         raise StorageError(
             f"{place} does not fit this model: weights of a base are saved with it, and {len(others)} of them are "

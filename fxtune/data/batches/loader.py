@@ -195,10 +195,13 @@ class Loader:
             raise problem
         self._deaths += 1
         restart = self._deaths < MAX_WORKER_DEATHS
+        consequence = "From here on this process builds them itself."
+        if restart:
+            consequence = "It is started again, and the run goes on."
         print(
             f"A process that builds batches died before step {step} "
             f"({message.splitlines()[0] if message else 'broken pipe'}). "
-            f"{'It is started again, and the run goes on' if restart else 'From here on this process builds them'}. "
+            f"{consequence} "
             "Most often the machine ran out of memory, or of shared memory (`df -h /dev/shm`; in a container, "
             "--shm-size): loader.num_workers=0 needs neither.",
             flush=True,

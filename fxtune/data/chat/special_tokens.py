@@ -97,7 +97,7 @@ class SpecialTokenEscaper:
         """`text`, a rendered row, with aliases for the special tokens that the template wrote.
 
         `render(mark)` renders the row again with `mark` applied to its messages and tools. Raises RowError if the
-        template's special tokens cannot be told from quoted ones.
+        template's special tokens cannot be distinguished from quoted ones.
         """
         marker, _ = unused_characters(text)
         marked = render(lambda value: _map_strings(value, lambda string: self._break_up(string, marker)))

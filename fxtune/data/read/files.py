@@ -234,7 +234,8 @@ def _looks_local(written: str, path: Path) -> bool:
 
 
 def _closest_path(path: Path) -> str:
-    """A hint at the first part of a path that does not exist: the closest name beside it."""
+    """A hint for a path that does not exist: the closest name to its first missing part, or
+    what the folder has there."""
     path = path.absolute()
     while not os.path.isdir(path.parent):
         path = path.parent

@@ -43,7 +43,7 @@ def map_in_order(
     workers: dict[Any, BaseProcess] = {}
     busy: dict[Any, int] = {}
     results: dict[int, tuple[bool, Any]] = {}
-    queue, wanted, sent = enumerate(tasks), 0, 0
+    queue, next_index, sent = enumerate(tasks), 0, 0
     try:
         for _ in range(processes):
             ours, theirs = context.Pipe()
@@ -52,16 +52,16 @@ def map_in_order(
             theirs.close()  # else the pipe does not end with the process
         while True:
             idle = [pipe for pipe in workers if pipe not in busy]
-            room = min(len(idle), wanted + processes + MAX_WAITING - sent)
+            room = min(len(idle), next_index + processes + MAX_WAITING - sent)
             for (index, task), pipe in zip(islice(queue, room), idle, strict=False):
                 _send(pipe, task)
                 busy[pipe], sent = index, index + 1
-            if wanted in results:
-                succeeded, result = results.pop(wanted)
+            if next_index in results:
+                succeeded, result = results.pop(next_index)
                 if not succeeded:
                     raise result
                 yield result
-                wanted += 1
+                next_index += 1
             elif busy:
                 for pipe in wait(list(busy)):
                     results[busy.pop(pipe)] = _receive(pipe)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from fxtune.system.atomic_files import replacing
-from fxtune.tracking.wandb_worker import STEP
+from fxtune.tracking.wandb_worker import HISTORY, STEP
 
-NAME = "metrics.jsonl"
+NAME = HISTORY
 
 
 class MetricsFile:

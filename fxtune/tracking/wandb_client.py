@@ -31,7 +31,6 @@ from urllib.parse import urlsplit
 
 from fxtune.system.redact import without_user
 from fxtune.tracking import wandb_worker
-from fxtune.tracking.jsonl import NAME
 
 END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B, all together
 UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping the run offline instead
@@ -115,7 +114,9 @@ class WandbClient:
                 )
         self.trouble = trouble
         if "offline" in self._modes:
-            self._notes.put(f"{trouble}. Training goes on; all figures are in {NAME}.{self._how_to_sync()}")
+            self._notes.put(
+                f"{trouble}. Training goes on; all figures are in {wandb_worker.HISTORY}.{self._how_to_sync()}"
+            )
 
     def _session(self, mode: str) -> str | None:
         """Run one W&B process until the run ends. Returns why it does not have everything, or None."""
@@ -149,7 +150,7 @@ class WandbClient:
         # An offline run has all rows, so its upload must begin at row 0 of the server's history: `resume` would append
         # them.
         init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
-        history = str((self._run_dir / NAME).resolve())
+        history = str((self._run_dir / wandb_worker.HISTORY).resolve())
         start = {"argv": self._argv, "settings": self._settings, "init": init, "history": history}
         try:
             folder.mkdir(parents=True, exist_ok=True)

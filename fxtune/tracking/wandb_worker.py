@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 STEP = "train/step"
+HISTORY = "metrics.jsonl"
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 GRACE = 3.0  # seconds that wandb may take beyond its own finish_timeout before the process ends itself
 CHECK = 5.0  # seconds between two looks at the service's log

@@ -29,7 +29,7 @@ def test_the_command_prints_and_writes_the_figures(cwd, capsys):
     assert f"{found['tokens_per_second']:,.0f} of documents" in out
     assert f"{found['price_per_million_tokens']:.4f} per million tokens, at 7.2 per hour" in out
     assert "not measured: NVML is for NVIDIA GPUs" in out
-    assert "auto took sdpa" in out
+    assert "auto chose sdpa" in out
     assert (found["steps"], found["warm_up"], len(found["losses"])) == (2, 2, 4)
     assert found["techniques"]["attention"]["backend"] == "sdpa"
 

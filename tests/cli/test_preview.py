@@ -151,7 +151,7 @@ def test_a_mix_of_short_and_long_documents_is_page_of(small):
         r"long documents +\W*4\d\.\d% of the tokens, \d+% to \d+% in a step \(over 64 tokens each\)", page
     )
     assert re.search(
-        r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% asked for\)", page
+        r"% of the tokens are in documents of more than 64 \(\d+% to \d+% in a step, 40.0% requested\)", page
     )
     small.data.mix.long_share = None
     assert "long documents" not in page_of(small)

@@ -257,7 +257,7 @@ def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
 def test_library_output_and_tracebacks_contain_no_secret(planted):
     """A bug raises an error with a token in its text, after a print and a warning with a token and a proxy's password."""
     script = (
-        "import os, sys, warnings, logging\nfrom fxtune import __main__ as command\n"
+        "import os, sys, warnings, logging\nfrom fxtune.cli import main as command\n"
         "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"
         "    warnings.warn(token)\n"
         "    logging.getLogger().error(token)\n    raise RuntimeError(f'url https://me:CanarySevenPassword@x/ {token}')\n"

@@ -64,14 +64,14 @@ def test_a_first_step_that_does_not_fit_is_taken_again_in_smaller_parts(short):
     notes = told(result)
     assert len(notes) == {4: 1, 2: 2}[result["rows"]["training"]]  # each halving is told once
     assert "with 8 rows at once: DefaultCPUAllocator: can't allocate memory" in notes[0]
-    assert "From here on 4 at a time. Step 1 is taken again; its 8 rows and its loss stay as they are." in notes[0]
+    assert "From here on 4 at a time. Step 1 is repeated; its 8 rows and its loss stay as they are." in notes[0]
 
 
 def test_half_of_a_sum_of_gradients_is_dropped(short):
     """Memory ran out when one micro-batch of the step had left its gradients; the loader's processes are there again."""
     result, _, whole = short("middle")
     assert result["rows"]["training"] < 4
-    assert "Step 2 is taken again" in told(result)[0]
+    assert "Step 2 is repeated" in told(result)[0]
     assert result["steps"] == steps(whole)
     assert result["supervised"] == whole["supervised"]
 
@@ -104,7 +104,7 @@ def test_where_nothing_is_left_to_halve_the_steps_so_far_are_saved_and_three_cha
     assert result["weights"] is not None  # though none was due
     first, saved, most, *changes = result["message"].splitlines()
     assert first.startswith("Training ran out of memory with 1 row at once: DefaultCPUAllocator")
-    assert saved == f"Saved after step {done}: the same command goes on there, where there is more memory."
+    assert saved == f"Saved after step {done}: the same command resumes there, given more memory."
     assert most.startswith(
         "What would help most, each alone, by arithmetic for this model and 1 x 256 tokens, which need"
     )

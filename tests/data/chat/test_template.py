@@ -47,7 +47,9 @@ PIECES = [
     "\u2028",
 ]
 CONTENT = st.one_of(
-    st.lists(st.sampled_from(PIECES), max_size=5).map("".join), st.text(st.characters(codec="utf-8"), max_size=8)
+    st.lists(st.sampled_from(PIECES), max_size=5).map("".join),
+    # Not private-use characters: hypothesis finds ours in the source, and rows that hold them are refused.
+    st.text(st.characters(codec="utf-8", exclude_categories=["Co"]), max_size=8),
 )
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "two and two"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "two and two", "parameters": {}}}]

@@ -6,7 +6,7 @@ A layer keeps one of five levels, listed from little to much; what it does not k
     attention    also attention's output: norms and matrix products are computed twice
     narrow       also the products as wide as the hidden state (q, k, v, o): gate, up, norms and activations are
                  computed twice
-    wide         also gate and up: what is computed twice costs next to nothing
+    wide         also gate and up: the rest is computed twice and costs next to nothing
     everything   all that the backward pass reads
 
 The layers of one model may have different levels. Layers of a lower level come first: a layer's memory peaks while it
@@ -22,7 +22,7 @@ LEVELS = ("input", "attention", "narrow", "wide", "everything")
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What layers keep, and where."""
+    """What each layer keeps for its backward pass, and whether on the device or on the host."""
 
     level: str = "everything"
     """One of LEVELS, or `budget`: the compiler's choice."""

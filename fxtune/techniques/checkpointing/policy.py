@@ -1,15 +1,15 @@
 """Selective checkpointing: which operators' results a layer saves, and which operators the backward pass runs again.
 
 A layer that is checkpointed as a whole computes its matrix products and its attention twice. They take nearly all of
-its time, and their results are only a part of what it saves: norms, rotary embeddings, activations and residuals,
-which cost next to nothing to repeat, are the rest. So the results of expensive operators are saved, and everything
-else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan and Megatron, arXiv
-2205.05198).
+its time, but their results are only a part of what it would save. The rest are results of norms, rotary embeddings,
+activations and residuals, which cost next to nothing to repeat. So the results of expensive operators are saved, and
+everything else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan and
+Megatron, arXiv 2205.05198).
 
-A rule is plain data (tuples of names and numbers) without state. It recognises a product by its operator and by the
-shape of the second operand, which is that of the linear's weight. So the same rule serves a layer that runs operator
-by operator and one that torch.compile traces, where the answers mark nodes for the compiler's own choice; and it can
-be part of the compiler's cache key. Two linears of one shape cannot be told apart.
+A rule is plain data (tuples of names and numbers) without state. It recognizes a product by its operator and by the
+shape of the second operand, which is that of the linear's weight. So the same rule serves an eager layer and one that
+torch.compile traces, where it marks nodes of the graph for the compiler's own choice; and it can be part of the
+compiler's cache key. It cannot distinguish two linears of one shape.
 
 Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it is as wide as the linear's
 own product and costs only rank multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products
@@ -44,7 +44,7 @@ MATMULS = frozenset(
 SECOND_OPERAND = {"aten.addmm": 2, "aten.baddbmm": 2}
 """The position of the second operand, if it is not 1."""
 STANDS_FOR = {"fxtune.lora_linear": "aten.mm", "fxtune.lora_mlp": "aten.mm"}
-"""The operator that decides about another one which no list names."""
+"""Operators of fxtune -> the operator whose name decides about them, if no list names them."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS | {
     "aten._scaled_dot_product_flash_attention",
@@ -53,7 +53,7 @@ KNOWN = MATMULS | {
     "higher_order.flex_attention",
     "fxtune.flash4",
 }
-"""Valid names, also before the package that registers them is imported."""
+"""Names that are valid even before the package that registers the operator is imported."""
 
 
 class Rule(NamedTuple):
@@ -112,7 +112,7 @@ def name_of(operator: Any) -> str:
 
 @functools.cache
 def group_of(name: str) -> str | None:
-    """`attention`, `matmuls` or None. Operators of other packages are recognised by words in their names."""
+    """`attention`, `matmuls` or None. Operators of other packages are recognized by words in their names."""
     namespace, _, own = name.partition(".")
     if "backward" in own or own.endswith("_bwd"):
         return None

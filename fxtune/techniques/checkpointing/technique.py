@@ -1,16 +1,16 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
 A layer saves 139 KB a token for its backward pass (Llama-3-8B, LoRA, compiled), or 110 KB with fused adapters. It can
-save less. From fast to small, by level (plan.py), with the policy that gives it:
+save less. The levels (plan.py) from fast to small, each with the policy that selects it:
 
     wide        94 KB   selective: saves the results of matmuls and attention and recomputes what lies between them, a
                         few percent of the time
     narrow      37 KB   with `recompute: [gate_proj, up_proj]`, the widest products, a third of the layer's matmuls
     attention   16 KB   with `save: [attention]`, which is two thirds of a layer's time at 64k tokens
     input        8 KB   full: saves the layer's input and recomputes everything, a third more time
-    + offload           host memory holds it (offload.py): no more time if a layer computes for longer than its input
-                        is copied, from some thousand tokens on. With `offload_what: kept` what narrow or attention
-                        save is sent, too, which leaves 0 KB, or gate and up, on the device
+    + offload           host memory holds the input (offload.py). This takes no more time if a layer computes for
+                        longer than the copy takes, from some thousand tokens on. With `offload_what: kept` the tensors
+                        of narrow or attention are sent, too: 0 KB, or gate and up, stay on the device
     + mlp_tiles         the MLP runs in parts of the sequence (tiled_mlp.py): one layer's working memory shrinks
     mix                 some layers of one level and some of another: `mix: {narrow: 12, wide: 20}`
     budget              the compiler chooses what to save, up to a share of what it would save
@@ -21,7 +21,7 @@ Layers are wrapped here and not by transformers' own switch, which changed its n
 supported versions, acts only in training mode, and needs care with frozen embeddings. torch's non-reentrant checkpoint
 needs no input that requires a gradient, restores the random state (so dropout repeats itself) and stops recomputing as
 soon as it has what the backward pass needs. torch.compile traces the same wrapper; the compiler sees forward and
-backward at once and omits from both what nobody needs. Layers of one level share a graph.
+backward together and removes from both what nothing reads. Layers of one level share a graph.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Checkpointing(Technique):
             )
 
     def plan(self) -> RecomputePlan:
-        """These options as the forecast reads them."""
+        """These options as a RecomputePlan, which the forecasts of memory and time read."""
         level = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}.get(
             self.policy, "input"
         )
@@ -260,7 +260,7 @@ class Checkpointing(Technique):
         )
 
     def description(self) -> str:
-        """What layers keep, in words."""
+        """A description of what layers keep, for messages."""
         plan = self.plan()
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
@@ -301,8 +301,8 @@ class Checkpointing(Technique):
         )
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
-        """What `auto` tries: whether to send and to tile, each with the levels that are possible with it. Options that
-        the recipe sets stay."""
+        """The plans that `auto` tries, with and without sending and tiles, each with the levels that are possible with
+        it. Options that the recipe sets stay."""
         several = (facts.text.get("num_hidden_layers") or 2) > 1
         can_send = facts.device == "cuda" and scope_of(facts) != "model" and several
         all_kept = ["kept"] if facts.techniques.compile.enabled else []
@@ -321,7 +321,7 @@ class Checkpointing(Technique):
                 yield RecomputePlan(sent=what, senders=self.offload_layers, tiles=count), levels
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
-        """Set the options that `plan` stands for."""
+        """Set the options to those of `plan`."""
         levels = [level for level, count in plan.mix if count]
         self.mix = dict(plan.mix) if len(levels) > 1 else {}
         layer = layer_of(facts.model)
@@ -383,7 +383,7 @@ class Checkpointing(Technique):
         return {"everything": self._uniform("everything", wide), self.plan().level: self}
 
     def _wrap(self, layer: nn.Module, contexts: Any) -> None:
-        """Make one layer do what these options say of all."""
+        """Apply these options to one layer."""
         recomputed = self.policy in (Policy.selective, Policy.full)
         for mlp in filter(fuse.is_fused_mlp, layer.modules()):
             wide, result = self._saved_of_fused_mlp()
@@ -419,7 +419,7 @@ class Checkpointing(Technique):
         )
 
     def _saved_of_fused_mlp(self) -> tuple[bool, bool]:
-        """For an MLP that is one operator: whether gate and up are saved, and whether its result is."""
+        """For an MLP that is one operator: whether gate and up are saved, and whether its result is saved."""
         if self.mlp_tiles > 1 or self.policy is Policy.full:
             return False, False
         if self.policy is not Policy.selective:
@@ -429,7 +429,8 @@ class Checkpointing(Technique):
         return gate or up, gate or up or down
 
     def verify(self, model: nn.Module, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count what runs once and twice in one forward and backward, and what autograd saves in between."""
+        """Count the operators that run once and twice in a forward and backward pass, and the bytes that autograd
+        saves."""
         layers, plan = decoder_layers(model), self.plan()
         levels = plan.levels(len(layers))
         rules = {
@@ -495,7 +496,7 @@ def layer_of(config: dict[str, Any]) -> nn.Module | None:
 
 
 def scope_of(facts: Facts) -> str:
-    """What techniques.compile makes a graph of: layers, model, or nothing."""
+    """The scope of techniques.compile: `layers` or `model`; empty if it is off."""
     compiler = facts.techniques.compile
     return compiler.scope.value if compiler.enabled else ""
 

@@ -1,4 +1,4 @@
-"""Evidence that checkpointing acted: layers that ran twice, operators that did not, bytes that were saved and sent.
+"""Evidence that checkpointing acted: layers that ran twice, operators that ran once, bytes that were saved and sent.
 
 `evidence` runs the model on a small row and compares what it observes with `Expected`.
 
@@ -29,7 +29,7 @@ from fxtune.techniques.lora import fuse, fused_modules
 
 @dataclass
 class Expected:
-    """What the layers of a model are to do, by layer, first to last."""
+    """The behaviour that is expected of a model's layers. Lists have an entry for each layer, first to last."""
 
     description: str
     levels: list[str]
@@ -66,7 +66,7 @@ class OperatorCount:
 
 @dataclass
 class Counts:
-    """What ran, by layer, and there by operator and shape."""
+    """Counted runs. Each list has an entry for each layer."""
 
     operators: list[dict[tuple[str, Any], OperatorCount]]
     first: list[int]
@@ -122,7 +122,7 @@ def _layers_ran_twice(
 
 
 def _operators_ran(expected: Expected, layers: list[nn.Module], counts: Counts) -> Evidence:
-    """No saved operator ran again, and everything that was named ran."""
+    """Whether no saved operator ran again, and all operators that the recipe names ran."""
     sizes, ranks = policy.linears(layers[0]) | dict(fuse.group_sizes(layers[0])), policy.ranks(layers[0])
     shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
     totals: dict[str, list[int]] = {}
@@ -163,12 +163,12 @@ def _bytes_saved(
     forward: Callable[[], Any],
     counts: Counts,
 ) -> Iterator[Evidence]:
-    """What autograd saves of the layers, compiled if they are, against what the rules allow."""
+    """The bytes that autograd saves in the layers, compiled if they are, and the bytes that the rules allow."""
     everything, arguments, saved, one_graph = _measure_bytes(model, layers, probe, forward)
     each = probe["input_ids"].numel() * len(layers)
     inputs = arguments * (len(layers) + 4 * one_graph)  # one graph has the last norm's in it, too
     if set(expected.levels) - {"input"} and saved == everything:
-        return  # layers are not compiled: torch's policy stores tensors where these hooks do not see them
+        return  # layers are not compiled: torch's selective policy then stores tensors outside of these hooks
     by_rules = sum(one.bytes for _, one in counts.all() if one.saved)
     allowed = inputs + by_rules + everything * ("everything" in expected.levels)
     yield Evidence(
@@ -204,8 +204,8 @@ def _budget_in_force(
 def _measure_bytes(
     model: nn.Module, layers: list[nn.Module], probe: dict[str, Any], forward: Callable[[], Any]
 ) -> tuple[int, int, int, bool]:
-    """Bytes saved without compiled code, of one layer's arguments, and as the model runs; and whether all layers are
-    one graph."""
+    """The bytes that are saved without compiled code, those of one layer's arguments, those that are saved as the
+    model runs, and whether all layers are one graph."""
     tokens = probe["input_ids"].numel()
     with torch.compiler.set_stance("force_eager"):
         everything, arguments = saved_bytes(model, layers, tokens, forward)
@@ -246,7 +246,7 @@ def _offloaded(model: Any, expected: Expected, probe: dict[str, Any], step: Call
 def _tiled(tiles: int, tokens: int, counts: Counts) -> Evidence:
     pieces = -(-tokens // -(-tokens // tiles))
     found = sorted({tuple(calls) for calls in counts.tiles})
-    # Twice if the layer does more after its MLP (Gemma 2's norm), because recomputing it runs through the MLP.
+    # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing that runs the MLP, too.
     fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in found)
     return Evidence(
         "checkpointing",
@@ -297,7 +297,7 @@ class _Count(TorchDispatchMode):
         """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
-        """Layers by the address of their MLP's weights: a fused backward pass runs in no module."""
+        """Layers by the address of their MLP's weights, because the backward pass of a fused MLP runs in no module."""
         self.counts = Counts([{} for _ in rules], [0] * len(rules), [[0, 0] for _ in rules])
 
     def enter(self, index: int, *_: Any) -> None:

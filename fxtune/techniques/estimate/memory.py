@@ -74,7 +74,7 @@ optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 CONTEXT = 3 << 28
-"""Bytes of the CUDA context and of libraries' workspaces."""
+"""Bytes for libraries' workspaces."""
 GROUPS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 """Groups of linears that read the same input, with the number of linears."""
 

@@ -3,10 +3,10 @@
 A module of a model gets its own class: a subclass of its former class with one of these functions as its forward. All
 layers share the class and the function, so they share a compiled graph.
 
-RoPE is fxtune's own kernel. Liger's overwrites its inputs without telling autograd; checkpointing may have saved them,
-and would rotate them twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products also
-overwrite their inputs, in the backward pass, when nothing reads them any more. Compiled code runs the same kernels
-through operators (kernels/liger_operators.py).
+RoPE is fxtune's own kernel. Liger's overwrites its inputs, which autograd does not know: if checkpointing had saved
+them, they would be rotated twice. So Liger's would need copies, and torch.compile cannot trace it. The gated products
+also overwrite their inputs, but in the backward pass, when nothing reads them any more. Compiled code runs the same
+kernels through operators (kernels/liger_operators.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Family:
     """The norms and MLPs of a family of models. Source: liger_kernel.transformers.monkey_patch, version 0.8.5."""
 
     norms: int
-    """Norms of a layer, those of queries and keys included."""
+    """The number of norms in a layer, including those of queries and keys."""
     offset: float = 0.0
     """Added to a norm's weight."""
     casting: str = "llama"
@@ -42,7 +42,7 @@ class Family:
     gated: bool = True
     """Whether the MLP is down(act(gate(x)) * up(x))."""
     heads_normed: bool = False
-    """Whether norms of queries and keys stand between their projections and RoPE."""
+    """Whether queries and keys are normed between their projections and RoPE."""
 
 
 def forward_of(name: str, module: nn.Module, family: Family) -> Forward | None:
@@ -132,4 +132,4 @@ def _product(function: Any, kind: str, gate: torch.Tensor, up: torch.Tensor) -> 
     afterwards."""
     if torch.compiler.is_compiling():
         return operators.gated(gate, up, kind)
-    return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # its two scale factors
+    return function.apply(gate, up, *((1.0, 1.0) if kind == "swiglu" else ()))  # SwiGLU's has two scale factors

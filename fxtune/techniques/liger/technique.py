@@ -3,13 +3,14 @@ logits.
 
 In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
 their results. Liger's is one kernel and keeps only the input. Without torch.compile that saves a tenth of a step and
-some GiB. torch.compile fuses the same operations; whether Liger is still faster depends on the card and the sizes, so
-`auto` measures both there, once for each (timing.py), and keeps the times in the cache folder.
+some GiB. torch.compile fuses the same operations, and whether Liger is still faster depends on the card and the sizes.
+So under torch.compile `auto` measures both, once for each card and size (timing.py), and keeps the times in the cache
+folder.
 
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process, so a plain
 model built later would run Liger's kernels too. fxtune gives each module of this one model its own subclass with
 another forward (forwards.py): names, weights, isinstance and adapters stay. RoPE is a function of the attention's
-Python module, so the attention gets a copy of its forward that finds another function under that name.
+Python module, so the attention gets a copy of its forward in which that name is another function (rope_function.py).
 
 Two operations are fxtune's own and need neither a GPU nor the package: `rope` (kernels/rotary.py), which torch.compile
 traces, and `fused_linear_cross_entropy` (kernels/linear_cross_entropy.py).
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 PACKAGE = "liger-kernel"
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
 SMALL_LOGITS = 2**26
-"""Bytes: below this, keeping a micro-batch's float32 logits costs next to nothing."""
+"""Up to this many bytes a micro-batch's float32 logits are kept as a whole, because they cost next to nothing."""
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "granite", "smollm3", "phi3"), Family(norms=2)),
     "qwen3": Family(norms=4, heads_normed=True),
@@ -86,7 +87,10 @@ class Liger(Technique):
 
     def check(self, facts: Facts) -> Iterator[str]:
         if self.chunk_rows is not None and self.fused_linear_cross_entropy is Switch.off:
-            yield "chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave chunk_rows out."
+            yield (
+                "chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave "
+                "chunk_rows out."
+            )
         possible = [name for name in OPERATIONS if getattr(self, name) is not Switch.off]
         if not possible:
             return
@@ -99,11 +103,17 @@ class Liger(Technique):
             return
         for name in demanded:
             if name not in _operations(facts.text):
-                yield f"{name}: {kind} with this config has no {OPERATIONS[name][0]} that Liger computes. Use auto or off."
+                yield (
+                    f"{name}: {kind} with this config has no {OPERATIONS[name][0]} that Liger computes. Use auto or "
+                    "off."
+                )
             if facts.device != "cuda" and name != "rope":
                 yield f"{name}: Liger's kernels are written in Triton and need a GPU. Use auto or off."
             if name in ("swiglu", "geglu") and facts.techniques.mlp_kernel(facts) == "lora":
-                yield f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of them to off."
+                yield (
+                    f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of "
+                    "them to off."
+                )
         theirs = [name for name in possible if name != "rope"]
         if facts.device == "cuda" and PACKAGE not in facts.packages and theirs:
             yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(theirs)} to off."
@@ -122,8 +132,8 @@ class Liger(Technique):
             self.fused_linear_cross_entropy = Switch.on if on else Switch.off
             self.chunk_rows = self.chunk_rows if on else None
             notes.append(
-                f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to {size / GIB:.2g} GiB "
-                "in float32)"
+                f"fused_linear_cross_entropy {'on' if on else 'off'} (a micro-batch's logits are up to "
+                f"{size / GIB:.2g} GiB in float32)"
             )
         if self.fused_linear_cross_entropy is not Switch.on and not self._enabled():
             return f"no kernel runs here: {', '.join(notes) or 'each kernel is off'}"
@@ -201,7 +211,7 @@ def _operations(text: dict[str, Any]) -> set[str]:
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with observed(model), torch.enable_grad():  # as in training, so that compiled code is that of training
+    with observed(model), torch.enable_grad():  # with gradients, so that the compiled code is that of training
         seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None

@@ -1,9 +1,9 @@
-"""Measures an operation inside compiled code: torch.compile's version of it against Liger's kernel.
+"""Times an operation inside compiled code: torch.compile's version of it against Liger's kernel.
 
 The compiler fuses a norm with the residual before it, and the gated product into one kernel, as Liger does; but it
-fuses nothing across a hand-written kernel. Which is faster depends on the card, the sizes and both versions, so it is
-measured: each operation with its neighbours in a layer (the residual before a norm; matmuls on either side, thin so
-that they do not hide it), forward and backward, compiled both ways, with the run's number of tokens up to MOST_ROWS.
+fuses nothing across a hand-written kernel. Which is faster depends on the card, the sizes and both versions. So each
+operation is timed with its neighbours in a layer: the residual before a norm, and matmuls on either side, so thin that
+they do not hide it. It runs forward and backward, compiled both ways, with the run's number of tokens up to MOST_ROWS.
 Beyond that both times grow with the tokens.
 """
 
@@ -52,7 +52,7 @@ def times(case: Case) -> tuple[float, float | None]:
             step, leaves = _step(case, operation)
             step()
             measured.append(float(do_bench(step, warmup=10, rep=50, grad_to_none=leaves, return_mode="median")))
-        except TritonError:  # inside an operator it is no RuntimeError
+        except TritonError:  # raised inside an operator, so torch does not turn it into a RuntimeError
             if not measured:
                 raise
             measured.append(None)

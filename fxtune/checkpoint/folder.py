@@ -1,10 +1,10 @@
-"""One checkpoint as a folder: how it is written, and how it is checked before it is read.
+"""One checkpoint as a folder: how it is written, and how it is verified before it is read.
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
-It is written under a name that begins with a dot, synced and renamed. Names that begin with a dot are unfinished work,
-which the next save removes. `aside-step-00000120` is no longer a checkpoint of the run; only the user removes it (see
-set_aside). Nothing that is read here is code, and no name in a file is used as a path.
+It is written under a name that begins with a dot, synced and renamed. Folders whose names begin with a dot are
+unfinished, and the next save removes them. `aside-step-00000120` is no longer a checkpoint of the run; only the user
+removes it (see set_aside). No file read here contains code, and no name in a file is used as a path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxtune.system.atomic_files import (
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
-"""Of the manifest. Raise it when an older fxtune could not read what is written."""
+"""Version of the manifest. Raise it when an older fxtune cannot read the new files."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
 _WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -41,7 +41,7 @@ _WEIGHT_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def paths(folder: Path) -> list[Path]:
-    """Everything in `folder` with a checkpoint's name, lowest step first."""
+    """All paths in `folder` with a checkpoint's name, lowest step first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -65,10 +65,9 @@ def write(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
 ) -> Path:
-    """Write the checkpoint of `step`, in place of one that is there, and return its path. Raises OSError and leaves
-    nothing.
+    """Write the checkpoint of `step`, replacing an existing one, and return its path.
 
-    `recipe`: a digest of what the run learns by. `state`: JSON.
+    `recipe`: config_digest() of the run's config. `state`: JSON. Raises OSError and leaves no files.
     """
     final = folder / f"step-{step:08d}"
     staging = folder / f".staging-{final.name}"
@@ -90,7 +89,7 @@ def write(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left, and put back a checkpoint whose replacement did not arrive. Raises OSError."""
+    """Remove the folders of killed saves, and restore a checkpoint whose replacement is incomplete. Raises OSError."""
     for leftover in folder.glob(".*-step-*"):
         if leftover.name.startswith(_REPLACED):
             final = folder / leftover.name.removeprefix(_REPLACED)
@@ -112,8 +111,10 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it stays on the disk and is no checkpoint of the run; returns the new path. Raises
-    OSError."""
+    """Rename a checkpoint so that it stays on the disk but is not one of the run's any more. Returns the new path.
+
+    Raises OSError.
+    """
     aside, number = path.with_name(f"aside-{path.name}"), 1
     while aside.is_symlink() or aside.exists():
         number += 1
@@ -122,8 +123,7 @@ def set_aside(path: Path) -> Path:
 
 
 def damage_of(path: Path) -> Damage | None:
-    """Why the checkpoint at `path` is not complete and unchanged, or None: each file of its manifest as it was
-    written, no other."""
+    """Why the checkpoint at `path` is not exactly the files of its manifest, each as it was written; None if it is."""
     if path.is_symlink():
         return Damage("it is a link")
     try:
@@ -148,7 +148,7 @@ def damage_of(path: Path) -> Damage | None:
 
 
 def misfits(path: Path, model: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Why the tensors of a checkpoint do not belong to the trained weights `model`."""
+    """Yield each reason why the tensors of a checkpoint do not fit the trained weights `model`."""
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
             names = set(file.keys())

@@ -4,9 +4,9 @@ On a GPU a side stream copies into pinned buffers, which the next copy reuses. T
 backward pass, which only read weights. The optimizer's update has to wait for it on the device: `wait_on_device`. On a
 CPU tensors are cloned.
 
-The cost is as much host memory as is saved (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48 GB).
-A host with less than twice that free copies nothing (`take` returns None), and the checkpoint is written while the
-loop waits.
+The cost is host memory of the checkpoint's size (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48
+GB). On a host with less than twice that free, `take` copies nothing and returns None, and the checkpoint is written
+while the loop waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ power of two."""
 ALIGNMENT = 64
 
 Tensors = dict[Any, torch.Tensor]
-"""By any kind of name."""
+"""Tensors by any kind of name."""
 
 
 class HostCopy:
@@ -39,8 +39,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._device: torch.device | None = None
         self._sources: list[torch.Tensor] = []
-        """Kept alive until they are copied: some exist only for the copy, and their memory must not be reused
-        before."""
+        """The tensors being copied. They are kept alive because some exist only for the copy."""
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> Tensors | None:
         """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them."""
@@ -54,7 +53,7 @@ class HostCopy:
             self._pinned, self._layout = {}, {}
             try:
                 self._pinned = dict(_pinned_buffers(on_gpu))
-            except RuntimeError:  # the driver pins no more; torch has no class of its own for that
+            except RuntimeError:  # the driver cannot pin more memory; torch has no exception class for that
                 return None
             self._layout = layout
         clones = catch_out_of_memory(
@@ -72,7 +71,7 @@ class HostCopy:
         self._sources = []
 
     def wait_on_device(self) -> None:
-        """Let work issued to the device from now on wait for the copies. The host does not wait."""
+        """Make work issued to the device from now on wait for the copies. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

@@ -1,17 +1,17 @@
 """The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
 A checkpoint holds the trained weights, the optimizer's moments and the `TrainState` (folder.py has its files). A batch
-is a function of (data plan, seed, step), and the step seeds dropout: apart from the integer `step`, neither random
-states nor positions in the data have to be saved.
+is a function of (data plan, seed, step), and the step seeds dropout. So only the integer `step` has to be saved, no
+random states and no positions in the data.
 
-The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and prunes,
-and at most one save is in flight. The loop's thread reports each failure once and training goes on; the next save that
-is due tries again. Only a run whose last save failed ends with an error (`wait`).
+The training loop stops only while the tensors are copied (host_copy.py). A thread hashes, writes, syncs and removes
+old checkpoints; at most one save is in flight. The loop's thread reports each failure once, training goes on,
+and the next save tries again. Only a run whose last save failed ends with an error (`wait`).
 
-A checkpoint is usable if each file of its manifest, and no other, is there as it was written, and if it has this run's
+A checkpoint is usable if it has exactly the files of its manifest, each as it was written, and if it has this run's
 recipe and fits the model. The newest usable one is loaded, and each newer one is reported with the reason. When the
-run then saves, a newer one is removed if its bytes are known to be lost and otherwise set aside: another version of
-fxtune, or the same one once the disk works again, may read it.
+run then saves, a newer one is removed if its bytes are known to be lost. Otherwise it is set aside: another version of
+fxtune, or the same one once the disk works again, may be able to read it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fxtune.system.atomic_files import read_json
 from fxtune.system.oom import out_of_memory_reason
 
 SPARE = 2**20
-"""Bytes that a save leaves free, for metrics and the like."""
+"""Bytes that a save leaves free on the disk, for metrics and other small files."""
 
 
 @dataclass
 class CheckpointConfig:
     every: int = field(default=100, metadata={"min": 0})
-    """Save after this many steps each; 0: only at the end. A killed run loses at most this much."""
+    """Save every so many steps; 0: only at the end. A killed run loses at most that many steps."""
     keep: int = field(default=2, metadata={"min": 1})
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
@@ -55,7 +55,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrainState:
-    """All that a resumed run needs beside weights and moments."""
+    """Everything that a resumed run needs besides weights and moments."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -63,9 +63,9 @@ class TrainState:
     """Real tokens seen, without padding."""
     supervised_tokens: int = 0
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The state of training/step_monitor.py: how many steps were skipped, and the window that spikes are judged by."""
+    """The state of training/step_monitor.py: counts of skipped steps, and the loss window of spike detection."""
     evaluation_due: bool = False
-    """The evaluation due at this step was interrupted by a signal."""
+    """Whether a signal interrupted the evaluation due at this step."""
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
@@ -73,11 +73,11 @@ class TrainState:
     """The last value of each metric."""
     wandb_id: Optional[str] = None
     data_fingerprint: str = ""
-    """Of the data plan. A resumed run must have the same."""
+    """Fingerprint of the data plan. A resumed run must have the same."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """The parts of the optimizer's state that are not tensors."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows at once of `training`, `evaluation` and `questions`, where running out of memory reduced them
+    """Rows per batch of `training`, `evaluation` and `questions`, if running out of memory reduced them
     (system/oom.py)."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """float16's loss scale and its count of good steps; empty for other dtypes."""
@@ -92,10 +92,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`. A context: leaving it waits for the save in flight.
+    """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
 
-    `recipe`: a digest of what the run learns by (run_folder.config_digest); checkpoints with another one are not
-    loaded. `note` gets one-line messages for the user, always in the thread that calls this object.
+    `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
+    one-line messages for the user, always in the thread that calls this object.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Checkpoints:
     ) -> None:
         self.folder, self.config, self.recipe, self.note = folder, config, recipe, note
         self.failure: StorageError | None = None
-        """Of the latest save that has ended; None if it is on the disk."""
+        """The error of the latest finished save; None if that save is on the disk."""
         self._host_copy = HostCopy()
         self._save: _Save | None = None
         """The save in flight."""
         self._timings: dict[str, float] = {}
         self._saved_state = ""
-        """The latest state on the disk as JSON. It is not saved twice: a signal may follow the last step's save."""
+        """The latest state on the disk as JSON. save() skips an equal state: a signal may come right after a save."""
         self._step: int | None = None
         """The step that was loaded or saved last. Later checkpoints in the folder are not of this run's history."""
         self._noted_memory = False
@@ -123,12 +123,12 @@ class Checkpoints:
     ) -> None:
         """Copy a checkpoint and write it in the background. Waits for the previous save first.
 
-        Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`
-        (time.perf_counter()): when the loop stopped for this save. Disk errors are not raised: see `failure` and
+        Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`: the
+        time.perf_counter() at which the loop stopped for this save. Does not raise disk errors: see `failure` and
         `wait`.
         """
         since = time.perf_counter() if since is None else since
-        text = json.dumps(asdict(state), indent=1)  # now, because the loop changes the state
+        text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
         self._end_save()
         if text == self._saved_state:
             return
@@ -145,8 +145,8 @@ class Checkpoints:
             self._noted_memory = True
             self.note(
                 "This host's memory has no room for a copy of what a checkpoint holds "
-                f"({_readable(sum(tensor.nbytes for tensor in tensors.values()))}), so training stands still while one is "
-                "written."
+                f"({_readable(sum(tensor.nbytes for tensor in tensors.values()))}), so training stands still while "
+                "one is written."
             )
         save.run()
         save.stall = time.perf_counter() - since
@@ -175,18 +175,20 @@ class Checkpoints:
         fit, wanted = (free - exported) // max(size, 1) + min(own, 1), self.config.keep + 1 + self.config.keep_best
         if fit < wanted:
             self.note(
-                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. checkpoint.keep={self.config.keep} "
+                f"The disk of {self.folder} has room for {fit} checkpoints: {need}. "
+                f"checkpoint.keep={self.config.keep} "
                 f"and the one being written would be {wanted}, so where there is no room old ones go first."
             )
 
     def wait_for_copy(self) -> None:
-        """Call before weights or moments change: work issued to a GPU from here on waits, on the device, for the
-        copy."""
+        """Call before weights or moments change: makes later work on a GPU wait, on the device, for the copy."""
         self._host_copy.wait_on_device()
 
     def save_timings(self) -> dict[str, float]:
-        """Seconds of a save that ended since the last call: `checkpoint/stall_seconds`, for which the loop stopped,
-        and `checkpoint/seconds`, until it was on the disk. Reports a save that failed."""
+        """Timings of a save that ended since the last call; reports a failed save.
+
+        `checkpoint/stall_seconds`: how long the loop stopped. `checkpoint/seconds`: until the save was on the disk.
+        """
         if self._save and not self._save.is_alive():
             self._end_save()
         timings, self._timings = self._timings, {}
@@ -226,7 +228,7 @@ class Checkpoints:
             self._timings = {"checkpoint/stall_seconds": save.stall, "checkpoint/seconds": save.seconds}
             return
         if not (isinstance(save.error, (OSError, SafetensorError)) or out_of_memory_reason(save.error)):
-            raise save.error  # a bug of ours, or the device died
+            raise save.error  # a bug in fxtune, or the device died
         reason = f"The checkpoint of step {save.step} could not be written to {self.folder}: {save.error}."
         if report:
             self.note(
@@ -238,14 +240,14 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there is none at all. `model`: the trained weights that it must
+        """The newest usable checkpoint, or None if the folder has no checkpoints. `model`: the weights that it must
         fit.
 
         Raises StorageError if there are checkpoints and none is usable.
         """
         self._end_save()
-        self._saved_state = ""  # whoever loads again may have seen a checkpoint damaged since
-        with contextlib.suppress(OSError):  # a run that was killed in its last save makes no other one to clean up
+        self._saved_state = ""  # the saved checkpoint may have been damaged since, so save an equal state again
+        with contextlib.suppress(OSError):  # here too, because a run killed in its last save may never save again
             stored.remove_leftovers(self.folder)
         passed_over = []
         for path in reversed(stored.paths(self.folder)):
@@ -267,7 +269,7 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path, model: Mapping[str, torch.Tensor] | None) -> Checkpoint:
-        """Raises ValueError with the reason why the checkpoint is not usable."""
+        """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable."""
         if damage := damage_of(path):
             raise ValueError(damage.reason)
         if read_json(path / MANIFEST)["recipe"] != self.recipe:
@@ -284,8 +286,7 @@ class Checkpoints:
 
 
 class _Save(threading.Thread):
-    """One save. A daemon thread: a process that ends at once abandons it, and unfinished files have names with a
-    dot."""
+    """One save. It is a daemon thread, so a process can exit at once: the unfinished folder has a name with a dot."""
 
     def __init__(
         self, owner: Checkpoints, state: TrainState, text: str, tensors: Mapping[tuple[str, str], torch.Tensor]
@@ -300,7 +301,7 @@ class _Save(threading.Thread):
         self.stall = self.seconds = 0.0
 
     def start_or_run(self) -> None:
-        """Save in the background, or right here if this user may start no more threads."""
+        """Save in the background, or in this thread if the system allows no more threads."""
         try:
             self.start()
         except RuntimeError:
@@ -333,16 +334,17 @@ class _Save(threading.Thread):
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _make_room(self) -> None:
-        """Free disk space by removing old checkpoints early, each only if a newer one is usable. Raises OSError if too
-        little."""
+        """Free disk space by removing old checkpoints early, each only if a newer one is undamaged.
+
+        Raises OSError if that frees too little.
+        """
         need = sum(tensor.nbytes for tensor in self.tensors.values()) + len(self.text) + SPARE
         for path in self._removable(saved=False):
             if self._free() >= need:
                 return
             self._remove_if_newer(path)
-        for path in self._removable(
-            saved=True
-        ):  # a best one that this save replaces: last, and only if that is enough
+        # The best checkpoint, which this save replaces, is removed last, and only if that frees enough.
+        for path in self._removable(saved=True):
             if self._free() < need <= self._free() + sum(file.lstat().st_size for file in path.glob("*")):
                 self._remove_if_newer(path)
         if self._free() < need:
@@ -358,8 +360,7 @@ class _Save(threading.Thread):
             stored.remove(path)
 
     def _set_newer_aside(self) -> None:
-        """Set aside checkpoints of this step or later that the run did not continue from. Lost ones are left to be
-        removed."""
+        """Set aside checkpoints of this step or later that the run did not resume from. Skips lost ones."""
         for path in stored.paths(self.folder):
             own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
             if own or ((damage := damage_of(path)) and damage.lost):
@@ -372,18 +373,22 @@ class _Save(threading.Thread):
         self.own_step = self.step
 
     def _removable(self, saved: bool) -> Iterator[Path]:
-        """The checkpoints that `keep` and `keep_best` do not protect, oldest first: before this step is `saved`, or
-        after."""
+        """Yield the checkpoints that `keep` and `keep_best` do not protect, oldest first.
+
+        `saved`: whether the checkpoint of this step is already written.
+        """
         paths = stored.paths(self.folder)
         older = [path for path in paths if step_of(path) < self.step]
         kept = {*(older[1 - self.config.keep :] if self.config.keep > 1 else []), self._best(older, saved)}
-        for path in paths:  # later ones are lost, or about to be set aside
+        for path in paths:  # checkpoints of later steps are lost, or about to be set aside
             if path not in kept and (step_of(path) < self.step or (saved and step_of(path) > self.step)):
                 yield path
 
     def _best(self, older: list[Path], saved: bool) -> Path | None:
-        """The best of the `older` ones, or None if this save is better. The save of `best_step` may have failed, so
-        the newest that was the best in its time is taken."""
+        """The best of the `older` checkpoints, or None if this save is better.
+
+        The save of `best_step` may have failed, so the newest one that was the best when it was saved also counts.
+        """
         if not self.config.keep_best or self.best_step is None or (saved and self.best_step == self.step):
             return None
         return next(
@@ -396,7 +401,7 @@ def _readable(size: float) -> str:
 
 
 def _parse_state(values: dict[str, Any]) -> TrainState:
-    """Raises ValueError if `values` are no TrainState."""
+    """The TrainState with these values. Raises ValueError if one is unknown or of a wrong type."""
     defaults = {entry.name: getattr(TrainState(), entry.name) for entry in fields(TrainState)}
     if unknown := sorted(values.keys() - defaults.keys()):
         raise ValueError(f"{STATE} has `{unknown[0]}`, which this version of fxtune does not know")

@@ -1,11 +1,11 @@
-"""The folder of a run: found, created and locked, so that no run is overwritten and no two runs write to one folder.
+"""Finds, creates and locks the folder of a run, so that no run is overwritten and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 compile.json, if anything is compiled        result.json, written last
 
-The lock is the operating system's (flock) on a file in the folder: it is the same by every path, and a dead process
-holds none. On a network file system it reaches other machines only if the file system supports that (NFS 4, Lustre
-with `-o flock`, GPFS); see docs/faults.md.
+The lock is the operating system's (flock) on a file in the folder. It works for every path to the folder, and the
+death of a process releases it. On a network file system it excludes other machines only if the file system supports
+that (NFS 4, Lustre with `-o flock`, GPFS); see docs/faults.md.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class RunFolder:
             ) from error
 
     def abandon(self) -> None:
-        """Remove the folder if the run failed before its first figures, so that the corrected command gets the same
-        number."""
+        """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if not self.resumed and not (self.path / "metrics.jsonl").exists():
-            with contextlib.suppress(OSError):  # other files are in it, or the disk is gone: it stays
+            with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
                 for name in ("config.yaml", "setting.json", "evidence.json", ".lock"):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
@@ -99,7 +98,7 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
 
     Without `folder` it is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished run of the
     same config or takes a new folder; `never` always takes a new one; `must` fails if there is no run to resume. A
-    given `folder` is used as it is, and other contents are an error.
+    given `folder` is used under its own name; contents other than this run are an error.
     """
     root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
     try:
@@ -120,14 +119,14 @@ def claim(name: str, folder: str | None, resume: str, config: dict[str, Any]) ->
 
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
-    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not; if
-    there is none, or with resume=never, the next free one. So the same sweep goes on where it stopped, and a sweep
-    with another setting gets new folders. Raises StorageError.
+    """The folder of a sweep's job: the newest of ROOT, ROOT-2 and so on with a run of this config, finished or not. If
+    there is none, or with resume=never, it is the next free one. So the same sweep continues where it stopped, and a
+    sweep with other settings gets new folders. Raises StorageError.
     """
     try:
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
-            with contextlib.suppress(StorageError):  # an unreadable config is another one
+            with contextlib.suppress(StorageError):  # an unreadable config counts as a different one
                 if not differences(read_config(path) or {}, config):
                     return path
     except OSError as error:
@@ -138,7 +137,7 @@ def sweep_folder(root: Path, resume: str, config: dict[str, Any]) -> Path:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """A digest of the keys that change what is learned: with equal digests one config can resume the other's run."""
+    """A digest of the keys that change what is learned. Configs with equal digests can resume each other's runs."""
     learned = {key: value for key, value in _flatten(config).items() if not _is_free(key)}
     return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
 
@@ -256,8 +255,8 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def require_own_files(path: Path) -> None:
-    """Raise StorageError for a run folder with links that lead out of it (checkpoints may be on another disk), or with
-    a pipe or a device, which would block whoever opens it.
+    """Raise StorageError if the run folder has links that lead out of it (except to checkpoints on another disk), or a
+    pipe or a device, which would block when opened.
     """
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
@@ -277,8 +276,9 @@ def require_own_files(path: Path) -> None:
 
 
 def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML in which a few lines cause endless work: deeply nested lists, and aliases that repeat
-    a list. fxtune writes neither."""
+    """Raise ValueError for YAML in which a few lines can cause endless work: deep nesting, or aliases. fxtune writes
+    neither.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -1,1 +1,1 @@
-"""Where figures go: terminal, JSONL, W&B, TensorBoard."""
+"""Reporting of metrics: terminal, JSONL, W&B, TensorBoard."""

@@ -1,6 +1,6 @@
 """The display of a run: a live one on a terminal, one line per log interval elsewhere, or none.
 
-The line without a terminal is `key=value` in a fixed order, for grep. A display gets plain numbers at the log
+Without a terminal each line is `key=value` pairs in a fixed order, for grep. A display gets plain numbers at the log
 interval, so it never waits for the device and never stops training.
 """
 
@@ -38,19 +38,19 @@ def evidence_table(evidence: Iterable[Evidence], title: str = "Techniques, as ob
 
 
 class Display:
-    """The interface for the trainer; this class shows nothing. Use it with `with`, or call `finish` at the end."""
+    """The interface that the trainer uses; this class shows nothing. A context manager; finish() ends it, too."""
 
     def start(self, total_steps: int, title: str, done_steps: int = 0) -> None:
-        """Begin a run of `total_steps`, of which an earlier process did `done_steps`."""
+        """Begin a run of `total_steps` steps; an earlier process did the first `done_steps`."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the `metrics` after `step` steps, by the names that the tracker gets. Never raises."""
+        """Show the `metrics` after `step` steps, under the tracker's names. Never raises."""
 
     def note(self, text: str) -> None:
         """Show a message on its own lines."""
 
     def evidence(self, seen: Iterable[Evidence]) -> None:
-        """Show what was observed of the techniques."""
+        """Show the evidence of the techniques."""
 
     def answers(self, rows: Iterable[tuple[str, str, str | None, str | None]]) -> None:
         """Show answers to questions; see `answers_table`."""
@@ -83,7 +83,7 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
 
 
 class TimeLeft:
-    """Estimates the time left from the steps of this process. An earlier process may have run on another machine."""
+    """Estimates the time left from the steps of this process only: an earlier one may have run on another machine."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
         self.total, self.done = total, done
@@ -168,10 +168,8 @@ class LiveDisplay(PlainDisplay):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.reached(step)
-        self._latest = {
-            **self._latest,
-            **metrics,
-        }  # a new dict, because the refreshing thread may be reading the old one
+        # A new dict, because the refreshing thread may be reading the old one.
+        self._latest = {**self._latest, **metrics}
         loss = _number(metrics.get("train/loss"))
         if loss is not None and math.isfinite(loss):
             self._losses.add(loss)
@@ -224,7 +222,7 @@ class Column(NamedTuple):
     label: str = ""
     """The name in the live display; empty: `name`."""
     live: bool = True
-    """Whether the live display shows it, too."""
+    """Whether the live display also shows it."""
 
 
 COLUMNS = {
@@ -245,7 +243,7 @@ COLUMNS = {
     "eval/perplexity": Column("eval_perplexity", ".3f", "perplexity"),
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
 }
-"""Metrics in the order of a line. Others follow under their own names."""
+"""Metrics in their order in a line. All others follow under their own names."""
 
 
 def column(metric: str) -> Column:
@@ -267,8 +265,7 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A chart of `values` in at most `width` characters, scaled from lowest to highest; neighbours are averaged to
-    fit."""
+    """A chart of `values` in at most `width` characters, from lowest to highest; neighbours are averaged to fit."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -279,8 +276,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class DownsampledSeries:
-    """All values of a metric in bounded memory: when it is full, neighbours are averaged and each entry stands for
-    more."""
+    """A metric's history in bounded memory: when it is full, pairs of neighbours are averaged into one entry."""
 
     def __init__(self, capacity: int = 512) -> None:
         self.values: list[float] = []
@@ -323,7 +319,7 @@ def _number(value: Any) -> float | None:
 
 
 def _flow(parts: Iterable[Text], width: int) -> list[Text]:
-    """The parts on as few lines as possible; a part is not broken, but truncated if it is wider than a line."""
+    """The parts on as few lines as possible. A part is never split; one wider than a line is truncated."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + 2 + part.cell_len <= width:

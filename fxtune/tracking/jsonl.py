@@ -1,8 +1,8 @@
-"""metrics.jsonl, the history of a run: one JSON object a line, each written at once and completely.
+"""metrics.jsonl, the history of a run: one JSON object a line, each written immediately and completely.
 
-A resumed run removes the lines of the steps that it does again, and the incomplete line that a kill left, so each
-figure of a step is there once. A full disk loses nothing: lines wait in memory, half a kilobyte each, and are written
-in order once there is room. Lines that were never written are reported at the end, and by the run that goes on.
+A resumed run removes the lines of the steps that it repeats, and an incomplete line that a kill left, so each figure
+of a step appears once. A full disk loses no line: lines wait in memory, half a kilobyte each, and are written in order
+once there is room. Lines that were never written are reported at the end, and by the resumed run.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ NAME = HISTORY
 
 
 class MetricsFile:
-    """The file of the run in `folder`, which has done `step` optimizer steps; with 0 the file is emptied. Never
-    raises.
+    """metrics.jsonl of the run in `folder` after `step` optimizer steps; step 0 empties the file. Never raises.
 
-    `logged`: the last of these steps that was logged, if that is known. `note` gets one-line messages for the user.
+    `logged`: the last logged step among these, if known. `note` gets one-line messages for the user.
     """
 
     def __init__(self, folder: Path, step: int, logged: int | None, note: Callable[[str], None]) -> None:
         self.path = folder / NAME
         self.kept: set[frozenset[str]] = set()
-        """The names of the figures in each line of `step`."""
+        """The names of the figures in each existing line of `step`."""
         self._note = note
         self._file: IO[bytes] | None = None
         self._end = 0
         self._waiting = b""
-        """Complete lines that the disk did not take."""
+        """Complete lines that are not on the disk yet."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             last, self.kept = _keep_until(self.path, step)
@@ -47,8 +46,8 @@ class MetricsFile:
             return
         if isinstance(logged, int) and last < logged <= step:
             note(
-                f"{self.path} has no lines of steps {last + 1} to {logged}, which were logged: a full disk or a power cut took "
-                "them. Training goes on all the same."
+                f"{self.path} has no lines of steps {last + 1} to {logged}, which were logged: a full disk or a "
+                "power cut took them. Training goes on all the same."
             )
 
     def write(self, line: dict[str, Any]) -> None:
@@ -81,7 +80,7 @@ class MetricsFile:
             self._note(f"{self.path}: {error}")
 
     def _flush(self) -> OSError | None:
-        """Write the waiting lines; of a line that does not fit no part stays in the file."""
+        """Write the waiting lines. If a line does not fit, no part of it stays in the file."""
         assert self._file is not None
         try:
             taken = self._file.write(self._waiting) or 0
@@ -109,7 +108,7 @@ def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
         size, end, last = size + len(line), start + len(line), values[STEP]
         if last == step:
             names.add(frozenset(values) - {STEP, "time"})
-    if size == end:  # as almost always, only the end of the file is removed, which needs no room on the disk
+    if size == end:  # the usual case: only the end of the file is cut off, which needs no room on the disk
         with path.open("r+b") as file:
             file.truncate(end)
             os.fsync(file.fileno())
@@ -121,7 +120,7 @@ def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
 
 
 def _lines(path: Path, step: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """The complete lines of steps up to `step`, none if that is 0: where each begins, its bytes and its values."""
+    """Yield (offset, bytes, values) of each complete line of the first `step` steps; no line if `step` is 0."""
     end = 0
     with path.open("rb") as file:
         for line in file:

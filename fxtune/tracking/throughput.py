@@ -1,6 +1,6 @@
 """Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs count the operations that the mathematics needs, so that extra work (recomputed activations, padding,
+Model FLOPs count only the operations that the model needs, so that extra work (recomputed activations, padding,
 attention to masked keys) lowers MFU instead of raising it:
 
 - A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
@@ -143,7 +143,7 @@ class StartupTimer:
     """The time from the command to the first line of figures, by stage; compilation in the first steps is included."""
 
     begun: ClassVar[bool] = False
-    """Whether this process has begun a run: later runs of a sweep do not count from the process's start."""
+    """Whether this process has begun a run: only the first run of a sweep counts from the start of the process."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -159,7 +159,7 @@ class StartupTimer:
         self._last = now
 
     def summary(self) -> str:
-        """One line: the total, and each stage that took half a second or more."""
+        """One line: the total time, and each stage that took half a second or more."""
         parts = [f"{stage} {round(seconds)}" for stage, seconds in self.seconds.items() if seconds >= 0.5]
         return f"from the start to here: {sum(self.seconds.values()):.0f} s" + (
             f" ({', '.join(parts)})" if parts else ""
@@ -177,10 +177,10 @@ class PlannedWork(Protocol):
 
 
 class Meter:
-    """Counts the work of the steps between two readings. It reads no tensor, so it never waits for the device.
+    """Counts the work of the steps between two calls of read(). It reads no tensor, so it never waits for the device.
 
-    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: of the matmuls under autocast, if
-    it differs from the weights'.
+    `tokens` and `supervised_tokens`: totals of the run before this process. `dtype`: the autocast dtype, if it differs
+    from the weights' dtype.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block (an evaluation, a checkpoint) from the rates."""
+        """Exclude the body (an evaluation, a checkpoint) from the rates."""
         self._synchronize()  # so that steps still running on the device do not count as part of the pause
         began = self._clock()
         try:
@@ -224,7 +224,7 @@ class Meter:
             self._began += self._clock() - began
 
     def read(self) -> dict[str, float]:
-        """The metrics of the steps since the last reading. Call it after the loop has waited for the device."""
+        """The metrics of the steps since the last read(). Call it after the loop has waited for the device."""
         seconds = max(self._clock() - self._began, 1e-9)
         figures = {
             "train/tokens": float(self.tokens),
@@ -253,7 +253,7 @@ class Meter:
 
 
 def _matmul_dtype(model: nn.Module) -> str:
-    """The dtype of most matmuls by their size; `tf32` is one."""
+    """The dtype of most matmul weights, by size; `tf32` for float32 weights if TF32 is on."""
     share: dict[torch.dtype, int] = {}
     for module in model.modules():
         sizes = _matmul(module)

@@ -1,8 +1,8 @@
-"""Where the figures of a run go: metrics.jsonl always; Weights & Biases and TensorBoard when asked.
+"""Writes the metrics of a run: always to metrics.jsonl, and to Weights & Biases and TensorBoard if configured.
 
-Whatever happens to a tracker, training goes on: `Tracker.log` never raises and never waits. W&B runs in a process of
-its own (wandb_client.py says why), which reads metrics.jsonl: starting it costs the loop nothing, a network that does
-not answer sends the run offline, and a service that dies is reported once.
+Training goes on if a tracker fails: `Tracker.log` never raises and never waits. W&B runs in a process of its own
+(wandb_client.py says why), which reads metrics.jsonl: starting it does not delay the loop, a run whose network does
+not answer goes offline, and a service that dies is reported once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
 from fxtune.tracking.wandb_worker import GOES_ON, STEP
 
 SYNC_PATIENCE = 15.0
-"""Seconds that W&B has to answer `fxtune sync`."""
+"""Seconds that `fxtune sync` waits for W&B's first answer."""
 UPLOAD_PATIENCE = 6 * 3600.0
 """Seconds that the upload of `fxtune sync` may take."""
 SHORT_PATIENCE = 3.0
@@ -58,8 +58,7 @@ class Display(str, Enum):
 @dataclass
 class WandbConfig:
     mode: WandbMode = WandbMode.disabled
-    """`auto`: online when an API key is at hand (WANDB_API_KEY or netrc), offline otherwise; WANDB_MODE decides if
-    set."""
+    """`auto`: WANDB_MODE if it is set; otherwise online with an API key (WANDB_API_KEY or netrc), offline without."""
     project: str = "fxtune"
     entity: Optional[str] = None
     group: Optional[str] = None
@@ -78,7 +77,7 @@ class TrackingConfig:
 
 
 def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why this tracking cannot work here, and what to change. Imports no tracker."""
+    """Yield each reason why this tracking config cannot work here, and what to change. Imports no tracker."""
     if config.tensorboard and "tensorboard" not in facts.packages:
         yield _TENSORBOARD_MISSING
     wandb = config.wandb
@@ -100,8 +99,7 @@ _TENSORBOARD_MISSING = (
 
 
 def wandb_mode(config: WandbConfig) -> str:
-    """`online`, `offline` or `disabled`: the configured mode with this machine's credentials. Never asks the user for
-    any."""
+    """`online`, `offline` or `disabled`, by the configured mode and this machine's credentials. Never prompts."""
     mode = config.mode.value
     if config.mode is WandbMode.auto:
         mode = os.environ.get("WANDB_MODE", "").lower()
@@ -112,11 +110,11 @@ def wandb_mode(config: WandbConfig) -> str:
 class Tracker:
     """Writes a run's metrics to every place that the config names.
 
-    `resume_step`: the optimizer steps already done by the run that is resumed; `logged`: the last of them that was
-    logged (jsonl.py says what becomes of metrics.jsonl). `wandb_id`: the id of the W&B run to continue. `note` gets
-    one-line messages for the user, always from the thread that calls this object.
+    `resume_step`: the number of optimizer steps that the resumed run has done; `logged`: the last logged one (see
+    MetricsFile). `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages for the user, always
+    from the thread that calls this object.
 
-    Raises ConfigError if TensorBoard is configured and not installed; nothing else.
+    Raises only ConfigError, if TensorBoard is configured and not installed.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class Tracker:
         self._file = MetricsFile(self.run_dir, resume_step, logged, self._notes.put)
         self._wandb: WandbClient | None = None
         self.wandb_id: str | None = None
-        """The id under which W&B knows this run, for the checkpoint; None if W&B is disabled."""
+        """The id of the W&B run, which a checkpoint saves; None if W&B is disabled."""
         mode = wandb_mode(config.wandb)
         if mode != "disabled":
             self.wandb_id = wandb_run_id(self.run_dir, wandb_id)
@@ -157,7 +155,7 @@ class Tracker:
         """Record `metrics` (name -> number or text) as of `step` finished optimizer steps. Never raises, never
         waits."""
         if step == self._resume_step and frozenset(metrics) in self._file.kept:
-            return  # the run was killed after it wrote these figures, and computed them again
+            return  # the run was killed after it wrote these figures, and has computed them again
         values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
         self._file.write({"time": round(time.time(), 3), **values})
         if self._tensorboard:
@@ -171,7 +169,7 @@ class Tracker:
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
         """Set the summary and close everything. Safe to call twice.
 
-        Waits for W&B's last upload, for half a minute at most; SHORT_PATIENCE with the exit code of a run that was
+        Waits for W&B's last upload: at most half a minute, or SHORT_PATIENCE if the exit code says that the run was
         stopped.
         """
         self.summary(figures or {})
@@ -181,7 +179,7 @@ class Tracker:
             try:
                 with SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext():
                     client.finish(exit_code, self._summary, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
-            except Stopped:  # the run is finished; only the upload is stopped
+            except Stopped:  # the run is finished; the signal stops only the upload
                 if not client.finish(exit_code, self._summary, SHORT_PATIENCE):
                     again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
                     self._notes.put(f"W&B was left behind. To send it what it does not have: {again}")
@@ -231,10 +229,10 @@ class Tracker:
 
 
 def upload(run_dir: Path, note: Callable[[str], None]) -> None:
-    """Send W&B the rows that it does not have of the run in `run_dir`, which no process may be training.
+    """Send W&B the rows of the run in `run_dir` that it does not have. No process may be training that run.
 
-    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes one, or W&B did
-    not take everything).
+    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes it, or W&B did
+    not accept every row).
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
@@ -294,14 +292,12 @@ def _client(
 
 
 def wandb_run_id(run_dir: Path, given: str | None) -> str:
-    """The id of this folder's W&B run. It is kept in a file, so that a run killed before its first checkpoint has it,
-    too."""
+    """The id of this folder's W&B run. It is kept in a file, for a run that is killed before its first checkpoint."""
     file = run_dir / "wandb" / "id"
     known = given
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if (
-            file.is_file() and not file.is_symlink()
-        ):  # the folder may be a stranger's: no pipe, no link to a file of ours
+        # The folder may be a stranger's: read no pipe, and no link to a file of ours.
+        if file.is_file() and not file.is_symlink():
             known = known or file.read_text(encoding="utf-8").strip()
     known = known or os.environ.get("WANDB_RUN_ID") or _new_id()
     with contextlib.suppress(OSError):  # if the folder cannot be written, W&B says so itself
@@ -311,12 +307,12 @@ def wandb_run_id(run_dir: Path, given: str | None) -> str:
 
 
 def _json_value(value: Any) -> int | float | str | bool | None:
-    """A Python number from a tensor or a numpy scalar; text for anything that JSON does not have."""
+    """`value` as JSON can hold it: tensors and numpy scalars become Python numbers, other types text."""
     if hasattr(value, "item"):
         value = value.item()
     return value if value is None or isinstance(value, (int, float, str, bool)) else str(value)
 
 
 def _new_id() -> str:
-    """Eight characters, like W&B's own ids, from the system's random numbers: a run's seed does not repeat it."""
+    """Eight characters, like W&B's own ids, from the system's random numbers, so that a seed never repeats one."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

@@ -1,16 +1,16 @@
-"""Starts, watches and ends the process that W&B runs in (wandb_worker.py).
+"""Starts, watches and ends the process that runs W&B (wandb_worker.py).
 
 W&B is a network client with threads, exit hooks and a service process. In the training process a dead network, a
 killed service or a hanging upload would block a step or the exit, or raise from a hook. In a process of its own the
 worst case is that this process is killed. It costs one Python interpreter (about 100 MB of memory) and no time in the
-loop.
+training loop.
 
 metrics.jsonl is the history of a run, and W&B's history is a copy of it with one row for each step: the process reads
 the file and nothing else. Every session starts from the file's first line. Online, rows that the server has are
 skipped, so a resumed run sends what an earlier session could not, and no step twice. Offline, the newest folder holds
-all rows. So whatever becomes of a session (a server that refuses, a service that is killed, an upload that never
-ends), the next one completes it, and `fxtune sync` is a session that does nothing else. `wandb sync` sends all rows of
-a folder, also those that the server has: it is suggested only if the server has none.
+all rows. So if a session fails (a server that refuses, a service that is killed, an upload that never ends), the next
+one completes it. `fxtune sync` runs such a session without training. `wandb sync` sends all rows of a folder, also
+those that the server has, so it is suggested only if the server has none.
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ from urllib.parse import urlsplit
 from fxtune.system.redact import without_user
 from fxtune.tracking import wandb_worker
 
-END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B, all together
-UPLOAD_TIMEOUT = 15.0  # of those, for the last upload; the rest is for keeping the run offline instead
-START_TIMEOUT = (
-    120.0  # seconds for a Python that imports wandb, on a slow or busy machine; only a thread here waits for it
-)
-SERVICE_TIMEOUT = 15.0  # seconds beyond init_timeout, which wandb itself keeps online, for starting its service
+END_TIMEOUT = 30.0  # seconds that the end of a run waits for W&B in total
+UPLOAD_TIMEOUT = 15.0  # of these, seconds for the last upload; the rest is for storing the run offline instead
+START_TIMEOUT = 120.0  # seconds for a Python to import wandb on a slow or busy machine; only a thread waits for it
+SERVICE_TIMEOUT = 15.0  # seconds on top of init_timeout (which wandb itself enforces online) for starting its service
 PROGRAM = Path(wandb_worker.__file__)
 ADDRESS = "WANDB_BASE_URL"
 
 
 class WandbClient:
-    """One session in each of `modes` until one succeeds, watched by a thread: online first, and offline if that
-    fails."""
+    """Runs a session in each of `modes` until one succeeds, such as online, then offline. A thread watches it."""
 
     def __init__(
         self,
@@ -70,27 +67,27 @@ class WandbClient:
             "disable_job_creation": True,
         }
         self._events: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
-        """Messages, each with the process that it came from; None: finish()."""
+        """Messages, each with the process that sent it, or None if finish() did."""
         self._finish: dict[str, Any] | None = None
         self._abandoned = False
         self.trouble: str | None = None
-        """Why neither W&B nor an offline folder has everything."""
+        """Why neither W&B nor an offline folder has all rows."""
         self.process: subprocess.Popen[str] | None = None
         self.folder: str | None = None
-        """W&B's folder of the session, once that is ready."""
+        """W&B's folder of the session, once the session is ready."""
         if (os.environ.get(ADDRESS) or server()) != server():
             notes.put(
-                f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs would "
-                "show them. Take them out of there."
+                f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs "
+                "would show them. Take them out of there."
             )
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
 
     def finish(self, exit_code: int, summary: dict[str, Any], patience: float | None = None) -> bool:
-        """Wait for the last upload: `patience` seconds, by default END_TIMEOUT and the rest of W&B's start. Returns
-        whether it ended. metrics.jsonl must be complete.
+        """Wait for the last upload, and return whether it ended. metrics.jsonl must be complete.
 
-        A run that goes on later need not wait: the next session sends what this one did not.
+        `patience`: seconds to wait; None: END_TIMEOUT and the time that W&B has to start. A run that is resumed later
+        need not wait: the next session sends the missing rows.
         """
         self._events.put((None, {"finish": exit_code, "summary": summary}))
         self._thread.join(self._init_timeout + END_TIMEOUT if patience is None else patience)
@@ -119,7 +116,7 @@ class WandbClient:
             )
 
     def _session(self, mode: str) -> str | None:
-        """Run one W&B process until the run ends. Returns why it does not have everything, or None."""
+        """Run one W&B process until the run ends. Returns None if it has all rows, else the reason."""
         if (reason := self._start(mode)) is not None:
             return f"W&B did not take the run ({reason})"
         assert self.process
@@ -141,13 +138,13 @@ class WandbClient:
     def _start(self, mode: str) -> str | None:
         """Start the W&B process in `mode`. Returns None once it is ready, else the reason."""
         folder = self._run_dir / "wandb"
-        # W&B's error reports to its makers would carry more than a run's figures, and there may be no network for
+        # W&B's error reports to its makers would contain more than a run's metrics, and there may be no network for
         # them.
         environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
         environment.pop("WANDB_SERVICE", None)
         if environment.get(ADDRESS):  # else W&B's own settings may name one
             environment[ADDRESS] = server()
-        # An offline run has all rows, so its upload must begin at row 0 of the server's history: `resume` would append
+        # An offline run has all rows, so its upload must start at row 0 of the server's history; `resume` would append
         # them.
         init = {**self._init, "mode": mode, "resume": "allow" if mode == "online" else None}
         history = str((self._run_dir / wandb_worker.HISTORY).resolve())
@@ -189,7 +186,7 @@ class WandbClient:
         return None
 
     def _answer(self, timeout: float | None = None) -> dict[str, Any]:
-        """The next message of the process; a finish() that comes first is passed on to it. Raises queue.Empty."""
+        """The next message of the process. Passes a finish() that comes first on to it. Raises queue.Empty."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -210,13 +207,13 @@ class WandbClient:
     def _send(self, message: dict[str, Any]) -> None:
         assert self.process
         assert self.process.stdin
-        with contextlib.suppress(OSError):  # the process is gone, as its answers say
+        with contextlib.suppress(OSError):  # the process is gone; _answer() reports that
             self.process.stdin.write(json.dumps(message, default=str) + "\n")
             self.process.stdin.flush()
 
     def _how_to_sync(self) -> str:
-        """The command that completes W&B's history."""
-        # The name of a second folder within a second ends with -1. The newest one has the whole history.
+        """A sentence with the command that completes W&B's history."""
+        # W&B appends -1 to the name of a second folder within one second. The newest folder has the whole history.
         folders = sorted(self._run_dir.glob(f"wandb/offline-run-*-{self._init['id']}*"))
         if folders and not (self._run_dir / "wandb" / "online").exists():
             return f" To upload it: wandb sync {shlex.quote(str(folders[-1]))}"
@@ -229,8 +226,7 @@ def server() -> str:
 
 
 def api_key_at_hand() -> bool:
-    """Whether W&B's library would find credentials on this machine, in the environment or netrc. Never asks for
-    any."""
+    """Whether W&B's library would find credentials on this machine, in the environment or netrc. Never prompts."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(server()).hostname or ""

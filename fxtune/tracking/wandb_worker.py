@@ -1,9 +1,10 @@
-"""The process that W&B runs in: it follows metrics.jsonl and sends W&B one row for each step.
+"""The process that runs W&B: it follows metrics.jsonl and sends W&B one row for each step.
 
-In, one JSON object a line: first `{"argv", "settings", "init", "history"}`, at the end `{"finish": exit_code,
-"summary": {...}}`. End of input without "finish": the training process died; the run is marked as failed.
-Out: `{"imported": true}`, then `{"ready": {"dir", "url", "last"}}` or `{"failed": reason}`, later `{"lost": reason}`,
-last `{"done": true}` or `{"late": reason}`.
+Input, one JSON object a line: first `{"argv", "settings", "init", "history"}`, at the end `{"finish": exit_code,
+"summary": {...}}`. If the input ends without "finish", the training process died, and the run is marked as failed.
+
+Output, one JSON object a line: `{"imported": true}`, then `{"ready": {"dir", "url", "last"}}` or `{"failed": reason}`,
+later perhaps `{"lost": reason}`, at the end `{"done": true}` or `{"late": reason}`.
 
 This file imports nothing of fxtune: it runs by its path, whatever the working directory.
 """
@@ -23,14 +24,15 @@ from typing import IO, Any
 
 STEP = "train/step"
 HISTORY = "metrics.jsonl"
-POLL = 0.5  # seconds between two looks at metrics.jsonl
+POLL = 0.5  # seconds between two reads of metrics.jsonl
 GRACE = 3.0  # seconds that wandb may take beyond its own finish_timeout before the process ends itself
-CHECK = 5.0  # seconds between two looks at the service's log
-GOES_ON = 75  # the exit code of a run that was told to stop and will be started again
+CHECK = 5.0  # seconds between two checks of the service's log
+GOES_ON = 75  # the exit code of a run that was stopped by a signal and will be resumed
 
 
 def main() -> None:
-    # W&B's service inherits 0, 1 and 2. If it held our pipes, their other end would not notice that we died.
+    # W&B's service inherits descriptors 0, 1 and 2. If it held our pipes, the training process would not notice that
+    # this process died.
     lines, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -58,7 +60,7 @@ def main() -> None:
         last = run.starting_step - 1 if run.resumed else -1
     except Exception as error:  # noqa: BLE001
         answer(failed=_reason(error))
-        os._exit(1)  # not through wandb's exit hooks, which may wait for a server that never answers
+        os._exit(1)  # skips wandb's exit hooks, which may wait for a server that never answers
     answer(ready={"dir": run.settings.sync_dir, "url": None if run.offline else run.url, "last": last})
     commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(lines, commands), daemon=True).start()
@@ -92,12 +94,11 @@ def _read_commands(lines: IO[str], commands: queue.SimpleQueue[dict[str, Any]]) 
 def _follow(
     run: Any, history: str, last: int, commands: queue.SimpleQueue[dict[str, Any]]
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Send the rows of steps after `last` as they are written, until the first command. Returns it, and what sends the
-    last row.
+    """Send the rows of steps after `last` as they are written, until the first command.
 
-    Lines of one step are one row, sent when the next step begins. A row that the server has cannot be extended. So the
-    last one is not sent where it may be incomplete, when the training process died or will go on: the next session
-    sends it.
+    Returns the command and a function that sends the last row. All lines of one step make one row, which is sent when
+    the next step begins. A sent row cannot be extended. So the last row is not sent if it may be incomplete (the
+    training process died, or the run will be resumed): the next session sends it.
     """
     row: dict[str, Any] = {}
 
@@ -123,7 +124,7 @@ def _follow(
 
 
 def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The complete lines from here to the end of the file, without the figures that are null."""
+    """Yield the complete lines from the current position to the end of the file, without figures that are null."""
     while (line := stream.readline()).endswith(b"\n"):
         with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a full disk leaves such lines
             values = {name: value for name, value in json.loads(line).items() if value is not None}
@@ -134,10 +135,10 @@ def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _require_uploaded(run: Any) -> None:
-    """Raise OSError if W&B's service gave the history's upload up. run.log() and run.finish() do not report that.
+    """Raise OSError if W&B's service gave up uploading the history. run.log() and run.finish() do not report that.
 
-    The service's own log does, as of wandb 0.22 to 0.31: one JSON object a line, an error of the part that streams the
-    history. Requests that it repeats are not errors.
+    The service's own log does (wandb 0.22 to 0.31): it has one JSON object a line, and this failure is an error with a
+    message that starts with `filestream:`. Requests that the service retries are not logged as errors.
     """
     with (
         contextlib.suppress(FileNotFoundError),

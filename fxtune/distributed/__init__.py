@@ -1,1 +1,1 @@
-"""Processes and devices: ranks, mesh and collectives."""
+"""The device of this process. Ranks, mesh and collectives will belong here."""

@@ -18,8 +18,7 @@ from fxtune.system.units import GIB
 CONTEXT = GIB
 """Bytes of GPU memory that the driver and the context of a process take, at most."""
 _LIMITED: set[torch.device] = set()
-"""GPUs whose memory an earlier run of this process limited: the next run of a sweep may have another limit, or
-none."""
+"""GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
 
 
 class Device(str, Enum):
@@ -30,7 +29,7 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class World:
-    """Where this process runs: on one device."""
+    """The device of this process."""
 
     device: torch.device
 
@@ -65,8 +64,8 @@ class World:
     def facts(self, deterministic: bool = False) -> MachineFacts:
         """The device, the memory and the installed packages.
 
-        `deterministic`: count all memory as free except the driver's. What other processes leave free differs from run
-        to run, and `auto` settings depend on it.
+        `deterministic`: count all memory as free except the driver's. The memory that other processes use differs from
+        run to run, and `auto` settings depend on free memory.
         """
         name, capability, total = f"{cores()} cores, {platform.machine()}", None, memory()[0]
         free = total

@@ -1,1 +1,1 @@
-"""The machine and this process: memory, signals, files, caches, secrets. Knows nothing of models."""
+"""The machine and this process: memory, signals, files, caches, secrets. No code here depends on models."""

@@ -1,10 +1,10 @@
-"""Files that are complete or known not to be: written with their sha256, synced, and renamed into place.
+"""Files that are either complete or detected as incomplete: written with their sha256, synced, and renamed into place.
 
-`HashingWriter` hashes what passes through it, so no file is read again for its digest, and syncs the file when it is
-closed. `replacing` writes a temporary file beside the final one and renames it. `write_tensors` writes the safetensors
-format (github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the bytes of each
-tensor). The library's own `save_file` gives out nothing to hash and needs all tensors in host memory at once; this
-takes one tensor at a time from any device. Reading uses the library.
+`HashingWriter` hashes the bytes as it writes them, so no file is read again for its digest, and syncs the file when it
+closes it. `replacing` writes a temporary file in the same folder and renames it. `write_tensors` writes the
+safetensors format (github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
+bytes of each tensor). The library's own `save_file` does not expose the bytes for hashing and needs all tensors in
+host memory at once; `write_tensors` takes one tensor at a time from any device. Files are read with the library.
 
 `find_damage` compares a file with its digest. It opens only regular files of the recorded size: a link, a named pipe
 or a huge file put in their place is refused without being opened.
@@ -50,7 +50,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file as it was written."""
+    """The sha256 and the size of a file as it was written."""
 
     sha256: str
     bytes: int
@@ -62,12 +62,12 @@ class Damage:
 
     reason: str
     lost: bool = False
-    """Whether the saved bytes are known to be gone: missing, or read and different. Anything else may be readable
-    later, by another version of fxtune or once a disk works again."""
+    """Whether the saved bytes are known to be gone: the file is missing, or was read and differs. Otherwise it may be
+    readable later, by another version of fxtune or once a disk works again."""
 
 
 class HashingWriter:
-    """A new file for writing; a context. Left without an error, the file is on the disk and `digest` is set."""
+    """Writes a new file, as a context manager. On leaving without an error, it syncs the file and sets `digest`."""
 
     digest: FileDigest
 
@@ -95,7 +95,7 @@ class HashingWriter:
 
 @contextlib.contextmanager
 def replacing(path: Path, shared: bool = False) -> Iterator[HashingWriter]:
-    """A writer whose file takes the place of `path` when the block ends without an error. Raises OSError.
+    """A writer whose file replaces `path` when the body ends without an error. Raises OSError.
 
     The old file stays until the new one is on the disk. `shared`: other processes may replace it at the same time.
     """
@@ -119,9 +119,9 @@ def replace_text(path: Path, text: str, shared: bool = False) -> None:
 
 
 def replace_folder(staging: Path, final: Path, backup: Path) -> None:
-    """Rename the complete folder `staging` to `final`. What was there is kept as `backup` until that is on the disk.
+    """Rename the complete folder `staging` to `final`. An old `final` is kept as `backup` until then.
 
-    Raises OSError. After a kill between the two renames only `backup` exists: the caller puts it back.
+    Raises OSError. After a kill between the two renames only `backup` exists: the caller restores it.
     """
     replaced = final.is_dir() and not final.is_symlink()
     if replaced:
@@ -169,7 +169,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def find_damage(path: Path, written: FileDigest) -> Damage | None:
-    """Why the file at `path` is not the one that was `written`, or None."""
+    """Why the file at `path` differs from the one that was `written`; None if it does not."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -187,7 +187,7 @@ def find_damage(path: Path, written: FileDigest) -> Damage | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a regular file. Raises ValueError with what is wrong with it."""
+    """The JSON object in a regular file. Raises ValueError with the reason if there is none."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -211,7 +211,7 @@ def _not_a_file(path: Path, mode: int) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A digest of fxtune's source code. In a checkout the version number does not say which code runs."""
+"""A digest of fxtune's source code. In a checkout the version number does not identify the code that runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 
-@lru_cache  # once a process: what was imported stays, whatever becomes of the files
+@lru_cache  # once a process: imported code stays the same even if the files change
 def digest(*parts: str) -> str:
-    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all of
-    it."""
+    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all."""
     found = hashlib.sha256()
     for file in sorted({file for part in parts or (".",) for file in (PACKAGE / part).rglob("*.py")}):
         source = file.read_bytes()

@@ -1,16 +1,16 @@
-"""The folder in which torch.compile keeps compiled code: one for each version of our own operators.
+"""The folder in which torch.compile keeps compiled code: one for each version of fxtune's own operators.
 
-torch looks a compiled graph up by the graph's operators, its inputs, torch's own source and its options. Of a
-torch.library operator it sees the name alone, not its code or the shapes it returns. A graph compiled with an older
-version of an operator would be loaded, and fail an assertion about sizes or give wrong numbers. So the folder's name
-holds a digest of every folder that has operators or rules by which a graph is marked (SOURCES). (torch's own tag for
-this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it; backward passes are compiled in
-another thread.)
+torch's cache key for a compiled graph has the graph's operators, its inputs, torch's own source and its options. For a
+torch.library operator it has only the name, not the code or the shapes it returns. So torch would load a graph
+compiled with an older version of an operator, which would fail an assertion about sizes or give wrong numbers.
+Therefore the folder's name holds a digest of every source folder that defines operators or checkpointing policies
+(SOURCES). (torch's own tag for this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it;
+backward passes are compiled in another thread.)
 
 A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in
 every later run. `remove_truncated_libraries` deletes such files at the start of a run; they are compiled again.
 
-Each process holds a shared lock on its folder for as long as it lives. Of the unlocked folders the last used ones are
+Each process holds a shared lock on its folder until it ends. Of the unlocked folders the most recently used ones are
 kept, so that switching between two versions stays fast, and the others are removed.
 """
 
@@ -32,11 +32,11 @@ from fxtune.system.host import cache_home
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile")
-"""Folders of the package whose code decides what a compiled graph computes without being part of the graph: operators,
-and the policy of selective checkpointing."""
+"""Folders of the package whose code changes what a compiled graph computes without being part of its cache key:
+operators, and the policy of selective checkpointing."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2
-"""Unused folders of other versions that stay."""
+"""How many unused folders of other versions are kept."""
 
 _LOCKS: dict[Path, int] = {}
 """File descriptors of this process's locks, by folder. They are released when the process ends."""
@@ -49,7 +49,7 @@ def use_cache_folder() -> Path | None:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch writes its default, below /tmp, into the variable when it first asks for the folder.
+    # torch writes its default, below /tmp, into the variable when it first needs the folder.
     default = Path(default_cache_dir())
     given, own = Path(os.environ.get(VARIABLE) or default), cache_home() / "inductor"
     root = given.parent if FOLDER_NAME.fullmatch(given.name) else given
@@ -77,7 +77,7 @@ def lock_shared(folder: Path) -> None:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            except OSError:  # a file system without locks: nobody can lock exclusively either, so all folders stay
+            except OSError:  # a file system without locks: no process can lock exclusively either, so all folders stay
                 break
             if _is_file(descriptor, file):
                 break
@@ -87,7 +87,7 @@ def lock_shared(folder: Path) -> None:
 
 
 def remove_truncated_libraries(folder: Path) -> None:
-    """Remove truncated libraries, except those that another process is linking right now: it holds torch's lock."""
+    """Remove truncated libraries, except one that another process is linking now, for which it holds torch's lock."""
     for library in folder.rglob("*.so"):
         if is_truncated(library):
             lock = FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0)
@@ -118,7 +118,7 @@ def remove_unused(root: Path) -> None:
             descriptor = os.open(file, os.O_RDWR)
         except OSError:  # another process removed it first
             continue
-        with contextlib.suppress(OSError):  # somebody holds the lock
+        with contextlib.suppress(OSError):  # another process holds the lock
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_file(descriptor, file):
                 shutil.rmtree(file.with_suffix(""), ignore_errors=True)
@@ -134,7 +134,7 @@ def _last_used(file: Path) -> float:
 
 
 def _is_file(descriptor: int, file: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether the open file is still the file at this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except OSError:

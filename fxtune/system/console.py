@@ -1,9 +1,9 @@
 """The console on standard output, and text and tables for it.
 
-Messages are a command's output, whether it is read on a terminal, piped to `tee` or kept by Slurm; standard error is
-for errors. NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
+Messages go to standard output, whether it is a terminal, a pipe to `tee` or a file of Slurm; errors go to standard
+error. NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
 
-Text from outside (answers, names, paths) is never parsed as rich's markup, and its control characters are shown as
+External text (answers, names, paths) is never parsed as rich's markup, and its control characters are shown as
 symbols.
 """
 
@@ -36,7 +36,7 @@ def console() -> Console:
 
 
 def plain(text: object) -> Text:
-    """Text without markup, its control characters shown as symbols, so that data cannot control the terminal."""
+    """Text without markup and with control characters shown as symbols, so that data cannot control the terminal."""
     return Text(
         "".join(
             chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "�" if 127 <= ord(c) < 160 else c
@@ -85,7 +85,7 @@ def tick(good: bool) -> Text:
 
 
 def unicode() -> bool:
-    """Whether standard output takes more than ASCII."""
+    """Whether standard output can show Unicode."""
     return console().encoding.lower().startswith("utf")
 
 

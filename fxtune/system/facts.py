@@ -44,11 +44,11 @@ class MachineFacts:
     """The type of the torch device: `cpu` or `cuda`."""
     device_name: str = "cpu"
     capability: tuple[int, int] | None = None
-    """The compute capability as (major, minor), None without a GPU."""
+    """The compute capability as (major, minor); None without a GPU."""
     memory: int = 0
     """Memory of the device, the GPU's or the host's."""
     free_memory: int = 0
-    """The part of `memory` that no process uses yet."""
+    """The part of `memory` that no process uses."""
     host_memory: int = 0
     cores: int = 1
     platform: str = "Linux"
@@ -56,14 +56,14 @@ class MachineFacts:
     """The installed version of each package in PACKAGES. A missing package has no key."""
 
     def apex_problem(self) -> str | None:
-        """Why NVIDIA's Apex cannot run here and how to get it, or None if it can."""
+        """Why NVIDIA's Apex cannot run here and how to install it; None if it can run."""
         if self.device != "cuda":
             return f"NVIDIA's Apex runs on a GPU, and the device is {self.device}"
         if APEX in self.packages:
             return None
         found = (
-            "the installed package `apex` has no CUDA extensions (amp_C): it is PyPI's, which is another project, or was "
-            "built without them"
+            "the installed package `apex` has no CUDA extensions (amp_C): it is PyPI's, which is another project, or "
+            "was built without them"
             if "apex" in self.packages
             else "NVIDIA's Apex is not installed"
         )

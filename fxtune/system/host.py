@@ -1,5 +1,4 @@
-"""What this process may use of its host: memory, CPU cores and a cache folder, within its container's limits. Without
-torch."""
+"""The memory, CPU cores and cache folder that this process may use, within its container's limits. No torch."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ def _limits() -> Iterator[tuple[int, int]]:
 def _groups() -> Iterator[tuple[int, int]]:
     """(bytes allowed, bytes used) for each control group with a limit that contains this process.
 
-    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, a
-    job of Slurm or systemd does not, and any parent group may hold the limit. Used bytes exclude the page cache.
+    Version 2 has one tree of groups, version 1 one for memory. A container usually sees its own group as the root, but
+    a job of Slurm or systemd does not, and any parent group may have the limit. Used bytes exclude the page cache.
     """
     named = {"": (CGROUPS, "memory.max", "memory.current", "inactive_file")}
     named["memory"] = (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -69,7 +68,7 @@ def cores() -> int:
 
 
 def process_age() -> float:
-    """Seconds since this process was started, imports included; 0 if the system does not tell."""
+    """Seconds since this process was started, imports included; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
@@ -77,8 +76,7 @@ def process_age() -> float:
 
 
 def cache_home() -> Path:
-    """The folder for files that fxtune can make again. Raises StorageError for a user without a home, as in some
-    containers."""
+    """The folder for files that fxtune can recreate. Raises StorageError for a user without a home folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
         raise StorageError("This user has no home folder to keep a cache in. Set HOME or XDG_CACHE_HOME.")

@@ -1,12 +1,13 @@
 """Finds the local folder of a model: a folder, a hub id, or a model that ships with fxtune.
 
-All other code reads local folders only, so that the network can fail in one place and with one message. Files of the
-hub land in the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
+All other code reads only local folders, so that the network can fail in one place and with one message. Files from the
+hub are stored in the Hugging Face cache: first the small ones (config, tokenizer), then the weights by name.
 
 The hub's own library waits ten seconds for an answer, repeats some requests six times, and does so for each file. Here
-each repository costs one request, which has PATIENCE to be answered. A hub that did not answer is not asked again for
-SILENCE: what an earlier run fetched is used, with a message. So without a network a run starts at most PATIENCE later,
-whatever its recipe names. A commit whose files are all on this disk is not asked for at all.
+each repository costs one request, which may take PATIENCE seconds. After a request without an answer, the hub gets no
+request for SILENCE seconds: the files that an earlier run fetched are used, with a message. So without a network a run
+starts at most PATIENCE seconds later, however many repositories its recipe names. A commit whose files are all on this
+disk needs no request.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
 PATIENCE = 4.0
-"""Seconds that the hub has to answer: for the name lookup, the connection and the complete answer together."""
+"""Seconds that a request may take: the name lookup, the connection and the complete answer together."""
 SILENCE = 60.0
-"""Seconds for which a hub that did not answer is not asked again: longer than a start-up, shorter than a run of a
+"""Seconds without further requests after one without an answer: longer than a start-up, shorter than a run of a
 sweep."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -44,7 +45,7 @@ class Origin:
     folder: Path
     """Its files on this disk."""
     name: str
-    """The base that a saved adapter names: the hub id, or the folder's absolute path."""
+    """The base-model name for a saved adapter: the hub id, or the folder's absolute path."""
     revision: str | None = None
     """The commit, if it comes from the hub."""
 
@@ -120,12 +121,12 @@ def _builtin(name: str, key: str) -> Origin:
 
 
 def _looks_local(name: str) -> bool:
-    """Whether `name` cannot be a hub id, or points into a folder where fxtune writes."""
+    """Whether `name` is a local path: it cannot be a hub id, or is in a folder that fxtune writes to."""
     return not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/"))
 
 
 def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tuple[str | None, str | None]:
-    """(the commit that `revision` is now, None), or (None, why the hub does not say). Takes at most PATIENCE.
+    """(the current commit of `revision`, None), or (None, why it is unknown). Takes at most PATIENCE seconds.
 
     `kind`: model or dataset. Raises the hub's own RepositoryNotFoundError, RevisionNotFoundError and
     HFValidationError.
@@ -144,7 +145,7 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
         except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
-    # In a thread, because no timeout of an HTTP library bounds a name lookup, or an answer that comes a byte at a
+    # In a thread, because no timeout of an HTTP library limits a name lookup, or an answer that comes a byte at a
     # time.
     thread = threading.Thread(target=request, name="hub", daemon=True)
     thread.start()
@@ -156,13 +157,13 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
         raise answer
     reason = _reason(answer)
     refused = isinstance(answer, errors.HfHubHTTPError) and 400 <= answer.response.status_code < 429
-    if not refused:  # a refusal is about this repository alone
+    if not refused:  # a refusal concerns only this repository
         _silence[:] = reason, time.monotonic() + SILENCE
     return None, reason
 
 
 _silence: list[Any] = []
-"""Why the hub did not answer, and until when it is not asked again."""
+"""Why the last request got no answer, and the time.monotonic() until which no further request is made."""
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
@@ -183,7 +184,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         if reason is None:
             if here is not None and here.name == commit and _has_file_list(here):
                 return here
-            # By its branch or tag, not by the commit: the cache then knows the name, too, when there is no network.
+            # Download by branch or tag, not by commit: the cache can then resolve that name without a network.
             return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
         if here is None:
             raise HubError(_unreachable(name, key, reason))
@@ -231,8 +232,7 @@ def _unreachable(name: str, key: str, reason: str) -> str:
 
 
 def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The folder of what an earlier run fetched of `revision`, or None if a file that `patterns` names is not
-    there."""
+    """The cached folder of `revision`; None if nothing is cached, or a file that `patterns` names is missing."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -247,7 +247,7 @@ def _cached(name: str, revision: str | None, patterns: list[str]) -> Path | None
 
 
 def _has_file_list(found: Path | None) -> bool:
-    """Whether the cache has the commit's list of files, so that none is missing unnoticed."""
+    """Whether the cache has the commit's list of files. Without it a missing file would go unnoticed."""
     return found is not None and (found.parent.parent / "trees" / f"{found.name}.json").exists()
 
 

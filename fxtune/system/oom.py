@@ -1,10 +1,10 @@
-"""Out of memory: recognises the error, frees what the failed work held, and tries again with half the rows.
+"""Handles running out of memory: recognises the error, frees the failed work's memory, and retries with half the rows.
 
 The number of rows in a forward pass does not change an optimizer step: the losses of its micro-batches are summed and
-divided by the step's supervised tokens. So a step that does not fit starts again from its beginning, with the same
-rows in smaller micro-batches.
+divided by the step's supervised tokens. So a step that does not fit is repeated from its beginning, with the same rows
+in smaller micro-batches.
 
-What an error in the middle of a pass leaves behind, and who cleans it up:
+An error in the middle of a pass leaves these behind:
 
     traceback         Its frames hold activations, logits and the batch. They are free once the `except` block has been
                       left (catch_out_of_memory); frames in reference cycles need the garbage collector
@@ -14,8 +14,8 @@ What an error in the middle of a pass leaves behind, and who cleans it up:
                       done.
     side streams      They may still read memory that is about to be reused: free_cached_memory waits for the device.
     CUDA graphs       Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
-    random numbers    They depend on the step alone. Modes of layers, checkpointing and autocast are restored by
-    `with`.
+    random numbers    They depend on the step alone.
+    modes             Modes of layers, checkpointing and autocast are restored by `with`.
 
 On a GPU torch raises a class of its own. On a CPU it raises a plain RuntimeError, and only under a limit of the
 address space or strict accounting; otherwise the kernel kills the process. CUDA's libraries raise RuntimeErrors, too.
@@ -37,7 +37,7 @@ from fxtune.errors import HardwareError, MemoryShortError, UserError
 Result = TypeVar("Result")
 
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "OUT_OF_MEMORY", "std::bad_alloc")
-"""How a RuntimeError says it: CUDA and Triton, torch's CPU allocator, cuBLAS and cuDNN, the CUDA driver, C++."""
+"""Texts in the RuntimeErrors of CUDA and Triton, torch's CPU allocator, cuBLAS and cuDNN, the CUDA driver, and C++."""
 _TORCH_SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 
 
@@ -78,7 +78,7 @@ def catch_out_of_memory(work: Callable[[], Result]) -> Result | MemoryExhausted:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back memory that nothing refers to any more. Waits for the device."""
+    """Free memory that is no longer referenced. Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     gc.collect()
@@ -87,8 +87,8 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def halved(rows: int, total: int | None = None) -> int | None:
-    """Half of `rows`, rounded up, or the largest number up to that which divides `total`, so that all parts have one
-    shape. None for a single row.
+    """Half of `rows`, rounded up; with `total` the largest divisor of `total` up to that, so that all micro-batches
+    have one shape. None for a single row.
     """
     if rows <= 1:
         return None
@@ -105,8 +105,7 @@ def _default_error(part: str, rows: int, reason: str) -> HardwareError:
 
 
 class BatchSizes:
-    """The rows per forward pass of each part of a run (`training`, `evaluation`, `questions`), halved when memory runs
-    out."""
+    """Rows per forward pass in each part of a run (`training`, `evaluation`, `questions`), halved to fit in memory."""
 
     def __init__(
         self,
@@ -119,14 +118,14 @@ class BatchSizes:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
 
         `note` gets a message for each halving; without it nothing is halved. `error` makes the exception to raise when
-        the rows cannot be halved, from the part, its rows and the reason. `drop` frees what can be made again, such as
-        CUDA graphs.
+        the rows cannot be halved, from the part, its rows and the reason. `drop` frees memory that can be recreated,
+        such as CUDA graphs.
         """
         self.device, self.note, self.error, self.drop = device, note, error, drop
         self.reduced = {} if reduced is None else reduced
 
     def rows(self, part: str, configured: int) -> int:
-        """The rows at once of `part`, for which the recipe says `configured`."""
+        """The rows per forward pass of `part`. `configured`: the recipe's value."""
         return min(self.reduced.get(part, configured), configured)
 
     def run(self, part: str, configured: int, work: Callable[[int], Result]) -> Result:
@@ -140,13 +139,12 @@ class BatchSizes:
             self.halve(part, rows, result)
 
     def free_memory(self) -> None:
-        """Give back what the failed work held, and what can be made again."""
+        """Free the memory of the failed work, and memory that can be recreated."""
         self.drop()
         free_cached_memory(self.device)
 
     def halve(self, part: str, rows: int, found: MemoryExhausted, total: int | None = None, hint: str = "") -> int:
-        """Use fewer than `rows` for `part` from now on, note it with `hint`, and return how many. Raises `error` if it
-        cannot.
+        """Reduce `part` to about half of `rows`, note it with `hint`, and return the new rows; or raise `error`.
 
         `total`: see halved().
         """

@@ -1,6 +1,6 @@
-"""Which operators ran, and how long kernels took.
+"""Records which operators ran and how long kernels took.
 
-Evidence that an option acted comes from what the device did, not from what a config says.
+This is the evidence that an option acted: it comes from the device, not from the config.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Observed:
 
 
 def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Observed]:
-    """Call `run` twice, and count in the second call what matches each regular expression, by the same keys.
+    """Call `run` twice; count the operators and kernels of the second call that match each pattern, by the same keys.
 
-    A pattern matches operators (`aten::softmax`) or kernels of the device. If kernels are visible at all, an operator
-    that launched none does not count. The first call is for what is compiled or loaded on first use.
+    A pattern matches operators (`aten::softmax`) or kernels of the device. If any kernels are visible, an operator
+    that launched none does not count. The first call is a warm-up: code is compiled and loaded on first use.
     """
     run()
     events = _profile(run)
@@ -48,7 +48,7 @@ def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> di
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts the operators that run inside it by `key(operator's name, arguments)`. A key of None is not counted."""
+    """Counts the operators that run in its context by `key(name, arguments)`. A key of None is not counted."""
 
     supports_higher_order_operators = True  # flex_attention is one
 
@@ -63,14 +63,13 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def kernel_times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
-    """Call `run` once: seconds and calls of each kernel on the GPU, by name; without a GPU, of each operator
-    itself."""
+    """Call `run` once. Returns (seconds, calls) of each kernel by name; without a GPU, of each operator itself."""
     cuda = _uses_cuda()
     if cuda:
         torch.cuda.synchronize()
     found: dict[str, tuple[float, int]] = {}
     for event in _profile(run):
-        # A range of the host (`Optimizer.step`) appears on the device again, as an annotation.
+        # A host range (`Optimizer.step`) appears a second time on the device, as an annotation.
         if _on_device(event) == cuda and not getattr(event, "is_user_annotation", False):
             seconds, calls = found.get(event.name, (0.0, 0))
             spent = event.device_time_total if cuda else event.self_cpu_time_total
@@ -79,7 +78,7 @@ def kernel_times(run: Callable[[], Any]) -> dict[str, tuple[float, int]]:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without its template arguments and the prefixes of compilers."""
+    """A kernel's name without template arguments and compiler prefixes, at most MAX_LENGTH characters."""
     name = re.sub(r"^(void |kernel_cutlass_)", "", kernel).partition("<")[0]
     return name if len(name) <= MAX_LENGTH else name[: MAX_LENGTH - 3] + "..."
 

@@ -1,11 +1,11 @@
-"""Removes secrets from what is written and printed: the config, the command line, messages, a model card, W&B.
+"""Removes secrets from everything written or printed: the config, the command line, messages, model cards, W&B.
 
-Three rules complement each other: the *name* of a key (`hub_token`, `api_key`), the *shape* of a value (`hf_...`,
-`ghp_...`, a URL with a password or a signature), and the *values*: the content of an environment variable with a
-secret's name is removed wherever it occurs, also inside a longer string.
+A secret is recognised by three rules: the *name* of its key (`hub_token`, `api_key`); the *shape* of its value
+(`hf_...`, `ghp_...`, a URL with a password or a signature); and its *value*: the content of an environment variable
+with a secret's name is removed wherever it occurs, also inside a longer string.
 
-The third rule applies to all output of this process (`redacted_output`), and all three to tracebacks and to what is
-written about a run. Rows of data that look like a key are printed as they are, because the user should see them.
+The third rule applies to all output of this process (`redacted_output`); all three apply to tracebacks and to the
+files of a run. Rows of data that look like a key are printed unchanged, because the user should see them.
 """
 
 from __future__ import annotations
@@ -64,24 +64,25 @@ _URL_QUERY = re.compile(
 )
 _HEX40 = re.compile(r"\b[0-9a-f]{40}\b")  # a W&B key or a git commit: the key's name or the text before it decides
 _COMMIT_PLACE = re.compile(
-    r"(?:\b(?:revision|commit|sha1?|digest)(?:\s*[=:]\s*|\s+(?:is\s+|of\s+)?|\s+\(here\s+)[\"'`]?"  # revision=..., commit '...'
-    r"|/(?:commits?|tree|blob|resolve|raw|archive|snapshots)/"  # pages of the hub and of GitHub, and the hub's cache
+    r"(?:\b(?:revision|commit|sha1?|digest)(?:\s*[=:]\s*|\s+(?:is\s+|of\s+)?|\s+\(here\s+)[\"'`]?"
+    # above: revision=..., commit '...'; below: pages of the hub and of GitHub, and the hub's cache
+    r"|/(?:commits?|tree|blob|resolve|raw|archive|snapshots)/"
     r"|[\w.-]+/[\w.-]+@)$",
     re.IGNORECASE,
 )  # hub:ORG/KERNEL@..., git+https://host/org/repo@...
-"""The text directly before a commit, at the end of what precedes it."""
+"""Text that, directly before 40 hexadecimal digits, shows that they are a commit and not a key."""
 
 
 def redact(value: Any, key: str = "") -> Any:
     """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret.
 
-    `key`: the name of `value`. Keys and structure stay, so that the reader sees what was set.
+    `key`: the name of `value`. Keys and structure stay, so that the reader sees which keys were set.
     """
     return _redact(value, key, _environment_secrets())
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """redact() for a command line: `key=value` by the key's name, other words by their shape."""
+    """redact() for a command line: `key=value` by the key's name too, other arguments by their shape."""
     secrets = _environment_secrets()
     cleaned = []
     for argument in arguments:
@@ -105,7 +106,7 @@ def redact_text(text: str) -> str:
 
 
 class RedactedStream:
-    """A text stream that removes the values of this environment's secrets from what is written to it."""
+    """A text stream that removes the values of `secrets` from all text written to it."""
 
     def __init__(self, stream: IO[str], secrets: list[str]):
         self._stream, self._secrets = stream, secrets
@@ -124,8 +125,7 @@ class RedactedStream:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Remove this environment's secrets from all output inside the block, and from a traceback that ends the
-    process."""
+    """Remove the environment's secrets from all output of the body, and from a traceback that ends the process."""
     sys.excepthook = _excepthook
     secrets = _environment_secrets()
     if not secrets:
@@ -180,9 +180,11 @@ def _redact_hex(found: re.Match[str]) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Values of environment variables with a secret's name, and passwords in URLs in any variable, such as a proxy's;
-    each also as URLs, JSON and Python write it, the longest first. Short values are left out, because they match
-    ordinary words."""
+    """Values of environment variables with a secret's name, and passwords of URLs in any variable, such as a proxy's.
+
+    Each also in its URL, JSON and Python spelling, longest first. Short values are left out: they match ordinary
+    words.
+    """
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

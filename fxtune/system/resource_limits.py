@@ -1,12 +1,12 @@
-"""Limits on the processor time and memory of work that a stranger controls, such as rendering a chat template.
+"""Limits the CPU time and memory of untrusted work, such as rendering a chat template.
 
-A sandbox keeps foreign code from files and functions, but not from `'x' * 10**10`, ten nested loops or a list that
-holds itself twice, forty levels deep: those take a machine's whole memory, or never end. So the operating system sets
-the limits: a timer of this process's own processor time (a busy machine does not shorten it, and Python checks it also
-inside a long `repr`, power or regular expression), and a limit on the address space.
+A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10`, ten nested loops or a list that
+holds itself twice, forty levels deep: these take all memory of the machine, or never end. So the operating system
+enforces the limits: a timer of this process's own CPU time (a busy machine does not shorten it, and Python checks it
+also inside a long `repr`, power or regular expression), and a limit on the address space.
 
-Linux has both, macOS the timer. On other systems, and off the main thread, where signals do not arrive, work runs
-without limits. Setting and lifting both takes less than 10 microseconds.
+Linux has both, macOS the timer. On other systems, and in threads other than the main one, where signals do not arrive,
+work runs without limits. Setting and removing both takes less than 10 microseconds.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from contextlib import contextmanager
 from types import FrameType
 
 SECONDS = 10.0
-"""Of processor time. Rendering a chat template takes a ten-thousandth of that per conversation."""
+"""Limit on CPU time. Rendering a chat template takes a ten-thousandth of that per conversation."""
 BYTES = 2 << 30
-"""Of address space beyond what the process had before. A row of 100 MB takes a fifth of that."""
+"""Limit on additional address space. A row of 100 MB takes a fifth of that."""
 REPEAT = 0.1
 """Seconds between two alarms: an exception raised in a callback of the garbage collector or in a __del__ is
 swallowed."""
 
-_active = False  # on the main thread, the only one that is limited
+_active = False  # whether the main thread, the only one that can be limited, is inside limit_resources()
 _armed = False
 
 
 class LimitExceeded(BaseException):
-    """The work exceeded a limit; the message names it. Not an Exception, so that the work inside cannot catch it as
-    one."""
+    """The work exceeded a limit; the message names it. A BaseException, so `except Exception` does not catch it."""
 
 
 @contextmanager
 def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[None]:
-    """Run the block for at most `seconds` of processor time in at most `more` bytes of additional address space.
+    """Run the body with at most `seconds` of CPU time and at most `more` bytes of additional address space.
 
-    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. Nested inside another one it does
-    nothing.
+    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. A nested call does nothing.
     """
     global _active, _armed
     if _active or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
@@ -71,7 +69,7 @@ def limit_resources(seconds: float = SECONDS, more: int = BYTES) -> Iterator[Non
 
 
 class _TimeUp(BaseException):
-    """Not an Exception, so that no `except Exception` on its way catches it."""
+    """A BaseException, so that no `except Exception` in between catches it."""
 
 
 def _on_alarm(_: int, __: FrameType | None) -> None:

@@ -1,21 +1,21 @@
-"""Signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
+"""Handles the signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
 
-The first signal is remembered. Where nothing can be lost (start-up, an evaluation, the forward and backward passes of
-a step) it raises Stopped at once, as Ctrl-C does; everywhere else the loop calls check() after a step. So a weight
-update is never interrupted, and nobody waits for a compiler or for the other 31 micro-batches of a step: the next run
-repeats what was interrupted, to the same bits.
+The first signal is recorded. In phases that can be repeated (start-up, an evaluation, the forward and backward passes
+of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls check() after a step. So a
+weight update is never interrupted, and the signal does not wait for a compiler or for the other 31 micro-batches of a
+step: the resumed run repeats the interrupted phase, to the same bits.
 
-A second SIGTERM or Ctrl-C ends the process at once, even if Python is stuck in a call that does not return (a disk, a
-device): a thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A signal
-within DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job
-scripts forward the signals that they get. SIGUSR1 is an early warning and never ends a process at once.
+A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
+disk, a device): a thread reads the number of each signal from a pipe that the interpreter's C handler writes to. A
+signal within DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and
+job scripts forward the signals that they get. SIGUSR1 is an early warning and never ends a process immediately.
 
-Child processes also get what is sent to their group or job, and leave it to the main process:
+Child processes also get the signals sent to their group or job. They leave them to the main process:
 leave_signals_to_main_process().
 
 LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers when it first writes a file.
-Its own pass SIGTERM and SIGINT on, and drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the
-handlers, at least once per step.
+LLVM's handlers forward SIGTERM and SIGINT, but drop SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below
+restores the interpreter's handlers, at least once per step.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from fxtune.errors import Stopped
 
 HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 DOUBLE = 0.25
-"""Seconds. A person's second Ctrl-C comes later, a forwarded signal sooner."""
+"""Seconds in which a second signal counts as the first. A person's second Ctrl-C comes later."""
 
 
 class Signals:
-    """The signals of this process. A reentrant context; outside of it, and in threads other than the main one, signals
-    are not handled and the methods do nothing."""
+    """The signals of this process, as a reentrant context manager. Outside of it, and in threads other than the main
+    one, signals are not handled and the methods do nothing.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The first signal that came."""
+        """The first signal that arrived."""
         self._at_once = True
         self._entered = 0
         self._before: dict[int, Any] = {}
@@ -76,14 +77,14 @@ class Signals:
             self._pipe = (-1, -1)
 
     def check(self) -> None:
-        """Raise Stopped if a signal came."""
+        """Raise Stopped if a signal has arrived."""
         self._restore_handlers()
         if self._entered and self.received is not None:
             raise Stopped(self.received)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a signal waits for check(), or for the next interruptible()."""
+        """In the body a signal takes effect only at check(), or at the next interruptible()."""
         before, self._at_once = self._at_once, False
         try:
             self.check()
@@ -93,8 +94,9 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal raises Stopped at once. An error that follows a signal, from a child process that it ended
-        or a library that it interrupted, becomes Stopped, too."""
+        """In the body a signal raises Stopped immediately. An error after a signal, from a child process that it ended
+        or a library that it interrupted, also becomes Stopped.
+        """
         before, self._at_once = self._at_once, True
         try:
             self.check()
@@ -121,14 +123,14 @@ class Signals:
 
 
 SIGNALS = Signals()
-"""One for the process, as signals are."""
+"""The only instance: signals belong to the process."""
 
 
 def leave_signals_to_main_process() -> None:
-    """Call in a child process before it starts threads: signals that the main process handles must not end the child
+    """Call in a child process before it starts threads, so that signals for the main process do not end the child
     first.
 
-    A SIGTERM sent by the main process still does: multiprocessing ends the remaining children with it when the
+    Only a SIGTERM sent by the main process ends it: multiprocessing sends it to the remaining children when the
     interpreter exits, and waits for them.
     """
     for number in HANDLED:
@@ -141,14 +143,14 @@ def leave_signals_to_main_process() -> None:
 
 
 def _exit_on_sigterm_from(main: int | None) -> None:
-    """A child's thread: end the process on a SIGTERM of the main process."""
+    """Run by a thread of a child: end the process on a SIGTERM sent by the main process."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main:
         pass
     os._exit(128 + signal.SIGTERM)
 
 
 def _exit_on_second_signal(pipe: int) -> None:
-    """A thread: end the process on the second SIGTERM or SIGINT."""
+    """Run by a thread: end the process on the second SIGTERM or SIGINT."""
     first: float | None = None
     while numbers := os.read(pipe, 64):
         for number in numbers:

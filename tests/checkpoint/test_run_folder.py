@@ -85,6 +85,7 @@ def test_must_fails_without_a_run_to_resume():
         start(resume="must")
 
 
+@pytest.mark.slow
 def test_run_of_a_live_process_is_not_resumed():
     program = (
         "import json, sys\nfrom fxtune.checkpoint.run_folder import claim\n"

@@ -104,6 +104,7 @@ def test_a_working_machine_exits_with_0_and_everything_has_a_line(cwd, checked, 
     assert "\x1b" not in out, "no colours in a pipe"
 
 
+@pytest.mark.slow
 def test_packages_that_raise_crash_hang_or_exit_are_lines_and_the_exit_code_is_1(
     cwd, checked, fakes, capsys, monkeypatch
 ):
@@ -134,6 +135,7 @@ def test_packages_that_raise_crash_hang_or_exit_are_lines_and_the_exit_code_is_1
             assert secret not in text
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_leaves_no_process_behind(fakes, tmp_path):
     pid = tmp_path / "pid"
     fakes(

@@ -118,6 +118,7 @@ def test_multirun_names_each_job_folder_after_its_changes(cwd, trained, capsys):
     assert list(cwd.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_recipes_and_groups_can_be_swept(cwd, trained):
     assert command.main(["-m", "+recipe=quickstart,full_quickstart", "optimizer=adamw,sgd", "run.dir=here"]) == 0
     assert {config.run.dir for config in trained} == {
@@ -216,6 +217,7 @@ def test_help_and_recipe_list_import_nothing_slow(cwd):
     assert done.stdout.endswith("set()\n")
 
 
+@pytest.mark.slow
 def test_mistake_is_reported_before_model_libraries_are_imported(cwd):
     script = (
         "import sys; from fxtune.cli.main import main; code = main(['+recipe=quickstart', 'optimizer.lrr=1']); "
@@ -265,6 +267,7 @@ def test_bug_in_a_job_ends_the_sweep_with_its_traceback(cwd, trained, monkeypatc
     assert caught.traceback[-1].name == "run"
 
 
+@pytest.mark.slow
 def test_completion_in_a_real_bash(cwd):
     script = (
         'eval "$(fxtune -sc install=bash)"; COMP_LINE="fxtune +recipe=llama_l"; COMP_POINT=${#COMP_LINE}; '

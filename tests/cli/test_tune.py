@@ -184,6 +184,7 @@ def test_a_dry_run_lists_candidates_and_runs_nothing(cwd, trials, capsys):
         assert part in out
 
 
+@pytest.mark.slow
 def test_the_gpu_is_examined_by_another_process(cwd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune, "_survey_here", lambda *_: pytest.fail("in this process"))

@@ -48,6 +48,7 @@ def test_document_supervised_and_padding_tokens_are_those_of_the_batches(small, 
     assert found.rows == f"4 x {max(batch.input_ids.shape[1] for batch in batches)}"
 
 
+@pytest.mark.slow
 def test_times_fit_together(small, monkeypatch):
     take_step, pauses = TrainStep.__call__, iter([0.0, 0.0, 0.05, 0.05, 1.5, 0.05])
 
@@ -90,6 +91,7 @@ def test_a_step_that_is_not_finite_is_counted_and_has_no_loss(small, monkeypatch
     assert found.skipped_steps == 1
 
 
+@pytest.mark.slow
 def test_a_profile_lists_the_operators_of_a_step(small):
     plain = benchmark.measure(copy.deepcopy(small), steps=2, warm_up=2)
     found = benchmark.measure(small, steps=2, warm_up=2, profile=True)

@@ -219,6 +219,7 @@ def test_a_name_that_no_folder_can_have_is_refused_before_any_work(name, adapter
         merge(adapter, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_told_before_the_merging(adapter, base, tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         done = run(["merge", "adapter", "disk/below/merged"], tmp_path)

@@ -130,6 +130,7 @@ def test_planted_secret_is_found_by_the_search(planted):
         found.unlink()
 
 
+@pytest.mark.slow
 def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch):
     argv = [
         *RUN,
@@ -173,6 +174,7 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
     assert ".hydra" not in written
 
 
+@pytest.mark.slow
 def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
     """tune with two trials, one of which failed with secrets in its output, and its cache; doctor; sync, which fails."""
     argv = [

@@ -311,6 +311,7 @@ def test_full_disk_is_a_storage_error(tokenizer, tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_killed_loader_workers_change_no_batch(tokenizer, tmp_path, capsys):
     """The loader alone, with the built-in tokenizer; test_kills.py has a complete run."""
     (tmp_path / "rows.jsonl").write_bytes(

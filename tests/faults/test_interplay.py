@@ -284,6 +284,7 @@ def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monke
     assert moved == [False, False, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_only_checkpoint_is_replaced_leaves_it(tmp_path):
     """Between the old one's going and the new one's coming, for each thing that is done to the folder."""
     program = """

@@ -55,6 +55,7 @@ def test_an_undisturbed_run_learns_from_every_document_once_an_epoch(whole):
     assert ending.leftovers == []
 
 
+@pytest.mark.slow
 def test_what_is_compared_tells_runs_apart(forks, whole, tmp_path):
     """Another seed of the same words changes all that is compared but what was held out."""
     words = prepare(tmp_path / "other", "lora")
@@ -69,6 +70,7 @@ def test_one_run_killed_in_eight_phases(killed, whole):
     assert sum(hit) >= 6, f"aimed at {PHASES}, hit {[kill.phases for kill in kills]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", TWICE)
 def test_two_kills_in_one_epoch(killed, whole, mode):
     reference = whole(mode)
@@ -78,6 +80,7 @@ def test_two_kills_in_one_epoch(killed, whole, mode):
     assert max(first.steps, second.steps) < len(reference.ending.steps) / max(reference.ending.uses().values())
 
 
+@pytest.mark.slow
 def test_four_workers_whose_run_is_killed_leave_and_change_no_bit(killed, whole):
     """Compared with the run without workers. The kill leaves them behind, and the next attempt starts its own meanwhile. Those
     of the evaluation are there until the very end.

@@ -16,6 +16,8 @@ from fxtune.cli.main import main
 from fxtune.errors import HardwareError, MemoryShortError
 from fxtune.techniques.checkpointing.offload import Offload
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ROOT / "tests" / "support" / "short.py"
 HUGE = 1 << 58

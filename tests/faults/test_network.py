@@ -75,6 +75,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "reason"), FAULTS.items())
 def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reason):
     """One question of limited time is what bounds the wait. A refusal (401) is about one repository, so each is asked for."""
@@ -102,6 +103,7 @@ def test_complete_commit_in_the_cache_is_not_asked_for(hub, cache):
     assert questions(hub) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["silent", 500, "refused"])
 def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mode):
     hub.mode = mode
@@ -115,6 +117,7 @@ def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mod
     assert "`hf download nobody/tiny`" in out
 
 
+@pytest.mark.slow
 def test_interrupted_download_continues_where_it_stopped(hub, tmp_path):
     hub.mode = "works"
     hub.broken = ["model.safetensors"] * 30  # more often than the hub's library tries again

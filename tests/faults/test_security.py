@@ -830,6 +830,7 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
 # --- the working directory, and our own code
 
 
+@pytest.mark.slow
 def test_modules_in_the_working_directory_are_not_imported(cwd):
     """Somebody's data may come with a wandb.py: `python -m` would take that for the library."""
     for name in (

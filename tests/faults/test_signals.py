@@ -39,6 +39,7 @@ def logged(folder: Path) -> int:
     return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["train/step"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp_path):
     """Start-up, the first question, a step, an evaluation, a save, the export: each time the same command goes on."""
     plain = prepare(tmp_path / "plain", "lora")
@@ -77,6 +78,7 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp
     assert said[6] == "fxtune: SIGUSR1: all 22 steps are done and saved in run. The same command finishes the run."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "words", "how", "code"),
     [
@@ -102,6 +104,7 @@ def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, wo
         assert newest(tmp_path / "run") == logged(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_answer_hold_up_neither_the_checkpoint_nor_the_end(forks, tmp_path):
     """As those do that wait for a disk that is gone: both are stopped, and the run waits for its next batch."""
     prepare(tmp_path / "run", "lora")
@@ -132,6 +135,7 @@ def _below(parents: set[int]) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, how, code):
     """The run stands in a write to a terminal that takes no more (Ctrl-S). One that comes with the first is the same one."""
@@ -196,6 +200,7 @@ with SIGNALS, SIGNALS.deferred():
     assert done.stdout == "75\n", done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
     words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3", "train.epochs=100")]
     forked = forks.start(words, tmp_path)
@@ -205,6 +210,7 @@ def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
     assert "saved after step" in tail(tmp_path, WHOLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -233,6 +239,7 @@ def test_exit_codes(forks, tmp_path, words, code, told):
         assert forks.start(command(tmp_path, *words), tmp_path).wait() == 5, "it went on past the limit"
 
 
+@pytest.mark.slow
 def test_the_job_script_puts_a_preempted_job_back(tmp_path):
     """With srun and scontrol that do what Slurm's do to the script: run the step, forward signals, note the requeue."""
     bin_ = tmp_path / "bin"

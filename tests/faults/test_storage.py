@@ -139,6 +139,7 @@ def test_run_without_space_for_one_checkpoint_is_refused(tmp_path, forks, said):
     assert "step=1/" not in text
 
 
+@pytest.mark.slow
 def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_path, forks, said):
     """Hidden matrices have Muon's one moment; embedding, head and norms have AdamW's two."""
     words = command(
@@ -153,6 +154,7 @@ def test_required_space_equals_checkpoint_size_also_with_two_update_rules(tmp_pa
     assert float(asked[1]) * MIB == pytest.approx(size, rel=0.05)
 
 
+@pytest.mark.slow
 def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "40m") as disk:
         words = command(tmp_path, "train.epochs=15", "checkpoint.every=10")
@@ -194,6 +196,7 @@ def begun(disk: Path, folder: Path, forks) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
@@ -210,6 +213,7 @@ def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path,
         assert not list(disk.glob("metrics.jsonl?*"))
 
 
+@pytest.mark.slow
 def test_lost_metrics_are_reported_at_the_end_and_by_the_resumed_run(tmp_path, forks, said):
     with small_disk(tmp_path / "run", "8m") as disk:
         words = begun(disk, tmp_path, forks)
@@ -239,6 +243,7 @@ def _save_for_ever(folder: str, said: str) -> None:
             out.flush()
 
 
+@pytest.mark.slow
 def test_killed_saves_lose_nothing_that_was_reported_as_saved(tmp_path):
     context, draw, leftovers = multiprocessing.get_context("fork"), random.Random(0), 0
     folder, said = tmp_path / "checkpoints", tmp_path / "said"
@@ -486,6 +491,7 @@ def killed_with_three(folder, forks, epochs):
     return words, checkpoints
 
 
+@pytest.mark.slow
 def test_resume_by_an_older_fxtune_keeps_newer_checkpoints(tmp_path, forks, said):
     words, folder = killed_with_three(tmp_path, forks, epochs=4)
     newest = [path for path in paths(folder) if damage_of(path) is None][-1]
@@ -510,6 +516,7 @@ def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
     assert "another recipe" in notes[0]
 
 
+@pytest.mark.slow
 def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, forks, said):
     """The newest complete checkpoint of a killed run is damaged by hand."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)

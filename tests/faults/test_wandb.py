@@ -75,6 +75,7 @@ def sync_command(notes, program):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["refused", "silent", 500, 401])
 def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, server, monkeypatch, fault):
     server.mode = fault
@@ -96,6 +97,7 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
         assert [row["train/loss"] for row in server.history(RUN)] == [1.0, 0.5, pytest.approx(1 / 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["silent", "breaks", 401])
 def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, monkeypatch, fault, capsys):
     """W&B's library reports a silent server as an incomplete upload, and the other faults as success."""
@@ -146,6 +148,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_as_the_same_wandb_run_with_each_step_once(tmp_path, server):
     """Killed during step 7, before a checkpoint had saved its W&B id; it is resumed after step 4, in the same folder."""
     folder = tmp_path / "run"
@@ -166,6 +169,7 @@ def test_killed_run_resumes_as_the_same_wandb_run_with_each_step_once(tmp_path, 
     assert [json.loads(line)["train/step"] for line in (folder / "metrics.jsonl").open()] == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_resumed_run_sends_what_it_could_not_send_before(tmp_path, server, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", refused())
     notes: list[str] = []
@@ -179,6 +183,7 @@ def test_resumed_run_sends_what_it_could_not_send_before(tmp_path, server, monke
     assert steps(server) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server):
     notes: list[str] = []
     tracker = start(tmp_path / "run", notes, wandb_id=RUN)
@@ -192,6 +197,7 @@ def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server):
     client.process.kill()
 
 
+@pytest.mark.slow
 def test_sync_reports_why_it_cannot_upload(tmp_path, monkeypatch, capsys):
     assert main(["sync", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
@@ -207,6 +213,7 @@ def test_sync_reports_why_it_cannot_upload(tmp_path, monkeypatch, capsys):
     assert "WANDB_API_KEY" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_with_a_silent_hub_and_a_silent_wandb_trains_on_local_files(tmp_path):
     """Neither ever answers. The hub is not even asked for what is on this disk."""
     with black_hole() as (hub, asked), black_hole() as (wandb, _):

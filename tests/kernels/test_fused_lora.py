@@ -510,6 +510,7 @@ class Calls(TorchDispatchMode):
         return sum(each.startswith("fxtune.") and each.endswith(name) for each in self.names)
 
 
+@pytest.mark.slow
 def test_triton_kernels_match_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_lora.py") == ["36", "compared"]
 

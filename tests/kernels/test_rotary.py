@@ -202,6 +202,7 @@ def test_compiled_layers_share_one_graph_without_a_break(fused):
     assert graphs == [1] * (1 + fused)  # over a frozen embedding the first layer's input takes no gradient
 
 
+@pytest.mark.slow
 def test_compiled_gradients():
     x, cos, sin = torch.randn(ROWS, LENGTH, (HEADS + 2 * KV) * DIM), *angles()
     found = []
@@ -276,6 +277,7 @@ def seen_by(monkeypatch, name):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("qwen2", False), ("qwen2", True)])
 def test_dy_b_is_written_behind_the_rows_of_dy_without_a_copy(family, compiled, monkeypatch):
     """The gradient of q, k and v lies in the buffer that the matmul reads. (The first layer's input wants none: no
@@ -342,5 +344,6 @@ def test_attention_without_a_rope_function_is_refused():
         with_rope_function(forward, apply_rotary, "Odd")
 
 
+@pytest.mark.slow
 def test_triton_kernel_equals_the_plain_reference():
     assert interpreted(SUPPORT / "interpreted_rotary.py") == ["72", "compared"]

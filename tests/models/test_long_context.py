@@ -52,6 +52,7 @@ def loading_lines(folder: Path) -> str:
     return (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
 
 
+@pytest.mark.slow
 def test_loading_code_gives_same_long_logits_without_fxtune(base, tmp_path):
     """For an adapter, a merged model and a fully tuned model, each loaded by the code in its card, without fxtune."""
     wanted = {kind: tuned(base, tmp_path / kind, kind) for kind in KINDS}
@@ -178,6 +179,7 @@ def test_adapter_of_other_model_or_with_broken_config_is_refused(base, tmp_path)
         load_config(ModelConfig(path=str(base), adapter=str(folder)))
 
 
+@pytest.mark.slow
 def test_evaluation_uses_rope_scaling_of_adapter(small, cwd, capsys):
     """Rows are longer than the base's context. Without a RoPE setting the loss is that of the run."""
     small.data.eval_fraction, small.data.packing, small.data.sequence_length = 0.1, True, 640

@@ -183,6 +183,7 @@ def learn(case, steps=100, **options):
     return loss.item(), size / sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adamw_8bit", "adamw_8bit/bitsandbytes"])
 def test_8bit_adamw_learns_as_well_in_a_quarter_of_the_memory(case):
     (loss, size), (reference, whole) = learn(case), learn("adamw")

@@ -12,6 +12,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import COMPILING, stochastic_round, update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adamw/stochastic", "adamw_8bit/stochastic"])
 def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
     def moved(steps, **options):

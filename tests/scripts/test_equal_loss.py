@@ -17,6 +17,8 @@ import torch
 from support.architectures import on_disk
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "study"
 
 

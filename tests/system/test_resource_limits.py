@@ -31,6 +31,7 @@ while time.process_time() < until: pass
 """
 
 
+@pytest.mark.slow
 def test_limits_hold_and_are_lifted_afterwards():
     with multiprocessing.get_context("fork").Pool(1) as pool:
 

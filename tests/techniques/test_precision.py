@@ -184,6 +184,7 @@ def test_the_loss_scale_never_overflows_or_underflows():
     assert ours.scale.item() == 2.0**99
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
     """float16 matmuls over float32 weights, from a scale that is far too large. They are slow on a CPU, so the model is small."""
     narrow.techniques.precision = Precision(True, Autocast.float16, initial_scale=2.0**34, scale_growth_interval=3)
@@ -224,6 +225,7 @@ def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
         assert [line.get(column) for line in history(Path("broken"))] == [line.get(column) for line in lines]
 
 
+@pytest.mark.slow
 def test_float16_training_matches_float32(narrow, cwd):
     narrow.train.max_steps, narrow.train.global_batch_size, ends = 10, 4, {}
     for autocast in (Autocast.none, Autocast.float16):

@@ -199,6 +199,7 @@ def ended(head: bool = True, embeddings: bool = True, **options: Any) -> Pipelin
     return pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_fp8_head_and_embeddings_are_close_to_16_bits_and_share_codes_if_tied(tied):
     model = random_model("llama", **WIDE, tie_word_embeddings=tied)

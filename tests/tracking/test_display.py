@@ -85,6 +85,7 @@ def test_none_prints_nothing_and_rich_needs_a_terminal(capsys):
         display("rich")
 
 
+@pytest.mark.slow
 def test_run_goes_on_when_the_reader_of_its_output_dies():
     code = (
         "from fxtune.tracking.display import display\nimport sys\nd = display('auto'); d.start(20000, 'r')\n"
@@ -224,6 +225,7 @@ def hidden(out):
     return out.rfind("\x1b[?25l") > out.rfind("\x1b[?25h")
 
 
+@pytest.mark.slow
 def test_live_display_in_a_terminal():
     out, code, same = in_terminal()
     assert (code, same, hidden(out)) == (0, True, False)
@@ -239,6 +241,7 @@ def test_live_display_in_a_terminal():
     assert "━" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail", "interrupt"])
 def test_terminal_is_restored_after_an_exception(how):
     out, code, same = in_terminal(how)
@@ -248,6 +251,7 @@ def test_terminal_is_restored_after_an_exception(how):
     assert "30/40" in ANSI.sub("", out)
 
 
+@pytest.mark.slow
 def test_live_display_on_narrow_and_resized_terminals():
     out, code, _ = in_terminal(columns=100, then=32)
     assert code == 0
@@ -257,6 +261,7 @@ def test_live_display_on_narrow_and_resized_terminals():
     assert any("loss 0.0750" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_no_color_is_respected():
     out, code, _ = in_terminal(NO_COLOR="1")
     assert code == 0

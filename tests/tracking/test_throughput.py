@@ -155,6 +155,7 @@ def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():
     assert "train/mfu" not in Meter(llama(), Plan(), torch.device("cpu")).read()
 
 
+@pytest.mark.slow
 def test_cpu_memory_is_the_peak_of_this_process():
     # In a process of its own: this one's peak may be from a test before.
     block = np.ones(300 * 2**20, np.uint8)

@@ -117,6 +117,7 @@ def descendants(pid):
     return [int(child) for child in children] + [pid for child in children for pid in descendants(child)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds W&B's service through /proc")
 def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path):
     notes: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from support.bad_steps import disturb
@@ -39,6 +40,7 @@ def rows_of(trainer, step) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_number_of_kept_bad_batches_is_limited(narrow, build, monkeypatch):
     disturb(monkeypatch, dict.fromkeys(range(1, 40, 3), math.nan))
     narrow.train.max_steps = 40

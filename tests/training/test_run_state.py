@@ -56,6 +56,7 @@ def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lo
     ]
 
 
+@pytest.mark.slow
 def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):
     own = cwd / "own.jsonl"
     own.write_text(chats.read_text())
@@ -67,6 +68,7 @@ def test_resume_refuses_changed_data(small, cwd, chats, monkeypatch):
         train.run(small)
 
 
+@pytest.mark.slow
 def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
     small.run.dir = "run"
     usual = signal.signal(

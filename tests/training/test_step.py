@@ -71,6 +71,7 @@ def test_pair_objective_learns_in_the_unchanged_trainer(pairs, lora, fused):
     assert "eval/perplexity" not in figures
 
 
+@pytest.mark.slow
 def test_pair_objective_trains_alike_with_fused_and_plain_head(pairs):
     pairs.train.max_steps, losses = 6, {}
     for fused in (Switch.off, Switch.on):

@@ -19,6 +19,7 @@ from fxtune.tracking.tracker import Display
 from fxtune.training import trainer as train
 
 
+@pytest.mark.slow
 def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monkeypatch, capsys):
     """Two bad steps are skipped and counted; max_skipped_steps in a row end the run."""
     real, poisoned = LanguageModel.summed_loss, {2, 3}
@@ -43,6 +44,7 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monk
         train.run(narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spikes", ["report", "skip", "off"])
 def test_loss_spikes(narrow, build, monkeypatch, spikes):
     """One step of twelve has fifty times the loss and the gradient."""
@@ -71,6 +73,7 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
         assert any("1 loss spikes" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
     """The window of losses is part of the state: a run interrupted just before a spike must still detect it."""
     seen = disturb(monkeypatch, {9: 50.0})
@@ -169,6 +172,7 @@ def test_checkpoint_counts_skipped_steps_between_log_lines(narrow, cwd, monkeypa
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_log_line_across_a_resume_covers_all_its_steps(narrow, cwd, monkeypatch):
     narrow.train.log_every, narrow.checkpoint.every, narrow.run.dir = 6, 2, "whole"
     train.run(narrow)

@@ -25,6 +25,7 @@ VARYING = ("train/data_wait", "train/memory_gib", "train/mfu", "time")
 ASSETS = Path(train.__file__).parents[1] / "assets"
 
 
+@pytest.mark.slow
 def test_first_twenty_losses_equal_plain_transformers_and_peft(small, build, chats):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -141,6 +142,7 @@ def document_losses(trainer) -> dict[bytes, float]:
     return {key: values[0] for key, values in found.items()}
 
 
+@pytest.mark.slow
 def test_packing_does_not_change_document_losses(small, build):
     small.train.max_steps, small.train.epochs = None, 1
     apart = document_losses(build(small))
@@ -154,6 +156,7 @@ def test_packing_does_not_change_document_losses(small, build):
         assert packed[key] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_underflow_in_float16(small, build, monkeypatch):
     """Over a step of a million tokens the gradient of the mean is far below what float16 can hold."""
     small.train.max_steps, gradients = 1, {}
@@ -173,6 +176,7 @@ def test_gradients_do_not_underflow_in_float16(small, build, monkeypatch):
     assert (seen - exact).norm() < 0.01 * exact.norm()
 
 
+@pytest.mark.slow
 def test_model_card_describes_the_run(small, build):
     trainer = build(small)
     result = trainer.run()
@@ -214,6 +218,7 @@ def test_resume_must_is_refused_without_an_unfinished_run(small, cwd):
         train.run(small)
 
 
+@pytest.mark.slow
 def test_adapter_loaded_by_plain_peft_gives_the_trained_logits(small, build):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

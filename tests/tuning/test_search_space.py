@@ -38,6 +38,7 @@ def with_compiler(monkeypatch):
     monkeypatch.setattr(search_space, "skeleton", lambda config: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_compiler")
 def test_planning_for_a_gpu_does_not_touch_the_gpu(monkeypatch):
     import transformers.models.llama.modeling_llama  # noqa: F401  before, because torchao, which it imports, asks torch.cuda
@@ -81,6 +82,7 @@ def test_the_matmul_axis_needs_two_kernels(matmul):
     assert not tried(config, older)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_compiler")
 def test_a_candidate_beyond_the_memory_forecast_is_left_out():
     verdicts = {one.title: one.verdict for one in planned(*h200(FAST, gib=24.0))}

@@ -120,6 +120,7 @@ def test_at_its_time_limit_a_trial_and_its_children_are_killed(program, monkeypa
     wait_for(lambda: not any(map(alive, pids())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_however_the_search_ends_its_trial_ends(cwd, program, number):
     bench = program(HANGS)

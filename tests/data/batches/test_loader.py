@@ -251,6 +251,7 @@ def test_dead_worker_is_replaced_and_no_batch_is_lost(folder, capsys):
     assert gone()
 
 
+@pytest.mark.slow
 def test_after_repeated_deaths_the_main_process_builds_batches(folder, capsys, monkeypatch):
     monkeypatch.setattr(loader, "MAX_WORKER_DEATHS", 2)
     made = plan(Deadly(folder))
@@ -262,6 +263,7 @@ def test_after_repeated_deaths_the_main_process_builds_batches(folder, capsys, m
     assert gone()
 
 
+@pytest.mark.slow
 def test_workers_end_if_the_main_process_is_killed(folder):
     program = (
         "import sys, time; from pathlib import Path; import test_loader as t\n"

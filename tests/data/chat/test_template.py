@@ -76,6 +76,7 @@ def conversations(draw: st.DrawFn, family: str) -> dict:
     return {"messages": messages, "tools": TOOLS if family in WITH_TOOLS and draw(st.booleans()) else None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), RowFormat.messages)

@@ -213,6 +213,7 @@ def start(tmp_path, go, workers):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_second_process_waits_and_uses_the_first_ones_table(tokenizer, table_of, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(1500)])
@@ -229,6 +230,7 @@ def test_second_process_waits_and_uses_the_first_ones_table(tokenizer, table_of,
     assert len(table) == 1500
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_workers_and_no_partial_table(tokenizer, table_of, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(30_000)])

@@ -157,6 +157,7 @@ def test_the_profiler_sees_flash4_and_documents_are_isolated():
     assert not next(iter(using("sdpa").attention.verify(model, make_probe(model)))).acted
 
 
+@pytest.mark.slow
 def test_flash4_compiles_as_one_graph_and_the_profiler_sees_it():
     pipeline = using("flash4")
     model, plain = unchecked("flash4", "qwen3"), unchecked("flash4", "qwen3")

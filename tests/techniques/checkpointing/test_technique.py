@@ -96,6 +96,7 @@ def _anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_compiled_layers_keep_the_bytes_of_their_policy():
     """In floats a token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
@@ -124,6 +125,7 @@ def test_compiled_layers_keep_the_bytes_of_their_policy():
     assert abs(selective - narrow - 2 * 96) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_layers_share_compiled_code_also_with_tiles():
     """One graph for the first layer, whose input needs no gradient, and one for all others."""
@@ -133,6 +135,7 @@ def test_layers_share_compiled_code_also_with_tiles():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(level):
@@ -150,6 +153,7 @@ def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(lev
     assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.plan()).kept(level) <= tables, kept
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_each_level_of_a_mix_is_one_graph():
     """And one more for the first layer, whose input needs no gradient."""
@@ -160,6 +164,7 @@ def test_each_level_of_a_mix_is_one_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 def test_compiler_budget_applies_to_this_model_only():
     pipeline = checkpointed(lora(), policy=Policy.budget, budget=0.0)
@@ -332,6 +337,7 @@ def test_auto_keeps_options_that_the_recipe_sets():
     assert not chosen(card(40, 65536, host=0))[0].offload
 
 
+@pytest.mark.slow
 def test_more_memory_never_gives_a_slower_plan():
     for length, rows in ((4096, 4), (65536, 1)):
         times = []

@@ -93,6 +93,7 @@ def test_sums_with_dynamic_shapes_are_not_folded():
     assert residual_pass.fold(graph.graph) == 0
 
 
+@pytest.mark.slow
 def test_compiled_layer_runs_the_pass_and_has_the_same_gradients(monkeypatch):
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)))

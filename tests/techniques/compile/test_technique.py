@@ -100,6 +100,7 @@ def test_compiled_code_gives_the_same_gradients_and_is_compiled_once(scope, laye
     assert pipeline.compile.report().graphs == graphs[-1], "generation runs uncompiled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", list(Scope))
 def test_number_of_graphs_does_not_depend_on_the_number_of_layers(scope, quick):
     graphs = []
@@ -112,6 +113,7 @@ def test_number_of_graphs_does_not_depend_on_the_number_of_layers(scope, quick):
     assert graphs[0] == graphs[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scope"), [*((family, Scope.layers) for family in FAMILIES), ("gemma", Scope.model)]
 )
@@ -160,6 +162,7 @@ def broken(model, layer=0):
     part.mlp.register_forward_hook(lambda module, given, out: out if out.sum().item() < 1e9 else -out)
 
 
+@pytest.mark.slow
 def test_second_model_of_a_process_has_its_own_code_and_report(quick):
     for _ in range(2):
         technique, model = compiled()
@@ -180,6 +183,7 @@ def test_a_graph_break_under_fullgraph_says_where_and_why(quick):
     assert "fullgraph=false" in text
 
 
+@pytest.mark.slow
 def test_too_many_graph_breaks_fail(quick):
     technique, model = compiled(fullgraph=False, max_graph_breaks=3)
     broken(model)
@@ -197,6 +201,7 @@ def test_too_many_graph_breaks_fail(quick):
         learn(model, row(model))
 
 
+@pytest.mark.slow
 def test_too_many_recompilations_fail(quick):
     _, model = compiled(max_recompiles=3)
     counter = decoder_layers(model)[0]
@@ -289,6 +294,7 @@ def test_other_errors_are_not_changed(monkeypatch):
         learn(model, row(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dynamic", "graphs"), [(Dynamic.always, 1), (Dynamic.auto, 2), (Dynamic.never, 3)])
 def test_dynamic_decides_how_many_lengths_share_a_graph(dynamic, graphs, quick):
     technique, model = compiled(scope=Scope.model, dynamic=dynamic, architecture=ONE)
@@ -299,6 +305,7 @@ def test_dynamic_decides_how_many_lengths_share_a_graph(dynamic, graphs, quick):
     assert technique.report().graphs == graphs
 
 
+@pytest.mark.slow
 def test_run_prints_and_writes_the_compile_report(small, cwd, capsys, quick):
     small.data.packing, small.data.eval_fraction = True, 0.2
     small.data.sequence_length, small.train.micro_batch_size = 64, 2

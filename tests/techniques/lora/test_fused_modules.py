@@ -44,6 +44,7 @@ def test_adapters_chosen_per_row_match_peft():
     assert (found[1][0] - found[1][2]).abs().max() > 0.01, "a row with the adapter and one without"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "compiled"),
     [
@@ -119,6 +120,7 @@ def test_a_second_adapter_matches_peft():
     assert all((one - found[0]).abs().max() > 0.01 for one in found[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -155,6 +157,7 @@ def test_checkpointing_changes_no_gradient(options):
     require_close(loss_and_gradients(fused), wanted, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mlps"), [("llama", 1), ("olmo2", 2)])
 def test_compiled_layers_share_a_graph_and_recompute_down_only_if_a_norm_reads_it(family, mlps, monkeypatch):
     """With the compiler's own cut between forward and backward, and no code generated."""

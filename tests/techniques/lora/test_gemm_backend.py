@@ -11,6 +11,7 @@ from fxtune.techniques.lora import gemm_backend
 from fxtune.techniques.lora.technique import Matmul
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_gemm_backend_that_auto_chose(small, cwd, monkeypatch):
     from fxtune.training import trainer
 

@@ -1,4 +1,4 @@
-"""Offload to pinned host memory: what layers save for the backward pass waits there until it is needed.
+"""Offload to pinned host memory of the tensors that layers save for the backward pass.
 
 A checkpointed layer saves its input: rows x length x hidden_size numbers, 512 MiB a layer for a row of 65,536 tokens
 of a Llama-3-8B in bfloat16, 16 GiB for its 32 layers. One such copy takes 10 to 20 ms over PCIe 5 and the layer some
@@ -10,10 +10,10 @@ With `all_saved` everything else that a compiled layer saves leaves, too (q, k, 
 recomputes no attention, and of the MLP only the first product. Tensors as wide as the MLP stay on the device: copying
 them takes longer than recomputing them.
 
-Autograd's saved-tensor hooks do the exchange. They surround each layer's call, so torch.compile does not see them.
-Storages are sent whole and once; a tensor returns with its strides, as a view of its storage. What autograd holds in
-place of a tensor is a `_SentTensor`; when autograd has dropped all of a storage's, its host memory returns to the
-pool. So a forward pass without a backward pass loses nothing.
+Autograd's saved-tensor hooks send and fetch the tensors. They surround each layer's call, so torch.compile does not
+see them. A storage is sent as a whole, and once; a tensor returns with its strides, as a view of its storage. In place
+of a tensor autograd holds a `_SentTensor`. When autograd has dropped all of those of a storage, its host memory
+returns to the pool. So a forward pass without a backward pass leaks nothing.
 
 Events between two streams keep the order; the host never waits. Device memory is released only after the computing
 stream waits for the copy, so the allocator needs no `record_stream` and reuses the memory at once: at any time the
@@ -37,7 +37,7 @@ from fxtune.errors import MemoryShortError
 from fxtune.system.units import GIB
 
 PIECE = 1 << 26
-"""Bytes of a piece of host memory; a smaller tensor takes a smaller piece."""
+"""Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece."""
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
 
@@ -52,7 +52,7 @@ def _piece(size: int) -> int:
 
 
 class Offload:
-    """Sends what `layers` save, except for the last one, and brings it back. On a CPU it copies instead.
+    """Sends what `layers` save, except for the last one, to the host and fetches it. On a CPU it copies within memory.
 
     `all_saved`: not only the layers' inputs, but all that autograd saves of their calls, except for storages of less
     than `min_bytes` and tensors that have one of `wide_sizes` numbers a token.
@@ -73,9 +73,9 @@ class Offload:
         self.pinned = 0
         """Bytes of all pieces, free or in use."""
         self.inputs_sent = self.inputs_fetched = 0
-        """Layers' inputs since this was made."""
+        """How many layers' inputs were sent and fetched so far."""
         self.sent = 0
-        """Bytes sent to the host since this was made."""
+        """Bytes sent to the host so far."""
         self.last = len(layers) - 1
         self._call: _LayerCall | None = None
         """The layer call whose forward pass runs."""
@@ -92,8 +92,8 @@ class Offload:
         if index == 0:
             self._on_device = []
         below = self._on_device[-1] if self._on_device else None
-        # A layer's input was sent while that layer computed, so its memory is released here. Its other tensors existed
-        # only when it had finished: they have the time of the next layer.
+        # The input of the layer below was sent while that layer computed, so its memory is released now. The layer's
+        # other tensors were sent after it had finished, so they are released one layer later.
         for shipment in self._on_device:
             shipment.release(only_input=shipment is below)
         self._on_device = self._on_device[-1:]
@@ -131,7 +131,7 @@ class Offload:
         fitting = [index for index, free in enumerate(self.pool) if free.numel() >= size]
         if fitting:
             return self.pool.pop(min(fitting, key=lambda index: self.pool[index].numel()))
-        if self.pool:  # all are too small, and one makes room
+        if self.pool:  # all are too small: drop one to make space
             self.pinned -= self.pool.pop().numel()
         try:
             made = torch.empty(size, dtype=torch.uint8, pin_memory=self.side is not None)
@@ -163,7 +163,7 @@ class _LayerCall:
         stays = [*layer.parameters(), *layer.buffers(), *_tensors(others)] if owner.all_saved and not last else []
         self.stays = {one.untyped_storage().data_ptr() for one in stays if type(one) in (torch.Tensor, nn.Parameter)}
         """Addresses of storages that are not sent."""
-        # Recorded before the layer's own work, so that the copy of its input overlaps with it.
+        # Recorded before the layer computes, so that the copy of its input overlaps with that.
         self.ready = torch.cuda.current_stream().record_event() if owner.side is not None else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -182,7 +182,7 @@ class _LayerCall:
 
     def _is_sent(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        # Also the tensor's own width: rows of gate and up have space for an adapter's share behind them.
+        # Widths of the storage and of the tensor. They differ for gate and up, whose rows have space for x A^T behind.
         sizes = {storage.nbytes() // tensor.element_size() // self.tokens, tensor.numel() // self.tokens}
         return (
             self.owner.all_saved
@@ -199,12 +199,12 @@ class _Shipment:
 
     def __init__(self, owner: Offload, below: _Shipment | None) -> None:
         self.owner, self.below = owner, below
-        """`below`: of the layer underneath, which the backward pass needs next."""
+        """The shipment of the layer below, which the backward pass needs next."""
         self.storages: dict[int, _SentStorage] = {}
 
     def add(self, tensor: torch.Tensor, ready: Any, is_input: bool) -> _SentTensor:
-        """Send the storage of `tensor`, unless another tensor sent it. `ready`: the event after which it may be
-        copied; None: when the computing stream has done its work so far."""
+        """Send the storage of `tensor`, unless it was sent with another tensor. `ready`: the event after which it may
+        be copied; None: after all present work of the computing stream."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self.storages:
             self.storages[address] = _SentStorage(self.owner, tensor.untyped_storage(), tensor.device, ready, is_input)
@@ -218,26 +218,26 @@ class _Shipment:
                 storage.release()
 
     def fetch(self) -> None:
-        """Start copying back what has not been taken yet."""
+        """Start copying back the storages whose tensors autograd has not taken yet."""
         for storage in self.storages.values():
             if storage.tensors > 0:
                 storage.fetch()
 
 
 class _SentStorage:
-    """One storage: on its way to the host, there, or on its way back."""
+    """One storage that is being copied to the host, is there, or is being copied back."""
 
     def __init__(
         self, owner: Offload, storage: torch.UntypedStorage, device: torch.device, ready: Any, is_input: bool
     ) -> None:
         self.owner, self.device, self.is_input, self.bytes = owner, device, is_input, storage.nbytes()
         self.tensors = 0
-        """How many tensors are still to be taken from it."""
+        """How many tensors of it autograd has not taken yet."""
         self.buffers: list[torch.Tensor] = []
         self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        """Its bytes on the device, until the copy to the host is done, and again from fetch() on."""
+        """Its bytes on the device, until release(), and again from fetch() on."""
         self.event: Any = None
-        """What the computing stream waits for before it reads or releases `on_device`."""
+        """The end of the latest copy. The computing stream waits for it before it reads or releases `on_device`."""
         self.buffers = owner.buffers(self.bytes)
         owner.sent += self.bytes
         if owner.side is not None:
@@ -262,7 +262,7 @@ class _SentStorage:
         self.on_device = self.event = None
 
     def fetch(self) -> None:
-        """Start copying back, into memory of the computing stream, whose work so far the copy waits for."""
+        """Start copying back, into memory of the computing stream. The copy waits for that stream's present work."""
         if self.on_device is not None:
             return
         self.on_device = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
@@ -272,8 +272,8 @@ class _SentStorage:
         self._copy(to_host=False)
 
     def take(self) -> torch.Tensor:
-        """The bytes on the device, for the computing stream. The last tensor that takes them keeps the memory
-        alive."""
+        """The bytes on the device, ready for the computing stream. After the last tensor has taken them, only that
+        tensor keeps them alive."""
         self.fetch()
         self._wait()
         flat = self.on_device
@@ -310,7 +310,7 @@ class _SentTensor:
         storage.tensors += 1
 
     def unpack(self) -> torch.Tensor:
-        """The tensor; the shipment of the layer below starts its way back. May be called again."""
+        """The tensor. This also starts to fetch the shipment of the layer below. May be called again."""
         self.shipment.fetch()
         tensor = self.storage.take().view(self.dtype).as_strided(*self.view)
         if self.shipment.below is not None:

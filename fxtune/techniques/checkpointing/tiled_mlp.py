@@ -3,15 +3,15 @@
 Gate, up and their product are the widest tensors of a layer: 28 KiB a token each for Llama-3-8B in bfloat16, 1.75 GiB
 each for a row of 65,536 tokens, and the backward pass holds six of them. An MLP treats each token alone, so it can
 process the row tile by tile: the forward pass saves only its input, and the backward pass recomputes each tile first
-(the tiled MLP of ALST, arXiv 2506.13996). With `tiles` tiles the six tensors shrink by that factor. The products'
-FLOPs are those of a checkpoint. A tile should have some thousand tokens, so that its matmuls fill the GPU.
+(the tiled MLP of ALST, arXiv 2506.13996). With `tiles` tiles the six tensors shrink by that factor. The products take
+as many FLOPs as with a checkpoint. A tile should have some thousand tokens, so that its matmuls fill the GPU.
 
-In eager mode this is an autograd function. Its input is saved by a node of its own (`_Keep`) before the work is done:
-a checkpoint around the whole layer, which recomputes what was saved, can stop there, and the MLP runs twice in all and
-not three times. That node lives as long as what an ordinary function saved (`_saving`): until a backward pass that
-does not retain its graph. torch.compile cannot trace a backward pass that calls autograd, so in a compiled layer the
-tiles are a plain loop: the checkpoint around the layer (or one around each tile, if there is none) marks their insides
-for recomputation, and the compiler frees each tile before the next one begins.
+In eager mode this is an autograd function. A node of its own (`_Keep`) saves the input before the MLP computes. A
+checkpoint around the layer recomputes only until all saved tensors are there, so it stops at that node, and the MLP
+runs twice in all and not three times. Like an ordinary saved tensor, the node lives until a backward pass that does
+not retain its graph (`_saving`). torch.compile cannot trace a backward pass that calls autograd, so in a compiled
+layer the tiles are a plain loop. The checkpoint around the layer (or one around each tile, if there is none) marks the
+operators of each tile for recomputation, and the compiler frees each tile before the next one begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile(mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
-    """Make `mlp`, [..., hidden] -> [..., hidden] for each token alone, run in `tiles` tiles.
+    """Make `mlp` run in `tiles` tiles. It maps [..., hidden] to [..., hidden] and treats each token alone.
 
     `checkpointed`: whether the layer around it recomputes the MLP.
     """
@@ -45,7 +45,7 @@ def tile(mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
 def _tiled_class(
     kind: type[nn.Module], forward: Callable[..., torch.Tensor], bound: bool, tiles: int, checkpointed: bool
 ) -> type[nn.Module]:
-    """One class for all MLPs of a class: with a function for each MLP torch.compile would compile each layer again."""
+    """One class for all MLPs of a class: if each MLP had its own function, torch.compile would compile each layer."""
 
     def run(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         return _tiled(self, forward if bound else partial(forward, self), tiles, checkpointed, hidden)
@@ -99,11 +99,11 @@ class _Early(torch.autograd.Function):
 
 
 def _saving(flat: torch.Tensor) -> AbstractContextManager[Any]:
-    """In this context, whatever a function saves is `flat`, which is saved now, before the function does its work.
+    """Saves `flat` now, for a function that runs in this context and saves nothing else.
 
-    In its place autograd holds an empty tensor, the only owner of the node that saved `flat` (in torch 2.11 a node
-    without an owner drops what it saved). So `flat` is freed with the rest of the function's graph, and a later
-    backward pass raises autograd's usual error.
+    In place of `flat` the function's node holds an empty tensor, which is the only owner of the node that saved `flat`
+    (in torch 2.11 a node without an owner drops what it saved). So `flat` is freed with the rest of the function's
+    graph, and a later backward pass raises autograd's usual error.
     """
     kept = _Keep.apply(flat, torch.empty(0, requires_grad=True))
     return torch.autograd.graph.saved_tensors_hooks(lambda _: kept, lambda kept: kept.grad_fn.saved_tensors[0])

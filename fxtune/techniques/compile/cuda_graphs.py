@@ -9,8 +9,8 @@ A recording reads and writes the same memory each time. Therefore:
 - each shape of a batch has its own recording with its own inputs, into which a batch is copied;
 - gradients stay in memory of their own (`Optimizer.keep_gradients`), to which every pass adds;
 - the returned scalar is copied out;
-- what a pass notes on the host, the names of the weights that gradients reached (`Optimizer.reached`), is noted again
-  at each replay;
+- the names of the weights that gradients reached, which a pass collects on the host (`Optimizer.reached`), are added
+  again at each replay;
 - all recordings share one memory pool, since one is replayed at a time: the largest one decides its size.
 
 Random numbers continue as in plain code: torch passes the generator's seed and offset to a recording when it is
@@ -42,8 +42,8 @@ MAX_SHAPES = 64
 
 
 class Recorder:
-    """Calls one function, from recordings where it can. `passes` counts the calls, `replayed` those that were
-    replays."""
+    """Calls one function, and replays a recording of it where there is one. `passes` counts all calls, `replayed`
+    those that were replays."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.scalar = torch.ones((), device=device)
         self.recordings: dict[Any, _Recording | None] = {}
-        """By shape; None after the first pass, which is not recorded."""
+        """The recording of each shape; None after the shape's first pass, which is not recorded."""
         self.passes = self.replayed = 0
 
     def __call__(self, batch: Any, scalar: float) -> torch.Tensor:
@@ -125,9 +125,7 @@ class Recorder:
                 f"techniques.compile.cuda_graphs: a training pass could not be recorded ({first}). Set it to off."
             ) from error
         finally:
-            torch.cuda.set_stream(
-                current
-            )  # where a recording cannot be ended, torch leaves the recording stream in place
+            torch.cuda.set_stream(current)  # if a recording fails, torch may leave its stream as the current one
             self.reached |= before
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile did: how many graphs it made, where it broke and why, what it compiled again and why.
+"""A report of torch.compile's work: the number of graphs, and the places and reasons of breaks and recompilations.
 
 torch reports this in logs that nobody reads, or not at all. A graph break or a recompilation costs time and changes no
 number, so the run is slow and looks right. `CompileMonitor` calls the compiled functions. After a call that compiled
@@ -68,7 +68,7 @@ class CompileReport:
         return sum(self.lengths.values()) - len(self.lengths)
 
     def lines(self) -> Iterator[str]:
-        """For people, most important first."""
+        """The report as lines for the terminal, the most important first."""
         state = "cold" if not self.from_disk else "warm" if not self.anew else "partly warm"
         rows = ", ".join(f"{shape}: {count}" for shape, count in self.lengths.items())
         yield (
@@ -98,14 +98,15 @@ class CompileMonitor:
     ids: set[str] = field(default_factory=set)
     """torch's ids of our compilations; a backward pass has the id of its forward pass."""
     since: float = field(default_factory=time.time)
-    """torch's ids start again after a reset, so earlier compilations are told apart by time."""
+    """When this monitor was created. torch's ids start again after a reset, so the time excludes earlier compilations.
+    """
     skips_before: int = 0
     """Graphs of this process that torch did not record as CUDA graphs before this monitor started."""
     counted_failures: dict[Any, int] = field(default_factory=dict)
-    """By code object: how many of torch's guard failures are counted already, or not ours."""
+    """By code object: how many of torch's guard failures are counted already, or belong to others' code."""
 
     def start(self) -> None:
-        """To be called before the first call()."""
+        """Begin to count. Call it before the first call()."""
         logger = logging.getLogger(LOGGER)
         logger.addFilter(_UNKNOWN_WRITES)  # adding it twice has no effect
         if not logger.isEnabledFor(logging.WARNING):  # TORCH_LOGS=-dynamo would also hide the warning from the filter
@@ -140,7 +141,7 @@ class CompileMonitor:
         return result
 
     def allow_recompiling(self) -> None:
-        """torch was told to forget all code: compiling it once more does not count as a recompilation."""
+        """Call it after torch._dynamo.reset(): compiling all code once more does not count as recompilations."""
         self.lengths.clear()
         self._skip_failures()
 
@@ -168,7 +169,7 @@ class CompileMonitor:
             where = f"{_short(frame.filename)}:{frame.lineno}" if frame else "an unknown place"
             self.breaks[GraphBreak(where, reason.reason.strip().splitlines()[0])] += 1
         for code, failures in torch._dynamo.utils.guard_failures.items():
-            # torch notes a failed guard for each graph that exists: together they say what was new in this call.
+            # torch records a failed guard for each existing graph: together they show what was new in this call.
             uncounted = failures[self.counted_failures.get(code, 0) :]
             if new := dict.fromkeys(map(_failed_guard, uncounted)):
                 where = f"{_short(code.co_filename)}:{code.co_firstlineno}"

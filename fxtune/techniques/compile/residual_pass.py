@@ -7,11 +7,10 @@ the stream would be one more pass over three such tensors. quack's kernel adds i
 on random data the result is 1.66e-3 from float32's, and 2.35e-3 with two roundings. The adapters' pass rounds before
 it adds the stream, as two operators would, and saves one read and one write.
 
-The pass looks at the graph for which Inductor is about to generate code: after autograd, which does not see the
-change, and whatever the model's own code looks like. It leaves a sum alone if a norm (Gemma 2) or a factor (Granite)
-lies between, if the dtypes differ (autocast over a float32 stream), if shapes are dynamic, and if cuBLAS does the
-product: torch would first copy the stream into the result, and cuBLAS rounds before it adds. Eager mode has no such
-pass.
+The pass changes the graph just before Inductor generates code. So autograd does not see the change, and the model's
+own code may have any form. It leaves a sum alone if there is a norm (Gemma 2) or a factor (Granite) in between, if the
+dtypes differ (autocast over a float32 stream), if shapes are dynamic, and if cuBLAS computes the product: torch would
+first copy the stream into the result, and cuBLAS rounds before it adds. Eager mode has no such pass.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops
 
 
 def install() -> None:
-    """Make torch.compile run the pass, after one that somebody else may have installed."""
+    """Make torch.compile run the pass, after any pass that is already installed."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -59,8 +58,8 @@ def install() -> None:
 
 
 def fold(graph: fx.Graph) -> int:
-    """Where the result of a fused operator is only added to an earlier tensor, let the operator add it. Returns the
-    number of sums."""
+    """If the result of a fused operator is only added to an earlier tensor, let the operator add it. Returns the
+    number of sums that were replaced."""
     folded, order = 0, {node: index for index, node in enumerate(graph.nodes)}
     for total in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         if total.kwargs or not all(isinstance(one, fx.Node) for one in total.args):
@@ -88,9 +87,10 @@ def _fused_operator(node: fx.Node) -> Optional[fx.Node]:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
-    made: Any = node.args[0]
-    kind = made.args[_KIND_ARGUMENT[made.target]] if made.target in _KIND_ARGUMENT else DENSE
-    return made if kind != DENSE and made.args[-1] is None else None
+    operator_call: Any = node.args[0]
+    known = operator_call.target in _KIND_ARGUMENT
+    kind = operator_call.args[_KIND_ARGUMENT[operator_call.target]] if known else DENSE
+    return operator_call if kind != DENSE and operator_call.args[-1] is None else None
 
 
 def _same_layout(one: fx.Node, other: fx.Node) -> bool:

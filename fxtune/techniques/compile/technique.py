@@ -1,10 +1,10 @@
 """torch.compile, by decoder layer or for the decoder as a whole, and a report of what the compiler did.
 
-By layer, all layers of a kind share one compiled graph, so the compile time does not grow with the depth. What it
-gains: norms, RoPE, SwiGLU and residuals are fused into few kernels (10 to 16 % of a step on an H200). As a whole, the
-compile time grows with the depth (minutes at 32 layers), but the CPU has nothing to do between layers, which is what
-small models wait for; `mode=reduce_overhead` also records the decoder as CUDA graphs, one launch in place of hundreds.
-The head and the loss are not compiled. Parameter names do not change.
+By layer, all layers of a kind share one compiled graph, so the compile time does not grow with the depth. Norms, RoPE,
+SwiGLU and residuals are fused into few kernels, which saves 10 to 16 % of a step on an H200. As a whole, the compile
+time grows with the depth (minutes at 32 layers), but the CPU has nothing to do between layers, where small models wait
+for it; `mode=reduce_overhead` also records the decoder as CUDA graphs, one launch in place of hundreds. The head and
+the loss are not compiled. Parameter names do not change.
 
 `cuda_graphs` records more: forward, head, loss and backward of a micro-batch as one launch (cuda_graphs.py), whatever
 is compiled. It pays if the device finishes a layer before the host has launched the next one; `auto` decides by the
@@ -58,14 +58,13 @@ if TYPE_CHECKING:
 
 MAX_LENGTHS = 8
 LAUNCH_SECONDS = 2e-3
-"""Seconds of the device for forward and backward of a layer below which launching takes the host as long: some 150
-launches."""
+"""The host takes this long to launch the kernels, some 150, of a layer's forward and backward pass. If the device
+needs less time for them, it waits for the host."""
 FLOPS = 4e14
-"""Floating-point operations a second in training that `auto` assumes: an H200's. A slower device is busy for
-longer."""
+"""FLOP/s in training that `auto` assumes, those of an H200. A slower device is busy for longer."""
 RECORDABLE_ATTENTION = ("flash4", "flash3", "flash2")
-"""Attention for which the host never reads where documents begin. It does for `cudnn` with packed rows, and to make
-masks."""
+"""Attention backends with which the host never reads where documents begin. It reads that for `cudnn` with packed
+rows, and to make masks."""
 UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
@@ -238,8 +237,8 @@ class Compile(Technique):
         torch._dynamo.reset()
         self._monitor = self._new_monitor()
         self._monitor.start()
-        lengths = MAX_LENGTHS + 1  # the probe's is one more
-        limit = lengths * (self.max_recompiles + 1) + 1  # so max_recompiles is reached before torch's own limit
+        lengths = MAX_LENGTHS + 1  # the probe has a length of its own
+        limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
         for name in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
         for part in decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]:
@@ -360,7 +359,7 @@ def _missing_compiler(facts: Facts) -> Iterator[str]:
 def _unless_caching(
     uncompiled: Callable[..., Any], compiled: Callable[..., Any], is_decoder: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    # A decoder makes a cache unless it is told not to; a layer gets one as an argument.
+    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument.
     caching = kwargs.get("past_key_values") is not None or (is_decoder and kwargs.get("use_cache") is not False)
     return (uncompiled if caching else compiled)(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What several tests need: small chat data, a config that trains the built-in model in seconds, runs read back."""
+"""Fixtures that several test folders use: small chat data, small configs, and hooks that keep the test process fast."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.models.load import Init, ModelConfig
 from fxtune.tracking.tracker import Display, TrackingConfig
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may use the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Else each process that compiles finds out which vector instructions work here by building C++ for each kind: 8 s of a processor.
+# Without this each compiling process builds C++ programs to find the supported vector instructions: 8 s of CPU time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["OMP_NUM_THREADS"] = (
-    "1"  # of the processes that tests start: two threads each on two busy cores wait for each other
+    "1"  # for child processes: with two threads each they would wait for each other on two busy cores
 )
 for name in (
     "WANDB_API_KEY",
     "HF_TOKEN",
     "COLUMNS",
-):  # secrets, and how wide the terminal is that tests were started from
+):  # secrets, and the width of the terminal that started the tests
     os.environ.pop(name, None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported here stays: looking for garbage in it all the while takes a seventh of the time."""
+    """Disable garbage collection while modules are imported. It would take a seventh of the collection time."""
     gc.disable()
     try:
         return (yield)
@@ -44,38 +44,38 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with a slow test come first: at the end none keeps one worker busy while the others have nothing left to do."""
+    """Run files with slow tests first, so that no worker is still busy with one when the others have finished."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _imports_are_no_garbage():
-    """Each run collects its garbage, which takes 0.3 s if it has to look through all of torch and transformers, too."""
+def _freeze_imported_objects():
+    """Freeze the objects of torch and transformers. Each run collects garbage, which takes 0.3 s if it scans them too."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or what libraries let go of at a process's end would seem to be lost
+    gc.unfreeze()  # libraries free objects at the end of the process
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """The same number of threads everywhere: sums on the CPU depend on it, and two test workers share two cores."""
+    """Use one thread: sums on the CPU depend on the number of threads, and two test workers share two cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled():
-    """What other tests compiled counts towards the compiler's limit of recompilations of one function."""
+def _reset_compiler():
+    """Reset the compiler: code of other tests counts towards its limit of recompilations per function."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 @pytest.fixture
 def cwd(tmp_path, monkeypatch) -> Path:
-    """An empty working directory: runs and recipes of the checkout are out of sight."""
+    """An empty working directory, without the runs and recipes of the checkout."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -98,7 +98,7 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small(chats, tmp_path) -> Config:
-    """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. Tests change what they are about."""
+    """LoRA on the built-in model for six steps of eight rows, float32 on the CPU. A test changes the keys it needs."""
     config = Config(
         data=DataConfig(
             sources=[SourceConfig(path=str(chats))],
@@ -117,7 +117,7 @@ def small(chats, tmp_path) -> Config:
 
 @pytest.fixture
 def narrow(small) -> Config:
-    """`small` with a model of two narrow layers, drawn at random: for runs whose subject is not what a model can do."""
+    """`small` with a random model of two narrow layers, for tests that do not depend on the model's quality."""
     small.model = ModelConfig(
         init=Init.random,
         architecture={
@@ -134,7 +134,7 @@ def narrow(small) -> Config:
 
 @pytest.fixture(scope="session")
 def forks():
-    """The parent that runs of tests/faults are forked from: one for all tests of a worker, since importing takes seconds."""
+    """The process that forks the runs of tests/faults. All tests of a worker share it, since its imports take seconds."""
     from support.killing import ForkServer
 
     with ForkServer() as server:
@@ -143,7 +143,7 @@ def forks():
 
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
-    """What runs of this process tell beside their figures, as it comes."""
+    """The notes that runs in this process print, in their order."""
     from fxtune.tracking import display
 
     notes: list[str] = []
@@ -153,7 +153,7 @@ def said(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def build(cwd):
-    """A Trainer that is built and not yet run; its folder is released at the end."""
+    """A function that builds a Trainer without running it. The run folder is released at the end of the test."""
     from fxtune.checkpoint.run_folder import claim
     from fxtune.tracking.display import display
     from fxtune.training import trainer

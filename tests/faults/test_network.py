@@ -61,7 +61,7 @@ def locate_in_process(url, home, patience=300.0):
 
 def questions(hub):
     """The requests about a repository. The hub's library asks for a list of agents first, once a day."""
-    return [request for request in hub.asked if "/nobody/" in request]
+    return [request for request in hub.requests if "/nobody/" in request]
 
 
 FAULTS = {
@@ -80,10 +80,10 @@ FAULTS = {
 def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reason):
     """One question of limited time is what bounds the wait. A refusal (401) is about one repository, so each is asked for."""
     hub.mode = mode
-    hub.asked.clear()
+    hub.requests.clear()
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, cache, 2.0 if mode in ("silent", "drips") else 300.0)
-    assert len(questions(hub)) <= (3 if mode == 401 else 1), hub.asked
+    assert len(questions(hub)) <= (3 if mode == 401 else 1), hub.requests
     used = "so what an earlier run fetched is used: commit " + COMMIT
     assert out.count(used) == 2, out  # for the model and the tokenizer
     assert reason in out.splitlines()[0], out
@@ -92,7 +92,7 @@ def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reaso
 
 def test_complete_commit_in_the_cache_is_not_asked_for(hub, cache):
     hub.mode = "works"
-    hub.asked.clear()
+    hub.requests.clear()
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
     code = (
         f"from fxtune.system import hub; origin = hub.locate('nobody/tiny', '{COMMIT}');"
@@ -107,10 +107,10 @@ def test_complete_commit_in_the_cache_is_not_asked_for(hub, cache):
 @pytest.mark.parametrize("mode", ["silent", 500, "refused"])
 def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mode):
     hub.mode = mode
-    hub.asked.clear()
+    hub.requests.clear()
     url = refused() if mode == "refused" else hub.url
     out = locate_in_process(url, tmp_path, 2.0 if mode == "silent" else 300.0)
-    assert len(questions(hub)) <= 1, hub.asked
+    assert len(questions(hub)) <= 1, hub.requests
     assert out.startswith(
         "error 6: model.path=nobody/tiny: no such folder here, and the hub cannot be reached for it ("
     ), out

@@ -130,8 +130,10 @@ def test_server_that_comes_back_before_the_end_gets_everything(tmp_path, server)
     wait_until_ready(tracker)
     server.mode = 500
     tracker.log(2, {"train/loss": 1.0})
-    seen = len(server.asked)
-    Thread(target=lambda: (wait_for(lambda: len(server.asked) > seen + 1), setattr(server, "mode", "works"))).start()
+    seen = len(server.requests)
+    Thread(
+        target=lambda: (wait_for(lambda: len(server.requests) > seen + 1), setattr(server, "mode", "works"))
+    ).start()
     tracker.finish()
     assert steps(server) == [1, 2]
     assert [note for note in notes if not note.startswith("W&B: http")] == []

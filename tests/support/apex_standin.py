@@ -1,7 +1,7 @@
 """A small package with the names and signatures of NVIDIA's Apex that fxtune uses, for machines that cannot build Apex.
 
-It is written from Apex's public interface and computes with plain torch: it shows that fxtune calls Apex as it is to be called
-and keeps its state, not that Apex's kernels are right.
+It follows Apex's public interface and computes with plain torch. It shows that fxtune calls Apex correctly and keeps its state. It
+does not test Apex's kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As in Apex: moments are float32 whatever the weight's dtype, and the steps are counted in the group."""
+    """As in Apex, moments are float32 for every weight dtype, and the parameter group counts the steps."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class FusedLayerNorm(nn.Module):
 
 
 def install(monkeypatch: Any) -> None:
-    """Make `import apex` and `import amp_C` find this, until the test ends."""
+    """Make `import apex` and `import amp_C` find these classes until the test ends."""
     parts = {
         "apex": {},
         "amp_C": {},

@@ -1,4 +1,4 @@
-"""Tiny architectures of the families that are tested, and models, tokenizers and adapters of them on disk."""
+"""Tiny architectures of the tested model families, and functions that build or save their models, tokenizers and adapters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CPU = World(torch.device("cpu"))
 
 
 def random_model(family: str, **changes: Any) -> ModelConfig:
-    """A config whose model is drawn at random; `changes` go into its architecture."""
+    """The config of a model with random weights. `changes` are keys of its architecture."""
     return ModelConfig(path=None, init=Init.random, architecture={**FAMILIES[family], **changes})
 
 
@@ -79,7 +79,7 @@ def lora(r: int = 4, **options: Any) -> Pipeline:
 
 
 def enable(**options: dict[str, Any]) -> Pipeline:
-    """A pipeline with these techniques enabled, options as plain values: enable(lora={"fused": "on"}, compile={})."""
+    """A pipeline with these techniques enabled and these options: enable(lora={"fused": "on"}, compile={})."""
     pipeline = Pipeline()
     for name, given in options.items():
         technique = getattr(pipeline, name)
@@ -115,7 +115,7 @@ def word_tokenizer(words: int = 128, **special: str) -> Any:
 
 
 def on_disk(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A base model and its tokenizer as plain transformers saves them."""
+    """Save a base model and its tokenizer with plain transformers."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Bad steps and interruptions in the middle of a run."""
+"""Functions that make bad steps and interrupt a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxtune.training import trainer as train
 
 
 def interrupt_at(config, index, monkeypatch):
-    """Run `config` and press Ctrl-C at step `index`, once."""
+    """Run `config` and raise KeyboardInterrupt at step `index`, once."""
     taken, broken = train.Trainer.step, []
 
     def dying(self, step, lr):

@@ -1,4 +1,4 @@
-"""What a traced run did (traced.py), and what two runs that learnt the same have in common."""
+"""Reads the trace of a run (traced.py) and compares the results of two runs bit for bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 TELLTALE = ("second", "time", "data_wait", "memory_", "mfu", "compile/")
-"""Figures with these in their names depend on the clock, the machine or the process."""
+"""Figures with one of these in their name depend on the clock, the machine or the process."""
 
 
 @dataclass
 class Traced:
-    """The lines that a run wrote (traced.py)."""
+    """The trace lines of a run (traced.py)."""
 
     lines: list[dict[str, Any]]
 
@@ -24,7 +24,7 @@ class Traced:
         return Traced([json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")])
 
     def inside(self) -> list[str]:
-        """The phases that it was in at the end, outermost first."""
+        """The phases that the run had entered and not left, outermost first."""
         open_: list[str] = []
         for line in self.lines:
             if "enter" in line:
@@ -37,13 +37,13 @@ class Traced:
         return [line for line in self.lines if "step" in line]
 
     def spans(self, phase: str) -> list[tuple[float, float]]:
-        """When it was in `phase`: seconds of the common clock."""
+        """(start, end) of each time that the run was in `phase`, in seconds of the shared clock."""
         enters = [line["at"] for line in self.lines if line.get("enter") == phase]
         return list(zip(enters, [line["at"] for line in self.lines if line.get("leave") == phase], strict=False))
 
 
 def lineage(attempts: list[Traced]) -> list[dict[str, Any]]:
-    """The steps that the last of several attempts at one run stands on: those of each, up to where the next one went on."""
+    """The effective steps of a run with several attempts: the steps of each attempt until the next one's first step."""
     kept: list[dict[str, Any]] = []
     for attempt in attempts:
         if steps := attempt.steps():
@@ -53,19 +53,19 @@ def lineage(attempts: list[Traced]) -> list[dict[str, Any]]:
 
 @dataclass
 class Ending:
-    """What must be equal of two runs that learnt the same, and what every run must satisfy by itself."""
+    """The results of a finished run: what must be equal in two equal runs, and what each run must satisfy."""
 
     sums: dict[str, str]
     """sha256 of the export and of the last checkpoint's tensors."""
     state: dict[str, Any]
-    """The last checkpoint's state, less what the clock has a part in."""
+    """The last checkpoint's state without figures that depend on the clock."""
     lines: list[dict[str, Any]]
-    """metrics.jsonl, likewise."""
+    """The lines of metrics.jsonl, also without such figures."""
     result: dict[str, Any]
     steps: list[tuple[int, Any, str]]
-    """Of each step that counts: its number, the documents of its micro-batches, the random state after it."""
+    """Each effective step: its number, the documents of its micro-batches, the random state after it."""
     leftovers: list[str]
-    """Files of a kill that the run should have cleared away."""
+    """Temporary files of a killed attempt that the run must have deleted."""
 
     @staticmethod
     def of(folder: Path, attempts: list[Traced]) -> Ending:
@@ -79,7 +79,7 @@ class Ending:
         state = json.loads((newest / "state.json").read_text())
         state["figures"] = timeless(state["figures"])
         lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if set(line) != {"train/step"}]  # what saving took, when it was known
+        lines = [line for line in lines if set(line) != {"train/step"}]  # a late line with the duration of a save
         steps = [(line["step"], line["documents"], line["random"]) for line in lineage(attempts)]
         leftovers = [
             str(path.relative_to(folder))
@@ -89,7 +89,7 @@ class Ending:
         return Ending(sums, state, lines, timeless(json.loads((folder / "result.json").read_text())), steps, leftovers)
 
     def differences(self, other: Ending) -> list[str]:
-        """In what `other` differs, in words. Empty: bit for bit the same."""
+        """Descriptions of the differences to `other`. Empty if both are bit for bit equal."""
         return [
             f"{name}: {_first_difference(mine, theirs)}"
             for name in vars(self)
@@ -97,7 +97,7 @@ class Ending:
         ]
 
     def uses(self) -> dict[str, int]:
-        """How often each document was learnt from."""
+        """How often the run used each document."""
         counts: dict[str, int] = {}
         for _, micro_batches, _ in self.steps:
             for name in (name for documents in micro_batches for name in documents):

@@ -30,7 +30,7 @@ _TEXT = [
 
 
 def template(family: str, marks: bool) -> str:
-    """The family's template; without `marks` as it was published, without {% generation %}."""
+    """The family's template. Without `marks` it has no {% generation %} marks, as published."""
     source = (TEMPLATES / f"{family}.jinja").read_text()
     return source if marks else re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
 
@@ -62,7 +62,7 @@ def build_tokenizer(
         vocab_size=len(special) + 400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(_TEXT, trainer)
-    written = json.loads(core.to_str())  # the byte tokens are ordinary entries of the vocabulary, as in Llama-2's
+    written = json.loads(core.to_str())  # byte tokens are ordinary vocabulary entries, as in Llama 2
     written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
     core = Tokenizer.from_str(json.dumps(written))
     steps = [processors.ByteLevel(trim_offsets=True)] if style == "bytelevel_trimmed" else []

@@ -1,4 +1,4 @@
-"""Facts of a card that trains an 8B Llama, for the memory and step-time estimates."""
+"""Facts of a GPU that trains an 8B Llama, for tests of the memory and step-time estimates."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Faults for real: runs of a tiny model as processes of their own, small disks, kills, and what is left afterwards.
+"""Runs of a tiny model as real processes, kills, and small disks, for the fault tests.
 
-    line = command(folder, "train.max_steps=8")          # a run of a one-layer model on 48 made-up chats
-    done = run(line, folder)                             # the real program: .code, .text (all it printed)
-    process = start(line, folder); kill(process)         # in the background, killed with its children
-    with small_disk(folder / "disk", "4m"): ...          # a tmpfs; skips the test where mounting is refused
+    line = command(folder, "train.max_steps=8")          # the command of a run: a small model on 48 random chats
+    done = run(line, folder)                             # runs it to its end: .code, .text (its output)
+    process = start(line, folder); kill(process)         # runs it in the background; kills it and its children
+    with small_disk(folder / "disk", "4m"): ...          # a tmpfs; skips the test if mounting is not allowed
 
-Kills by the hundred, and what two runs that learnt the same have in common, are in killing.py.
+killing.py kills runs at chosen moments, and endings.py compares their results.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ ENVIRON = {
     "TOKENIZERS_PARALLELISM": "false",
     "COLUMNS": "200",
 }
-"""Of each process that is started here: few threads, no network, this checkout's code before what is installed or named."""
+"""Environment of every child process: one thread, no network, the code of this checkout before installed code."""
 
 
 def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
-    """`rows` conversations of one to three turns, no two alike, none longer than 128 of the tiny tokenizer's tokens."""
+    """Write `rows` different conversations of one to three turns, each at most 128 tokens of the tiny tokenizer."""
     draw = random.Random(seed)
     words = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
     with file.open("w") as out:
         for row in range(rows):
             messages = []
             for turn in range(draw.randint(1, 3)):
-                asked = [str(row)] * (turn == 0) + draw.choices(words, k=draw.randint(2, 6))
+                question = [str(row)] * (turn == 0) + draw.choices(words, k=draw.randint(2, 6))
                 messages += [
-                    {"role": "user", "content": " ".join(asked)},
+                    {"role": "user", "content": " ".join(question)},
                     {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.randint(1, 6)))},
                 ]
             out.write(json.dumps({"messages": messages}) + "\n")
@@ -58,14 +58,14 @@ def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    """The words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps of four rows.
+    """The command-line words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps of four rows.
 
-    Words given here win. Its chats and its token cache lie in `folder`, too.
+    `words` override the defaults. The chats and the token cache are also in `folder`.
     """
     chats = folder / "chats.jsonl"
     if not chats.exists():
         write_chats(chats)
-    given = [
+    defaults = [
         "run.dir=run",
         "model.init=random",
         f"model.architecture={SMALLER}",
@@ -82,7 +82,7 @@ def command(folder: Path, *words: str) -> list[str]:
         "tracking.display=plain",
     ]
     keys = {word.partition("=")[0] for word in words}
-    return [*(word for word in given if word.partition("=")[0] not in keys), *words]
+    return [*(word for word in defaults if word.partition("=")[0] not in keys), *words]
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Done:
 
 
 def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) -> subprocess.Popen[bytes]:
-    """`python -m fxtune WORDS` in `folder`, in the background and in a process group of its own; it prints to `folder`/`log`."""
+    """Start `python -m fxtune WORDS` in `folder`, in its own process group, with its output in `folder`/`log`."""
     with (folder / log).open("ab") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "fxtune", *words],
@@ -106,7 +106,7 @@ def start(words: list[str], folder: Path, log: str = "log.txt", **environ: str) 
 
 
 def run(words: list[str], folder: Path, timeout: float = 120, **environ: str) -> Done:
-    """`python -m fxtune WORDS` in `folder`, to its end."""
+    """Run `python -m fxtune WORDS` in `folder` until it ends."""
     done = subprocess.run(
         [sys.executable, "-m", "fxtune", *words],
         cwd=folder,
@@ -122,19 +122,22 @@ def run(words: list[str], folder: Path, timeout: float = 120, **environ: str) ->
 
 
 def wait_for(
-    what: Callable[[], Any], process: subprocess.Popen[bytes] | None = None, timeout: float = 600, every: float = 0.01
+    condition: Callable[[], Any],
+    process: subprocess.Popen[bytes] | None = None,
+    timeout: float = 600,
+    every: float = 0.01,
 ) -> Any:
-    """The first true value of `what()`. AssertionError after `timeout` seconds, or where `process` ended before."""
+    """Wait for a true value of `condition()` and return it. AssertionError after `timeout` seconds or if `process` ends."""
     until = time.monotonic() + timeout
-    while not (seen := what()):
-        assert time.monotonic() < until, f"waited {timeout} s in vain"
-        assert process is None or process.poll() is None, f"it ended with {process.returncode} before"
+    while not (value := condition()):
+        assert time.monotonic() < until, f"the condition did not hold within {timeout} s"
+        assert process is None or process.poll() is None, f"the process ended with {process.returncode}"
         time.sleep(every)
-    return seen
+    return value
 
 
 def kill(process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGKILL) -> int:
-    """Send `how` to a process of start() and all its children, wait for its end and return its code."""
+    """Send the signal `how` to a process of start() and its children. Waits for its end and returns its exit code."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, how)
     return process.wait(60)
@@ -142,7 +145,7 @@ def kill(process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGKILL)
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str = "4m") -> Iterator[Path]:
-    """A file system of `size` (as tmpfs takes it) at `folder`, which is made. Skips the test where it cannot be mounted."""
+    """Mount a tmpfs of `size` at the new folder `folder`. Skips the test if it cannot be mounted."""
     import pytest
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ def small_disk(folder: Path, size: str = "4m") -> Iterator[Path]:
         check=False,
     )
     if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.strip()}")
     try:
         yield folder
     finally:

@@ -1,6 +1,6 @@
-"""Run by test_fused_lora.py with TRITON_INTERPRET=1: the Triton kernels of fused LoRA against their plain counterparts.
+"""Run by test_fused_lora.py with TRITON_INTERPRET=1: compares the Triton kernels of fused LoRA with their plain references.
 
-Products on tensor cores are compared in float16: the interpreter multiplies bfloat16's bits as if they were integers.
+Products on tensor cores are compared in float16, because the interpreter multiplies bfloat16 values as integers.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ lora_triton.PROJECT.update(ROWS=32, STEP=32)
 lora_triton.REDUCE.update(COLUMNS=32, STEP=32)
 lora_triton.ADD.update(ROWS=32, COLUMNS=32, TILES=3)
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""How far one rounding may move a number, of its own size."""
+"""Largest relative error of one rounding."""
 
 
-def apart(rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of `width` numbers with `gap` others between them."""
+def with_gaps(rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, width] with `gap` other numbers between the rows."""
     return torch.full((rows, width + gap), 7.0, dtype=dtype)[:, :width]
 
 
-def same(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float = 1e-6) -> None:
+def assert_close(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float = 1e-6) -> None:
     torch.testing.assert_close(one, other, rtol=relative, atol=absolute)
     if one.stride(0) > one.shape[1] and one.dim() == 2:
         gap = one._base[:, one.shape[1] :] if one._base is not None else one[:, :0]
-        assert (gap == 7).all(), "written between two rows"
+        assert (gap == 7).all(), "the kernel wrote between two rows"
 
 
-def drawn(dtype: torch.dtype, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-    """Rows that lie apart."""
+def random_rows(dtype: torch.dtype, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+    """Random rows with a gap between them."""
     return (torch.randn(rows, columns + 5) * scale).to(dtype)[:, :columns]
 
 
 def activation(dtype: torch.dtype, act: str, rows: int, width: int, wide: int) -> None:
-    """Few rows, each tile a program's; many, which programs walk down."""
+    """Compare the gated activation and its gradient: with few rows one program per tile, with many rows a loop."""
     relative = 3 * DTYPES[dtype]
-    gate_up, dp = drawn(dtype, rows, 2 * width, 3.0), drawn(dtype, rows, width)
-    share = drawn(dtype, rows, wide), drawn(dtype, 2 * width, wide, 0.2)
-    above = drawn(dtype, rows, 16), drawn(dtype, 16, width, 0.2)
-    mine, theirs = apart(rows, width, 16, dtype), apart(rows, width, 16, dtype)
+    gate_up, dp = random_rows(dtype, rows, 2 * width, 3.0), random_rows(dtype, rows, width)
+    share = random_rows(dtype, rows, wide), random_rows(dtype, 2 * width, wide, 0.2)
+    above = random_rows(dtype, rows, 16), random_rows(dtype, 16, width, 0.2)
+    mine, theirs = with_gaps(rows, width, 16, dtype), with_gaps(rows, width, 16, dtype)
     swiglu_lora_triton.forward(act, gate_up, mine, share)
-    same(mine, gated(act, gate_up, share, theirs), relative, relative)
-    mine, theirs = apart(rows, 2 * width, 16, dtype), apart(rows, 2 * width, 16, dtype)
+    assert_close(mine, gated(act, gate_up, share, theirs), relative, relative)
+    mine, theirs = with_gaps(rows, 2 * width, 16, dtype), with_gaps(rows, 2 * width, 16, dtype)
     first, second = dp.clone(), dp.clone()
     swiglu_lora_triton.backward(act, gate_up, first, mine, share, above)
-    same(mine, gated_backward(act, gate_up, second, share, above, theirs), relative, relative)
-    same(first, second, relative, relative)
+    assert_close(mine, gated_backward(act, gate_up, second, share, above, theirs), relative, relative)
+    assert_close(first, second, relative, relative)
 
 
-def passing(act: str, keep_p: bool, rows: int, width: int, ranks: tuple[int, int, int]) -> None:
-    """The backward kernel that sums in passing, in two calls that add up, of operands whose rows lie apart."""
+def reducing_backward(act: str, keep_p: bool, rows: int, width: int, ranks: tuple[int, int, int]) -> None:
+    """Compare the fused backward kernel that also reduces adapter gradients, in two calls, on rows with gaps."""
     (gate, _, down), both = ranks, sum(ranks[:2])
     wide, narrow = -(-both // 16) * 16, -(-down // 16) * 16
-    gate_up, dp, xa, dyb = (drawn(torch.float16, rows, size) for size in (2 * width, width, wide, narrow))
-    b, a = drawn(torch.float16, 2 * width, wide, 0.2), drawn(torch.float16, narrow, width, 0.2)
+    gate_up, dp, xa, dyb = (random_rows(torch.float16, rows, size) for size in (2 * width, width, wide, narrow))
+    b, a = random_rows(torch.float16, 2 * width, wide, 0.2), random_rows(torch.float16, narrow, width, 0.2)
     b[:width, gate:] = b[width:, :gate] = b[:, both:] = a[down:] = 0
-    mine, theirs = apart(rows, 2 * width, 16, torch.float16), torch.empty(rows, 2 * width).half()
+    mine, theirs = with_gaps(rows, 2 * width, 16, torch.float16), torch.empty(rows, 2 * width).half()
     first, second = dp.clone(), dp.clone()
-    wanted = FusedSums(xa, dyb, ranks, True)
-    gated_backward(act, gate_up, second, (xa, b), (dyb, a), theirs, wanted)
+    expected = FusedSums(xa, dyb, ranks, True)
+    gated_backward(act, gate_up, second, (xa, b), (dyb, a), theirs, expected)
     totals = None, None
     for part in (slice(0, 2 * rows // 3), slice(2 * rows // 3, rows)):
         totals = swiglu_reduce_triton.backward(
             act, gate_up[part], first[part], mine[part], xa[part], dyb[part], ranks, totals, (b, a), keep_p
         )
-    same(mine, theirs, 3e-3, 2e-3)
+    assert_close(mine, theirs, 3e-3, 2e-3)
     torch.testing.assert_close(first, second if keep_p else dp, rtol=3e-3, atol=2e-3)
     of_b, of_a = (one.sum(0) for one in totals)
-    exact_b, exact_a = (one[0] for one in wanted.totals)
+    exact_b, exact_a = (one[0] for one in expected.totals)
     for one, other in (
         (of_b[:width, :gate], exact_b[:width, :gate]),
         (of_b[width:, gate:both], exact_b[width:, gate:both]),
@@ -93,41 +93,41 @@ def adapters(dtype: torch.dtype, ranks: tuple[int, ...], outs: tuple[int, ...], 
     )
     offsets, scaling = [torch.randn(out) for out in outs] if bias else [], [0.5 + index for index in range(len(ranks))]
     group = Adapters(a, b, offsets, scaling, dtype)
-    made = [(apart(group.width, inner, 9, dtype), apart(sum(outs), group.width, 9, dtype)) for _ in range(2)]
+    made = [(with_gaps(group.width, inner, 9, dtype), with_gaps(sum(outs), group.width, 9, dtype)) for _ in range(2)]
     pack(group, *made[0])
     lora_triton.pack(a, b, scaling, torch.cat(offsets) if bias else None, *made[1])
     for one, other in zip(*made, strict=True):
-        same(other, one, DTYPES[dtype], 0)
+        assert_close(other, one, DTYPES[dtype], 0)
     if dtype is torch.float16:
         products(group, *made[0])
 
 
 def products(group: Adapters, a: torch.Tensor, b: torch.Tensor) -> None:
-    rows, ones = 300, sum(group.ranks) if group.bias else -1
+    rows, ones_column = 300, sum(group.ranks) if group.bias else -1
     x, dy = (torch.randn(rows, width + 4).half()[:, :width] for width in (group.inner, sum(group.outs)))
     buffer = torch.zeros(rows, group.inner + group.width, dtype=torch.float16)
-    xa = lora_triton.project(x, a.t(), buffer[:, : group.inner], buffer[:, group.inner :], ones, 1.0)
-    wanted = (x.float() @ a.t().float()).half()
+    xa = lora_triton.project(x, a.t(), buffer[:, : group.inner], buffer[:, group.inner :], ones_column, 1.0)
+    expected = (x.float() @ a.t().float()).half()
     if group.bias:
-        wanted[:, ones] = 1
-    same(xa, wanted, 2e-3, 2e-3)
+        expected[:, ones_column] = 1
+    assert_close(xa, expected, 2e-3, 2e-3)
     assert torch.equal(buffer, torch.cat([x, xa], 1))
     dyb = lora_triton.project(dy, b)
-    same(dyb, (dy.float() @ b.float()).half(), 2e-3, 2e-3)
-    for narrow, factor in ((xa, b.t()), (dyb, a)):  # both ways in which a factor may lie
-        y = apart(rows, factor.shape[1], 5, torch.float16).copy_(torch.randn(rows, factor.shape[1]))
+    assert_close(dyb, (dy.float() @ b.float()).half(), 2e-3, 2e-3)
+    for narrow, factor in ((xa, b.t()), (dyb, a)):  # row-major and column-major factors
+        y = with_gaps(rows, factor.shape[1], 5, torch.float16).copy_(torch.randn(rows, factor.shape[1]))
         added = (y.float() + narrow.float() @ factor.float()).half()
-        out = apart(rows, factor.shape[1], 16, torch.float16)
+        out = with_gaps(rows, factor.shape[1], 16, torch.float16)
         assert lora_triton.add(y, narrow, factor, out) is out
-        same(out, added, 2e-3, 2e-3)
-        more = apart(rows, factor.shape[1], 3, torch.float16).copy_(torch.randn(rows, factor.shape[1]))
-        sums = lora_triton.add(y, narrow, factor, apart(rows, factor.shape[1], 16, torch.float16), more)
+        assert_close(out, added, 2e-3, 2e-3)
+        more = with_gaps(rows, factor.shape[1], 3, torch.float16).copy_(torch.randn(rows, factor.shape[1]))
+        sums = lora_triton.add(y, narrow, factor, with_gaps(rows, factor.shape[1], 16, torch.float16), more)
         assert torch.equal(sums, out + more)  # rounded twice
-        same(lora_triton.add(y, narrow, factor, y), added, 2e-3, 2e-3)
+        assert_close(lora_triton.add(y, narrow, factor, y), added, 2e-3, 2e-3)
     da = lora_triton.reduce(x[250:], dyb[250:], lora_triton.reduce(x[:250], dyb[:250]))
     db = lora_triton.reduce(dy, xa)
-    same(da.sum(0), x.t().float() @ dyb.float(), 1e-4, 1e-3)
-    same(db.sum(0), dy.t().float() @ xa.float(), 1e-4, 1e-3)
+    assert_close(da.sum(0), x.t().float() @ dyb.float(), 1e-4, 1e-3)
+    assert_close(db.sum(0), dy.t().float() @ xa.float(), 1e-4, 1e-3)
     gradients(group, da, db)
 
 
@@ -138,8 +138,8 @@ def gradients(group: Adapters, da: torch.Tensor, db: torch.Tensor) -> None:
         row, column = 0, 0
         for one, two, scaling in zip(*mine, group.scaling, strict=True):
             ranks = slice(column, column + len(one))
-            same(one, da.sum(0).t()[ranks] if first is not None else torch.full_like(one, 7.0), 1e-5)
-            same(
+            assert_close(one, da.sum(0).t()[ranks] if first is not None else torch.full_like(one, 7.0), 1e-5)
+            assert_close(
                 two,
                 db.sum(0)[row : row + len(two), ranks] * scaling if second is not None else torch.full_like(two, 7.0),
                 1e-5,
@@ -155,7 +155,7 @@ for case in itertools.product((torch.float32, torch.float16), ACTS, (41, 150), (
     compared += 1
 for case in itertools.product(ACTS, (False, True)):
     for size in ((150, 70, (16, 8, 4)), (33, 40, (3, 20, 17))):
-        passing(*case, *size)
+        reducing_backward(*case, *size)
         compared += 1
 GROUPS = (((3,), (40,)), ((4, 4, 7), (33, 8, 8)), ((8, 1), (5, 70)), ((1, 2, 3, 4), (5, 6, 7, 8)))
 for case in [(torch.float16, *group, bias) for group in GROUPS for bias in (False, True)] + [

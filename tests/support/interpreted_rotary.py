@@ -16,7 +16,7 @@ SHAPES = {"llama": (2, 5, 4, 2, 16, 16), "partial": (2, 3, 4, 4, 10, 6), "odd": 
 
 
 def apart(*shape: int, dtype: torch.dtype, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor whose last two dimensions lie together, with `gap` numbers behind them, and those numbers."""
+    """A tensor with contiguous last two dimensions and `gap` numbers after them, and a view of these numbers."""
     rows, length, heads, dim = shape
     whole = torch.full((rows, length, heads * dim + gap), 7.0, dtype=dtype)
     return whole[..., : heads * dim].unflatten(-1, (heads, dim)), whole[..., heads * dim :]
@@ -25,7 +25,7 @@ def apart(*shape: int, dtype: torch.dtype, gap: int) -> tuple[torch.Tensor, torc
 def compare(dtype: torch.dtype, name: str, back: bool, third: bool, pairs: int) -> None:
     rotary_triton.PAIRS = pairs
     rows, length, heads, kv_heads, dim, width = SHAPES[name]
-    # Heads first in memory, as some attention leaves its gradients, and rows with others between them.
+    # Heads first in memory, like the gradients of some attention kernels, and rows with gaps.
     q = torch.randn(rows, heads, length, dim).to(dtype).transpose(1, 2)
     sources = [q, *(torch.randn(rows, length, kv_heads, dim + 2).to(dtype)[..., :dim] for _ in range(1 + third))]
     made = [apart(*x.shape, dtype=dtype, gap=3) for x in sources]
@@ -44,5 +44,5 @@ for case in itertools.product(DTYPES, SHAPES, (False, True), (False, True), (8, 
     compared += 1
 rotary_triton.rotate(
     *[[torch.empty(0, 4, 2, 8)] * 2] * 2, *[torch.empty(1, 4, 8)] * 2, False
-)  # no rows: nothing to launch
+)  # without rows no kernel is launched
 print(compared, "compared")

@@ -1,12 +1,12 @@
-"""Runs that are killed with SIGKILL at chosen moments, started again, and compared with one that nobody disturbed.
+"""Kills runs with SIGKILL at chosen moments, starts them again, and compares them with an undisturbed run.
 
     with ForkServer() as server:
         reference = Reference.of(server, command(folder), folder)
         fate = disturb(server, reference, other, [Aim("saving"), Aim(share=0.7)])
 
-`ForkServer` forks runs from a parent that has imported everything (traced.py says what that skips), and each run writes down
-what it does. A SIGKILL takes a process, not the machine: what was written is in the page cache, so that nothing here shows
-that the fsyncs are at the right places. tests/faults/test_storage.py is about the disk.
+`ForkServer` forks runs from a parent that has imported all packages (see traced.py), and each run writes a trace. SIGKILL ends a
+process, not the machine: written data stays in the page cache. So these tests do not show that fsync calls are in the right places;
+tests/faults/test_storage.py tests the disk.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from support.endings import Ending, Traced, lineage
 from support.harness import ENVIRON, HERE, command, write_chats
 
 START = 120
-"""Seconds in which a server must have imported everything."""
+"""Seconds that a server may take to import all packages."""
 BACKGROUND = ("saving", "pruning")
-"""Phases of a thread."""
+"""Phases of the background thread."""
 
 
 @dataclass
 class ForkServer:
-    """A parent that forks runs; one at a time. Use as a context manager."""
+    """A parent process that forks one run at a time. Use it as a context manager."""
 
     process: subprocess.Popen[str] = field(init=False)
     noise: IO[str] = field(init=False)
-    """What importing and ending print; each run has a log of its own."""
+    """Output of the parent process. Each run has its own log."""
 
     def __enter__(self) -> ForkServer:
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); from support import traced; traced.serve()"
@@ -61,14 +61,14 @@ class ForkServer:
         self.process.stdin.close()
         try:
             self.process.wait(20)
-        except subprocess.TimeoutExpired:  # a test failed while a run was under way
+        except subprocess.TimeoutExpired:  # a test failed during a run
             self.process.kill()
         self.noise.close()
 
     def start(
         self, words: list[str], folder: Path, trace: str = "trace.jsonl", last_operation: int = 0, **environ: str
     ) -> Forked:
-        """Begin a run in `folder`; its output is added to `folder`/log.txt, its trace begins anew. See traced.watch()."""
+        """Start a run in `folder`. Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch()."""
         assert self.process.stdin
         (folder / trace).unlink(missing_ok=True)
         print(
@@ -100,7 +100,7 @@ class ForkServer:
 
 @dataclass
 class Processes:
-    """Begins runs as ForkServer does, each as a process from Python's start on: CUDA does not survive a fork. One at a time."""
+    """Starts runs like ForkServer, but each as a new Python process, because CUDA cannot be used after a fork. One at a time."""
 
     process: subprocess.Popen[bytes] | None = None
 
@@ -108,12 +108,12 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process and self.process.poll() is None:  # a test failed while a run was under way
+        if self.process and self.process.poll() is None:  # a test failed during a run
             self.process.kill()
             self.process.wait()
 
     def start(self, words: list[str], folder: Path, trace: str = "trace.jsonl") -> Forked:
-        """Begin a run in `folder`; its output is added to `folder`/log.txt, its trace begins anew."""
+        """Start a run in `folder`. Its output is appended to `folder`/log.txt, and its trace file is replaced."""
         (folder / trace).unlink(missing_ok=True)
         with (folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
@@ -137,7 +137,7 @@ class Processes:
 
 @dataclass
 class Forked:
-    """A run that a ForkServer began, or Processes."""
+    """A run that ForkServer or Processes started."""
 
     server: ForkServer | Processes
     pid: int
@@ -145,17 +145,17 @@ class Forked:
     began: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout: float = 600) -> int:
-        """Its exit code, when it ended; -9 of one that was killed. AssertionError of one that is still there after `timeout`."""
+        """Wait for the end of the run. Returns its exit code (-9 if killed). AssertionError if it still runs after `timeout`."""
         try:
             return int(self.server.answer(timeout)["status"])
         except TimeoutError:
             inside = Traced.read(self.file).lines[-3:]
             self.kill()
             self.server.answer(START)
-            raise AssertionError(f"it hangs, after {timeout} s, its last lines being {inside}") from None
+            raise AssertionError(f"the run still hangs after {timeout} s; its last trace lines: {inside}") from None
 
     def kill(self, alone: bool = False) -> float:
-        """SIGKILL to it and all its children, or to it `alone`, as the kernel does for want of memory. Returns when."""
+        """Send SIGKILL to the run and its children, or to the main process `alone`. Returns the time of the kill."""
         with contextlib.suppress(ProcessLookupError):
             (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
         return time.monotonic()
@@ -166,7 +166,7 @@ class Forked:
         return True
 
     def until(self, phase: str, occurrence: int = 1) -> bool:
-        """Wait until it enters `phase` for the n-th time. Whether it did; False: it ended before."""
+        """Wait until the run enters `phase` for the n-th time. Returns False if it ends before."""
         wanted = f'"enter": "{phase}"'.encode()
         while True:
             over = self.ended()
@@ -178,7 +178,7 @@ class Forked:
             time.sleep(0.001)
 
     def children_left(self, within: float = 10) -> bool:
-        """Whether a process of its group is still there `within` seconds after it ended."""
+        """Whether a process of the run's group still exists `within` seconds after its end."""
         until = time.monotonic() + within
         while time.monotonic() < until:
             try:
@@ -191,20 +191,20 @@ class Forked:
 
 @dataclass(frozen=True)
 class Aim:
-    """When to kill a run: after `share` of the time that the undisturbed one took for `phase`, the n-th of them; or of all."""
+    """When to kill a run: after `share` of the undisturbed run's time in the n-th `phase`, or of its total time without a phase."""
 
     phase: str = ""
     occurrence: int = 1
     share: float = 0.5
     alone: bool = False
-    """Only the process itself; its workers are left to notice."""
+    """Kill only the main process. Its workers must notice."""
     operation: int = 0
-    """In place of all of this: it dies before it does its n-th thing to a file of its folder."""
+    """If set, kill the run before its n-th file operation instead."""
 
 
 @dataclass
 class Reference:
-    """A run that nobody disturbed, and how long it took."""
+    """An undisturbed run and its duration."""
 
     words: list[str]
     ending: Ending
@@ -225,37 +225,37 @@ class Reference:
 class Kill:
     aim: Aim
     phases: list[str]
-    """What the run was in when it died, outermost first; empty: between two of them."""
+    """The phases of the run when it died, outermost first. Empty between two phases."""
     after: float
-    """Seconds since it was started."""
+    """Seconds since the start of the attempt."""
     steps: int
-    """Steps that were done by then."""
+    """Finished steps at that time."""
     resumed: int = 0
-    """Steps that the next attempt did not do again."""
+    """Steps that the next attempt did not repeat."""
     lost: float = 0.0
-    """Seconds of work that were done again."""
+    """Seconds of repeated work."""
 
     @property
     def phase(self) -> str:
-        """The innermost; writing a checkpoint in the background comes before whatever the loop did meanwhile."""
+        """The innermost phase. A phase of the background thread takes precedence over those of the loop."""
         background = [name for name in BACKGROUND if name in self.phases]
         return [*background, *self.phases[::-1], "between"][0]
 
 
 @dataclass
 class Fate:
-    """What became of a run that was killed again and again."""
+    """The result of a run that was killed several times."""
 
     kills: list[Kill]
     code: int
-    """Of the last attempt, which nobody killed."""
+    """Exit code of the last attempt, which was not killed."""
     differences: list[str]
-    """From the undisturbed run."""
+    """Differences to the undisturbed run."""
     left: bool
-    """A process of it is still there."""
+    """Whether a process of the run still exists."""
     attempts: list[Traced] = field(default_factory=list)
     twice: bool = False
-    """Killed twice in one epoch."""
+    """Whether the run was killed twice in one epoch."""
 
     @property
     def identical(self) -> bool:
@@ -274,14 +274,14 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
         if aim.operation:
             code, at = forked.wait(), time.monotonic()
         else:
-            at = _kill(forked, aim, reference)
+            at = _kill_at(forked, aim, reference)
             code = forked.wait()
         attempts.append(Traced.read(forked.file))
         if code == -signal.SIGKILL:
             died.append(at)
             done = lineage(attempts)
             kills.append(Kill(aim, attempts[-1].inside(), at - forked.began, done[-1]["step"] + 1 if done else 0))
-        else:  # it was faster than the kill
+        else:  # it ended before the kill
             died.append(0.0)
             if code:
                 return Fate(kills, code, ["an attempt failed: " + tail(folder)], False, attempts)
@@ -289,15 +289,15 @@ def disturb(server: ForkServer, reference: Reference, folder: Path, aims: list[A
     begun.append(last)
     code = last.wait()
     attempts.append(Traced.read(last.file))
-    _account(kills, attempts, begun, died)
+    _fill_in_costs(kills, attempts, begun, died)
     left = any(forked.children_left() for forked in begun)
     if code:
         return Fate(kills, code, [tail(folder)], left, attempts)
     return Fate(kills, code, reference.ending.differences(Ending.of(folder / "run", attempts)), left, attempts)
 
 
-def _kill(forked: Forked, aim: Aim, reference: Reference) -> float:
-    """Wait for the instant, and kill. Returns when that was."""
+def _kill_at(forked: Forked, aim: Aim, reference: Reference) -> float:
+    """Wait for the moment of `aim`, then kill. Returns the time of the kill."""
     pause = aim.share * reference.seconds
     if aim.phase:
         spans = reference.trace.spans(aim.phase) or [(0.0, 0.0)]
@@ -308,8 +308,8 @@ def _kill(forked: Forked, aim: Aim, reference: Reference) -> float:
     return forked.kill(aim.alone)
 
 
-def _account(kills: list[Kill], attempts: list[Traced], begun: list[Forked], died: list[float]) -> None:
-    """Fill in what each kill cost: the time since the step that the next attempt went on from, or since the start."""
+def _fill_in_costs(kills: list[Kill], attempts: list[Traced], begun: list[Forked], died: list[float]) -> None:
+    """Fill in the cost of each kill: the time since the last step that the next attempt kept, or since the start."""
     pending = iter(kills)
     for at, when in enumerate(died):
         if not when:
@@ -322,7 +322,7 @@ def _account(kills: list[Kill], attempts: list[Traced], begun: list[Forked], die
 
 
 def tail(folder: Path, characters: int = 1500) -> str:
-    """The end of what the runs in `folder` printed."""
+    """The end of the output of the runs in `folder`."""
     return (folder / "log.txt").read_text(errors="replace")[-characters:]
 
 
@@ -348,13 +348,13 @@ MODES: dict[str, tuple[str, ...]] = {
     "tokenisers": ("data.workers=2", "data.sources=[{path: many.jsonl}]", "train.max_steps=6", "checkpoint.every=2"),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
-"""What is added to command(). The first three evaluate, so they save at other steps, too."""
+"""Words in addition to command(). The first three modes evaluate and so also save at other steps."""
 
 
 def prepare(folder: Path, mode: str) -> list[str]:
-    """The words of a run of `mode` in `folder`, which gets what they name."""
+    """Create `folder` with the files of `mode`, and return the words of its run."""
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 4, seed=1)
     if mode == "tokenisers":
-        write_chats(folder / "many.jsonl", 20_000)  # a few shards: more than what this process would do by itself
+        write_chats(folder / "many.jsonl", 20_000)  # several shards, so that worker processes start
     return command(folder, *MODES[mode])

@@ -1,4 +1,4 @@
-"""The same model with peft's adapters and with fused ones, and their losses and gradients, for tests."""
+"""Builds a model with peft's adapters and with fused adapters, and computes its loss and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPERATORS = {
     "phi": {"attention": 2, "linear": 6},
     "phi3": {"linear": 8},
 }
-"""Operators of a fused model with two layers, by family."""
+"""Number of fused operators in a model with two layers, by family."""
 LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -29,14 +29,14 @@ def lora_pair(
     prepare: Callable[[Pipeline], None] = lambda pipeline: None,
     **options: Any,
 ) -> list[Any]:
-    """The same model and adapters, whose B is not zero, by peft and fused. `options`: of techniques.lora."""
+    """The same model and adapters, with B not zero, in peft and fused. `options` are keys of techniques.lora."""
     found = []
     for fused in (Switch.off, Switch.on):
         pipeline = lora(fused=fused, **options)
         prepare(pipeline)
         made = built(pipeline, model, dtype=dtype)
         for name, parameter in made.named_parameters():
-            if "bias" in name:  # of the base: zero in a model drawn at random
+            if "bias" in name:  # biases of the base, which are zero in a random model
                 parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
             if "lora_B" in name:
                 parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
@@ -45,7 +45,7 @@ def lora_pair(
 
 
 def quantized_in(kind: Type, library: Library) -> Callable[[Pipeline], None]:
-    """What prepares a pipeline for a quantized base."""
+    """A function that sets up a pipeline for a quantized base."""
 
     def prepare(pipeline: Pipeline) -> None:
         pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
@@ -66,7 +66,7 @@ def loss_and_gradients(model: Any, **autocast: Any) -> LossAndGradients:
 
 
 def require_close(found: LossAndGradients, wanted: LossAndGradients, tolerance: float) -> None:
-    """`tolerance`: relative to the loss and to the norm of each gradient."""
+    """Assert equal losses and gradients. `tolerance` is relative to the loss and to each gradient's norm."""
     (loss, gradients), (their_loss, theirs) = found, wanted
     assert abs(loss - their_loss) <= tolerance * abs(their_loss)
     assert list(gradients) == list(theirs)

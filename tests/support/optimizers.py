@@ -1,4 +1,4 @@
-"""A small model, and each optimizer over it."""
+"""A small model, and all optimizer cases for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Small(nn.Module):
         self.embed = nn.Embedding(11, 8)
         self.up = nn.Linear(8, 16)
         self.norm = nn.LayerNorm(16)
-        self.wide = nn.Linear(16, 512, bias=False)  # large enough for 8 bits
+        self.wide = nn.Linear(16, 512, bias=False)  # large enough for 8-bit state
         self.frozen = nn.Linear(512, 16)
         self.head = nn.Linear(16, 11, bias=False)
         self.frozen.requires_grad_(False)
@@ -51,7 +51,7 @@ def backward(model, seed):
 
 
 def stored(optimizer, folder):
-    """The state, written to a checkpoint and read back."""
+    """Write the optimizer state to a checkpoint and read it back."""
     tensors, scalars = optimizer.state()
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(TrainState(step=3, optimizer=scalars), {"none": torch.zeros(1)}, tensors)

@@ -21,7 +21,7 @@ def write_recipe(text: str, name: str = "mine") -> Path:
 
 
 def refusal(*arguments: str) -> str:
-    """The message for overrides that are refused; `-m` first makes them a sweep."""
+    """The error message for refused overrides. With `-m` as the first argument they are a sweep."""
 
     def compose() -> None:
         if arguments[0] == "-m":

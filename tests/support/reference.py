@@ -1,14 +1,13 @@
-"""The references of the GPU tests: plain transformers in float32, each document alone, against fxtune's own path.
+"""The references of the GPU tests: compares fxtune with plain transformers in float32, where each document is its own forward pass.
 
-`plain` runs in a process of its own, where no technique was ever applied: kernels that patch transformers' modules (Liger
-does) would otherwise be part of what they are compared with. It is started once and answers for the whole session, and an
-answer is kept, so that tests may ask for the same reference again and again.
+`plain` runs in another process, in which no technique was ever applied, because some kernels (Liger's) patch the modules of
+transformers. That process starts once per session. Its results are cached, so tests may request the same reference again.
 
-A bfloat16 model as a whole differs from float32 by bfloat16's own rounding, which grows with depth. So operators are
-compared as operators, on inputs that were rounded first, and a whole model against `plain(..., dtype="bfloat16")`: how far
-plain bfloat16 is from float32 is how far ours may be. The weights are bfloat16 numbers, so that no loading rounds them.
+A bfloat16 model differs from a float32 model by bfloat16's rounding, which grows with depth. So tests compare single operators on
+rounded inputs with float32, and complete models with `plain(..., dtype="bfloat16")`: fxtune's error may be as large as that of plain
+bfloat16. All weights are bfloat16 numbers, so loading them rounds nothing.
 
-Everything here runs on a CPU too (`device="cpu"`), where tests/repository/test_gpu_references.py checks it.
+All functions also run on a CPU (`device="cpu"`), where tests/repository/test_gpu_references.py checks it.
 """
 
 from __future__ import annotations
@@ -65,27 +64,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 Shape = str | dict[str, Any]
-"""A name in SHAPES, or an architecture of one's own."""
+"""A name in SHAPES, or an architecture."""
 
 
 @dataclass
 class Result:
-    """What one forward and backward pass of one batch gave; tensors in float32 on the CPU."""
+    """The result of one forward and backward pass of one batch. Tensors are in float32 on the CPU."""
 
     loss: float
     """Cross-entropy in nats, summed over the supervised tokens."""
     logits: torch.Tensor
     """[supervised, vocabulary], in the order of `Batch.supervised_at`."""
     grads: dict[str, torch.Tensor]
-    """The gradient of the loss, by parameter name; those that are trained."""
+    """The gradients of the trained parameters by name."""
     evidence: list[Any] = field(default_factory=list)
-    """`ours` only: what Pipeline.prove saw."""
+    """The evidence of Pipeline.prove; only for `ours`."""
     notes: list[str] = field(default_factory=list)
-    """`ours` only: what each `auto` became."""
+    """The decision for each `auto`; only for `ours`."""
 
 
 def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """|out - ref| / |ref|, both norms over all elements and in float64. Infinite where something is not finite."""
+    """|out - ref| / |ref|, both norms over all elements in float64. Infinite if a value is not finite."""
     assert out.shape == ref.shape, f"{tuple(out.shape)} against {tuple(ref.shape)}"
     ref = ref.detach().double()
     error = ((out.detach().to(ref.device).double() - ref).norm() / ref.norm()).item()
@@ -128,9 +127,9 @@ def batch(
     packed: bool = True,
     supervised: float = 0.5,
 ) -> Any:
-    """A Batch of `rows` packed rows of documents with these lengths and random tokens, about that share of them supervised.
+    """A Batch of `rows` packed rows of documents with these lengths and random tokens. About `supervised` of them are supervised.
 
-    Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has room for more documents than there are.
+    Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has unused entries.
     """
     from fxtune.data.batches.batch import BatchSpec, build_batch
 
@@ -157,9 +156,9 @@ def batch(
 
 
 def weights(shape: Shape) -> dict[str, torch.Tensor]:
-    """A fixed state dict in float32: matrices of standard deviation 0.02, norms that differ from doing nothing.
+    """A fixed state dict in float32: matrices of standard deviation 0.02, norms close to the identity.
 
-    Each tensor is drawn from its name, so architectures that share a name and a size share its values.
+    The name of a tensor is its seed, so architectures with equal names and sizes have equal values.
     """
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +169,7 @@ def weights(shape: Shape) -> dict[str, torch.Tensor]:
         noise = _draw(name, tuple(tensor.shape))
         if tensor.dim() > 1:
             values = 0.02 * noise
-        else:  # a norm: Gemma adds 1 to its weight
+        else:  # a norm; Gemma adds 1 to its weight
             values = 0.1 * noise + (0.0 if "gemma" in _architecture(shape)["model_type"] else 1.0)
         drawn[name] = values.bfloat16().float()
     if _architecture(shape).get("tie_word_embeddings"):
@@ -179,16 +178,16 @@ def weights(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def path(shape: Shape) -> Path:
-    """A folder with this shape's config and weights(), written once: both plain transformers and fxtune load it."""
+    """A folder with this shape's config and weights(), written once. Plain transformers and fxtune load it."""
     return _saved(json.dumps(_architecture(shape), sort_keys=True))
 
 
 def plain(
     shape: Shape, given: Any, dtype: str = "float32", attention: str = "eager", lora: bool = False, scale: float = 1.0
 ) -> Result:
-    """Plain transformers (and peft): each document a forward pass of its own, no mask, no autocast, no TF32.
+    """The result of plain transformers (and peft): one forward pass per document, no mask, no autocast, no TF32.
 
-    `lora`: r=16, alpha=32 on all linears but the head, adapters in float32 with the weights that `ours` gives them.
+    `lora`: r=16, alpha=32 on all linear layers except the head, with float32 adapters of the same weights as in `ours`.
     `scale`: multiply the loss before the backward pass, and divide the gradients by it (float16).
     """
     tensors = [getattr(given, name).cpu().numpy() for name in ("input_ids", "targets", "position_ids")]
@@ -210,10 +209,10 @@ def plain(
 
 
 def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False) -> Result:
-    """The same batch through fxtune: Pipeline.ready, build and prove, and the project's loss, as training has them.
+    """The result of fxtune for the same batch: the pipeline is resolved, built and proven as in training, with fxtune's loss.
 
-    `lora` switches techniques.lora on; its adapters then get fixed weights (B of a new adapter is zero, which would hide A).
-    Raises what training would: a ConfigError where a technique is refused, or did not act.
+    `lora` enables techniques.lora and sets fixed adapter weights (a new adapter's B is zero, which would hide A).
+    Raises ConfigError, as training does, if a technique is refused or did not act.
     """
     model, pipeline, evidence, notes = build(pipeline, shape, given, dtype, lora)
     with pipeline.precision.context(given.input_ids.device):
@@ -230,7 +229,7 @@ def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora:
 def build(
     pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
 ) -> tuple[Any, Any, list[Any], list[str]]:
-    """The model that training would build, proven and in training mode, with the pipeline as resolved, evidence and notes."""
+    """(model, resolved pipeline, evidence, notes), as training builds them. The model is in training mode."""
     from fxtune.distributed.world import World
     from fxtune.models.load import DType, ModelConfig, load_config
     from fxtune.techniques.facts import Facts
@@ -263,7 +262,7 @@ def build(
 
 
 def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
-    """The project's loss of one batch, summed over its supervised tokens."""
+    """fxtune's loss of one batch, summed over its supervised tokens."""
     from fxtune.objectives.language_model import LanguageModel
 
     made = LanguageModel(model, pipeline.liger)
@@ -272,7 +271,7 @@ def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
 
 
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
-    """[supervised, vocabulary] in float32. Gradients stay on, so that compiled code is that of training."""
+    """Logits [supervised, vocabulary] in float32. Gradients stay enabled, so compiled code is the same as in training."""
     from fxtune.techniques.attention.inputs import model_inputs
 
     with pipeline.precision.context(given.input_ids.device):
@@ -281,7 +280,7 @@ def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a module's function returns in the process that knows plain transformers only. Arrays, not tensors, go and come."""
+    """Run a module's function in the process with plain transformers. Arguments and results are arrays, not tensors."""
     return _other_process().submit(function, *arguments).result()
 
 
@@ -307,7 +306,7 @@ def _saved(architecture: str) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shape = json.loads(architecture)
     _config(shape).save_pretrained(folder)
-    drawn = {name: tensor.bfloat16() for name, tensor in weights(shape).items()}  # exact, and read in half the time
+    drawn = {name: tensor.bfloat16() for name, tensor in weights(shape).items()}  # exact, and faster to read
     save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -317,7 +316,7 @@ def _draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without what wrappers around whole layers put into it."""
+    """A parameter's name without the prefixes of layer wrappers."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -336,7 +335,7 @@ def _other_process() -> ProcessPoolExecutor:
 def _plain(
     folder: str, tensors: list[np.ndarray], dtype: str, attention: str, lora: bool, scale: float, device: str
 ) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
-    """What `plain` asks of the other process."""
+    """The work of `plain` in the other process."""
     from transformers import AutoModelForCausalLM
 
     torch.set_float32_matmul_precision("highest")

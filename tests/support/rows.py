@@ -1,4 +1,4 @@
-"""Chat rows, files of them, and what a source reads back."""
+"""Chat rows, JSONL files of them, and the rows that a source reads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CHATS = [
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """One row a line; a string is written as it is."""
+    """Write one row per line. A string is written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def values(path: str | Path, **config: Any) -> list[Any]:
-    """The rows of a source, none of which may be bad."""
+    """The rows of a source. Fails if one is bad."""
     found = list(open_source(SourceConfig(path=str(path), **config)).rows())
     assert all(row.error is None for row in found), found
     return [row.value for row in found]
 
 
 def places(path: str | Path, **config: Any) -> list[str]:
-    """Where each row stands, without the path."""
+    """The position of each row in its file, without the path."""
     return [row.where.removeprefix(str(path)) for row in open_source(SourceConfig(path=str(path), **config)).rows()]
 
 

@@ -1,4 +1,4 @@
-"""Reading back what runs wrote."""
+"""Reads the files and output of runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def losses(folder: Path) -> list[float]:
 
 
 def interpreted(script: Path) -> list[str]:
-    """The words that a script printed which ran Triton kernels in triton's interpreter. That has to be chosen before triton is
-    imported, hence a process of its own.
+    """Run a script of Triton kernels in Triton's interpreter. Returns the words that it prints.
+
+    The interpreter must be chosen before triton is imported, so the script runs in its own process.
     """
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Servers on loopback that fail like real ones: a model hub and W&B. They record the requests."""
+"""A model hub and a W&B server on loopback, which can fail like real servers and record their requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class Server(ThreadingHTTPServer):
-    """`mode`: how it treats a request.
+    """A server whose `mode` decides what happens to a request.
 
     works     answers
     silent    accepts the request and never answers
@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, handler: type[Handler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
         self.mode: str | int = "works"
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.over = threading.Event()
 
     @property
@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away, as it should
+        pass  # the client closed the connection
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         length = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(length)
-        self.server.asked.append(f"{self.command} {self.path}")
+        self.server.requests.append(f"{self.command} {self.path}")
         mode = self.server.mode
         if mode == "silent":
             self.server.over.wait()
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Hub(Server):
-    """One model of `files` under every name. A download of a file in `broken` breaks off halfway, once for each entry."""
+    """A hub with one model of `files` under every name. Each entry of `broken` interrupts one download of that file halfway."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(_HubHandler)
@@ -191,8 +191,8 @@ class Wandb(Server):
 class _WandbHandler(Handler):
     def serve(self, body: bytes) -> None:
         if "/graphql" in self.path:
-            asked = json.loads(body)
-            self.answer(200, {"data": self.graphql(asked["query"], asked.get("variables") or {})})
+            request = json.loads(body)
+            self.answer(200, {"data": self.graphql(request["query"], request.get("variables") or {})})
             return
         if "/file_stream" in self.path:
             self.stream(self.path.split("/file_stream")[0].rpartition("/")[2], json.loads(body))
@@ -253,7 +253,7 @@ class _WandbHandler(Handler):
             self.server.ends.append(sent["exitcode"])
 
 
-# --- nothing behind a port
+# --- addresses without a server
 
 
 def refused() -> str:

@@ -1,10 +1,10 @@
-"""Runs that have less memory than they need, for real: each in a forked process whose address space is limited.
+"""Runs with less memory than they need, each in a forked process with a limited address space.
 
-    python tests/support/short.py FOLDER NAME...      # the scenarios NAME, each in FOLDER/NAME; result.json says what happened
+    python tests/support/short.py FOLDER NAME...      # runs the scenarios, each in FOLDER/NAME with a result.json
 
-A parent imports torch once and forks a child for each. A child builds its trainer, and from some moment on may have only so many
-MiB more than it has. The limit is the kernel's (RLIMIT_AS), and so is the refusal: on a CPU nothing else makes torch's allocator
-fail, since Linux gives memory away that it does not have, and ends processes later.
+The parent imports torch once and forks a child for each scenario. A child builds its trainer and then limits the memory that it may
+add. The kernel enforces the limit (RLIMIT_AS). On a CPU nothing else makes torch's allocator fail, because Linux overcommits memory
+and kills processes later.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from fxtune.training import trainer as train
 
 MIB = 2**20
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""glibc gives a tensor's memory back when it is freed, and a thread takes no address space that it does not use."""
+"""With these settings glibc returns freed tensor memory to the kernel, and a thread reserves no extra address space."""
 WORDS = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
 
 
 def chats(name: str, rows: int, words: int) -> SourceConfig:
-    """So many questions of `words` words, each with an answer of a quarter as many."""
+    """Write `rows` questions of `words` words, each with an answer of a quarter of that length."""
     draw = random.Random(name)
     with Path(name).open("w") as out:
         for row in range(rows):
-            asked, answered = (" ".join(draw.choices(WORDS, k=count)) for count in (words, words // 4))
+            question, answer = (" ".join(draw.choices(WORDS, k=count)) for count in (words, words // 4))
             out.write(
                 json.dumps(
                     {
                         "messages": [
-                            {"role": "user", "content": f"{row} {asked}"},
-                            {"role": "assistant", "content": answered},
+                            {"role": "user", "content": f"{row} {question}"},
+                            {"role": "assistant", "content": answer},
                         ]
                     }
                 )
@@ -65,7 +65,7 @@ def chats(name: str, rows: int, words: int) -> SourceConfig:
 
 
 def config(rows: int, run: str = "run", **data: Any) -> Config:
-    """LoRA on the tiny model for three steps of eight packed rows of 256 tokens, `rows` of them at once."""
+    """LoRA on the tiny model for three steps of eight packed rows of 256 tokens, with micro-batches of `rows`."""
     data = {"sources": [chats("chats.jsonl", 48, 150)], "packing": True, **data}
     made = Config(
         data=DataConfig(**{"sequence_length": 256, "cache_dir": "cache", **data}),
@@ -77,23 +77,23 @@ def config(rows: int, run: str = "run", **data: Any) -> Config:
     return made
 
 
-def left(mib: float, *_: Any) -> None:
-    """From here on, this process may have so many MiB more."""
+def limit_memory(mib: float, *_: Any) -> None:
+    """Limit this process to its current address space plus `mib` MiB."""
     found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     resource.setrlimit(resource.RLIMIT_AS, (int(found[1]) * 1024 + int(mib * MIB), resource.RLIM_INFINITY))
 
 
-def from_pass(number: int, mib: float, trainer: train.Trainer) -> None:
-    """Let only so much be left() from the trainer's n-th forward pass on, counted from 1."""
+def limit_from_pass(number: int, mib: float, trainer: train.Trainer) -> None:
+    """Limit memory from the trainer's n-th forward pass on, counted from 1."""
     passes = itertools.count(1)
     trainer.model.get_input_embeddings().register_forward_pre_hook(
-        lambda *_: left(mib) if next(passes) == number else None
+        lambda *_: limit_memory(mib) if next(passes) == number else None
     )
 
 
-def taken(config: Config, before: Callable[[train.Trainer], Any] = lambda _: None) -> dict[str, Any]:
-    """Build and run it, `before` in between, and tell what came of it."""
+def run_training(config: Config, before: Callable[[train.Trainer], Any] = lambda _: None) -> dict[str, Any]:
+    """Build a trainer, call `before`, run it, and return its results."""
     folder = claim(
         config.run.name, config.run.dir, config.run.resume.value, json.loads(json.dumps(dataclasses.asdict(config)))
     )
@@ -127,28 +127,29 @@ def weights(folder: Path) -> str | None:
 
 
 def training() -> Any:
-    """Short from the first step on."""
-    return taken(config(8), lambda _: left(120))
+    """Memory is short from the first step on."""
+    return run_training(config(8), lambda _: limit_memory(120))
 
 
 def middle() -> Any:
-    """Short of memory from the second micro-batch of the second step on, when the first has left its gradients; with processes
-    that load. Then from the checkpoint of that step to the end, and undisturbed.
+    """Memory is short from the second micro-batch of the second step on, after the first one left its gradients.
+
+    The run has loader processes. A second run resumes from that step's checkpoint, and a third run is undisturbed.
     """
 
     def before(trainer: train.Trainer) -> None:
-        from_pass(4, 35, trainer)
-        trainer._finish = dict  # type: ignore[method-assign]  # not finished, so that it can be gone on with
+        limit_from_pass(4, 35, trainer)
+        trainer._finish = dict  # type: ignore[method-assign]  # the run stays unfinished, so that it can be resumed
 
     made = config(4)
     made.loader.num_workers = 2
-    short = taken(made, before)
+    short = run_training(made, before)
     shutil.rmtree("run/checkpoints/step-00000003")
-    return [short, taken(made), taken(config(4, "whole"))]
+    return [short, run_training(made), run_training(config(4, "whole"))]
 
 
 def looking() -> Any:
-    """Short rows are trained, long ones evaluated, and long questions asked."""
+    """Train on short rows, evaluate long rows and answer long questions."""
     chats("asked.jsonl", 8, 400)
     made = config(
         8,
@@ -158,34 +159,34 @@ def looking() -> Any:
         eval_sources=[chats("held_out.jsonl", 8, 300)],
         questions=QuestionsConfig(path="asked.jsonl", limit=8, batch_size=8, max_new_tokens=3),
     )
-    whole = copy.deepcopy(made)
-    whole.run.dir = "whole"
-    return [taken(made, partial(from_pass, 1, 45)), taken(whole)]
+    undisturbed = copy.deepcopy(made)
+    undisturbed.run.dir = "whole"
+    return [run_training(made, partial(limit_from_pass, 1, 45)), run_training(undisturbed)]
 
 
 def nothing() -> Any:
-    """One row at once, and short of memory in the third step."""
+    """Micro-batches of one row, and memory is short in the third step."""
     made = config(1)
     made.checkpoint.every = 0
-    return taken(made, partial(from_pass, 2 * 8 + 3, 0))
+    return run_training(made, partial(limit_from_pass, 2 * 8 + 3, 0))
 
 
 def stop() -> Any:
     made = config(8)
     made.train.out_of_memory = OutOfMemory.stop
-    return taken(made, lambda _: left(100))
+    return run_training(made, lambda _: limit_memory(100))
 
 
 def command(*words: str, mib: float) -> Any:
     chats("chats.jsonl", 24, 150)
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        left(mib)
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        limit_memory(mib)
         code = main(
             [*words, "model=tiny", "data.sources=[{path: chats.jsonl}]", "data.cache_dir=cache", "run.dir=run"]
         )
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return {"code": code, "text": said.getvalue()}
+    return {"code": code, "text": output.getvalue()}
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -224,7 +225,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 
 
 def run(folder: Path, name: str) -> None:
-    """One scenario, in a child; waits for it."""
+    """Run one scenario in a forked child and wait for it."""
     folder.mkdir(parents=True)
     if child := os.fork():
         used = os.wait4(child, 0)[2]
@@ -235,7 +236,7 @@ def run(folder: Path, name: str) -> None:
     try:
         Path("result.json").write_text(json.dumps(SCENARIOS[name]()))
         code = 0
-    except BaseException:  # noqa: BLE001  a forked child must not go on in its parent's place
+    except BaseException:  # noqa: BLE001  a forked child must not continue the parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Token tables held in memory, and training plans of them."""
+"""Token tables in memory, and training plans for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(documents: list[tuple[list[int], list[bool]]], name: str = "table") ->
 
 
 def natural(count: int, mean: float, seed: int, name: str = "table", share: float = 0.5) -> Table:
-    """Documents of log-normal lengths whose tail is supervised, each token different from its neighbours'."""
+    """A table of documents with log-normal lengths. The last `share` of each document is supervised."""
     draw = np.random.default_rng(seed)
     length = np.clip(draw.lognormal(np.log(mean), 0.7, count), 2, None).astype(int)
     documents = []

@@ -1,9 +1,9 @@
-"""A run that writes down what it does, so that one who kills it knows in what: the side of the harness inside the run.
+"""Writes a trace of a run, so that a test that kills it knows what it was doing. This module runs inside the run's process.
 
-`watch(file)` wraps public functions of fxtune; each line of the file is written with one system call and so is there after
-`kill -9`. What a run computes does not change by it. `serve()` is a parent that has imported everything and forks one child for
-each run it is asked for, which saves the five seconds that importing takes. The child is a process of its own and runs
-`fxtune.cli.main.main`, its workers are started as always; what a fork skips is Python's start and the imports.
+`watch(file)` wraps public functions of fxtune. Each trace line is one system call, so it survives SIGKILL. The trace does not change
+the run's results. `serve()` is a parent process that has imported all packages and forks one child per requested run, which saves the
+five seconds of imports. The child runs `fxtune.cli.main.main` and starts its workers as usual; it skips only Python's start and the
+imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 class Trace:
-    """Lines of JSON, each with `at`: seconds of a clock that all processes share."""
+    """Lines of JSON, each with the time `at` of a clock that all processes share."""
 
     def __init__(self, file: str) -> None:
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -32,7 +32,7 @@ class Trace:
         os.write(self.descriptor, (json.dumps({"at": time.monotonic(), **line}) + "\n").encode())
 
     def phase(self, owner: Any, name: str, phase: str) -> None:
-        """Write when `owner.name` is entered and left."""
+        """Wrap `owner.name` so that it writes a line at its start and end."""
         inner = getattr(owner, name)
 
         @functools.wraps(inner)
@@ -56,14 +56,14 @@ OPERATIONS = {
     "os.symlink",
     "shutil.rmtree",
 }
-"""Of Python's audit events, those that change a folder; and `open` for writing."""
+"""Audit events of Python that change a folder. `open` for writing is added below."""
 
 
 def watch(file: str, last_operation: int = 0) -> None:
-    """Have this process write to `file` what it does: phases, and of each step the documents that it learnt from.
+    """Write a trace of this process to `file`: its phases, and the documents of each step.
 
-    It also counts what it does to files below the folder that it was started in, and dies of SIGKILL in place of number
-    `last_operation`. What safetensors writes by itself is not seen, but its file being renamed or its folder made is.
+    It also counts file operations below the working directory, and kills itself with SIGKILL before number `last_operation`.
+    Writes inside safetensors are not counted, but renaming its file and making its folder are.
     """
     from torch._dynamo import callback
 
@@ -80,11 +80,11 @@ def watch(file: str, last_operation: int = 0) -> None:
     sys.addaudithook(_Operations(trace, os.getcwd(), last_operation))
     init = trainer.Trainer.__init__
 
-    def made(*given: Any, **named: Any) -> None:
+    def initialized(*given: Any, **named: Any) -> None:
         init(*given, **named)
         trace.write(leave="starting")
 
-    trainer.Trainer.__init__ = made  # type: ignore[method-assign]
+    trainer.Trainer.__init__ = initialized  # type: ignore[method-assign]
     for owner, name, phase in (
         (build, "tokenize", "tokenising"),
         (RunBuilder, "build", "building"),
@@ -106,7 +106,7 @@ def watch(file: str, last_operation: int = 0) -> None:
 
 
 class _Operations:
-    """An audit hook: Python calls it before it does what it is told."""
+    """An audit hook. Python calls it before each operation."""
 
     def __init__(self, trace: Trace, below: str, last: int) -> None:
         self.trace, self.below, self.last, self.main = trace, below, last, os.getpid()
@@ -129,19 +129,19 @@ class _Operations:
 
 
 def _step(inner: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """Trainer.step, which then tells what its batches held and where it left the random state."""
+    """Wrap Trainer.step to write the documents of its batches and the random state after it."""
     import torch
 
     def step(self: Any, given: Any, lr: float) -> Any:
         seen: list[list[str]] = []
 
-        def looked_at(batches: Iterator[Any]) -> Iterator[Any]:
+        def recorded(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
                 seen.append(documents(batch))
                 yield batch
 
         trace.write(enter="training")
-        outcome = inner(self, dataclasses.replace(given, micro_batches=looked_at(given.micro_batches)), lr)
+        outcome = inner(self, dataclasses.replace(given, micro_batches=recorded(given.micro_batches)), lr)
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
         trace.write(leave="training", step=given.index, documents=seen, random=state)
         return outcome
@@ -157,19 +157,20 @@ def documents(batch: Any) -> list[str]:
         starts = [at for at, position in enumerate(positions) if position == 0]
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             supervised = [at for at in range(start, end) if targets[at] != -100]
-            if supervised:  # else it is the padding of a packed row
+            if supervised:  # otherwise it is padding of a packed row
                 seen = ids[start : supervised[-1] + 1], targets[start : supervised[-1] + 1]
                 found.append(hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12])
     return found
 
 
 def serve() -> None:
-    """Read requests from stdin, {argv, cwd, log, trace, last_operation, environ} in a line; answer {pid}, and {status} at its
-    end.
+    """Read requests from stdin, one line each: {argv, cwd, log, trace, last_operation, environ}.
+
+    Answers {pid} at the start of the run and {status} at its end.
     """
-    gc.disable()  # while so much is made that stays
+    gc.disable()  # the imports create many permanent objects
     import peft
-    import transformers.models.llama.modeling_llama  # noqa: F401  each child would import it
+    import transformers.models.llama.modeling_llama  # noqa: F401  so that no child imports it
 
     import fxtune.cli.main
     import fxtune.training.trainer
@@ -179,11 +180,11 @@ def serve() -> None:
     gc.enable()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         child = os.fork()
         if child == 0:
-            _become(asked)
-            sys.exit(fxtune.cli.main.main(asked["argv"]))
+            _become_run(request)
+            sys.exit(fxtune.cli.main.main(request["argv"]))
         _own_group(child)
         print(json.dumps({"pid": child}), flush=True)
         _, status = os.waitpid(child, 0)
@@ -191,25 +192,25 @@ def serve() -> None:
 
 
 def _own_group(pid: int) -> None:
-    """Both sides of a fork do it, so that neither has to wait for the other."""
+    """Give the child its own process group. Parent and child both call this, so neither has to wait for the other."""
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
 
 
-def _become(asked: dict[str, Any]) -> None:
+def _become_run(request: dict[str, Any]) -> None:
     _own_group(os.getpid())
-    os.chdir(asked["cwd"])
-    os.environ.update(asked["environ"])
-    sys.argv = ["fxtune", *asked["argv"]]
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.chdir(request["cwd"])
+    os.environ.update(request["environ"])
+    sys.argv = ["fxtune", *request["argv"]]
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    watch(asked["trace"], asked["last_operation"])
+    watch(request["trace"], request["last_operation"])
 
 
-if __name__ == "__main__":  # one run, in this very process: traced.py TRACE key=value ...
+if __name__ == "__main__":  # one run in this process: traced.py TRACE key=value ...
     import fxtune.cli.main
 
     watch(sys.argv[1])

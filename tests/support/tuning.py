@@ -1,4 +1,4 @@
-"""For tests of `fxtune tune`: a tiny recipe with its search context, and a stand-in for trials."""
+"""A tiny recipe with its search context, and fake trials, for tests of `fxtune tune`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def tiny_config() -> Config:
 
 @lru_cache
 def tiny_context() -> SearchContext:
-    """The context of TINY on this machine, as if the data had been read."""
+    """The search context of TINY on this machine, with a fake data fingerprint."""
     return SearchContext(RunBuilder(tiny_config()).facts, "float32", data="fingerprint", document=64)
 
 
 def h200(overrides: list[str], gib: float = 139.0) -> tuple[Config, SearchContext]:
-    """A recipe, and the context of a search on an H200 with an 8B model; neither is needed here."""
+    """A recipe, and the context of a search on an H200 with an 8B model. It needs neither the GPU nor the model."""
     config = load(overrides)
     model = {
         "model_type": "llama",
@@ -71,7 +71,7 @@ def h200(overrides: list[str], gib: float = 139.0) -> tuple[Config, SearchContex
 
 
 class FakeTrials:
-    """Stands in for trial.measure(): no process is started.
+    """Replaces trial.measure() and starts no process.
 
     `rules` maps an override to its effect on a trial: a factor of the speed, losses (then the speed doubles), an
     outcome of failure, or an exception to raise. The rule "all" holds for every trial. `now` is the clock of the

@@ -1,4 +1,4 @@
-"""Adapters whose weights are no numbers, and merging to where nothing can be written: each is one message and a code, no hang."""
+"""Adapters with NaN weights and merges to unwritable folders fail with one message and an exit code, without a hang."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(base) -> Path:
-    """A trained adapter of `base`, with a norm that it trained in full."""
+def trained_adapter(base) -> Path:
+    """A trained adapter of `base` that also trained a norm."""
     model = ModelConfig(path=str(base))
     return save_model(
         trained(built(lora(modules_to_save=["norm"]), model)), load_tokenizer(model), base.parent / "adapter"
@@ -42,13 +42,13 @@ def whole(base) -> Path:
 
 
 @pytest.fixture
-def adapter(whole, tmp_path) -> Path:
-    """A copy to be changed."""
-    return shutil.copytree(whole, tmp_path / "adapter")
+def adapter(trained_adapter, tmp_path) -> Path:
+    """A copy of the adapter, which a test may change."""
+    return shutil.copytree(trained_adapter, tmp_path / "adapter")
 
 
 def change(adapter: Path, **tensors) -> None:
-    """Make other tensors of some: each value is called with what is there."""
+    """Replace tensors of the adapter. Each value is a function of the old tensor."""
     file = adapter / "adapter_model.safetensors"
     found = load_file(file)
     save_file(
@@ -57,7 +57,7 @@ def change(adapter: Path, **tensors) -> None:
 
 
 def put(number):
-    """One number of a tensor, and it alone."""
+    """A function that sets one element of a tensor to `number`."""
 
     def change(tensor):
         tensor.view(-1)[5] = number
@@ -80,7 +80,7 @@ def words(base: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("word", [[], ["eval"], ["merge"]], ids=["train", "eval", "merge"])
-def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base, tmp_path, forks):
+def test_adapter_with_nan_is_refused_by_every_command(word, adapter, base, tmp_path, forks):
     change(adapter, **{UP: put(float("nan")), DOWN: put(float("inf"))})
     given = command(tmp_path, *words(base), "data.eval_fraction=0.2", "data.sequence_length=64", "train.max_steps=3")
     (tmp_path / "chats.jsonl").write_text("".join(f'{{"text": "t{row} t5 t{row + 9}"}}\n' for row in range(40)))
@@ -95,7 +95,7 @@ def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base,
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "told"),
+    ("name", "make", "message"),
     [
         (UP, put(float("nan")), "NaN or infinite numbers are in 1"),
         (DOWN, put(-float("inf")), "NaN or infinite numbers are in 1"),
@@ -112,14 +112,14 @@ def test_an_adapter_with_nan_is_refused_wherever_it_is_read(word, adapter, base,
     ],
     ids=["nan", "infinite", "norm", "bfloat16", "fp8", "float64", "int", "complex"],
 )
-def test_the_tensor_is_named_that_holds_no_weights(name, make, told, adapter, tmp_path):
+def test_the_tensor_is_named_that_holds_no_weights(name, make, message, adapter, tmp_path):
     change(adapter, **{name: make})
-    with pytest.raises(StorageError, match=f"{told}.* of its tensors, the first being {name} in .*another copy"):
+    with pytest.raises(StorageError, match=f"{message}.* of its tensors, the first being {name} in .*another copy"):
         merge(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_largest_numbers_there_are_are_numbers(adapter, tmp_path):
+def test_largest_finite_numbers_are_accepted(adapter, tmp_path):
     change(adapter, **{NORM: put(torch.finfo(torch.float32).max)})
     assert load_file(merge(adapter, tmp_path / "merged") / "model.safetensors")["model.norm.weight"][5] > 3e38
 
@@ -228,8 +228,8 @@ def test_a_disk_without_room_is_told_before_the_merging(adapter, base, tmp_path)
         assert not list(disk.iterdir())
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half_written(adapter, base, tmp_path):
-    """Room for the weights, and none for the tokenizer beside them."""
+def test_full_disk_leaves_no_partial_merge(adapter, base, tmp_path):
+    """The disk has space for the weights but not for the tokenizer."""
     tensors = (base / "model.safetensors").stat().st_size
     with small_disk(tmp_path / "disk", f"{tensors // 4096 * 4 + 8}k") as disk:
         with pytest.raises(StorageError, match=r"cannot be written to .*No space left"):
@@ -237,14 +237,14 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(adapter, base, tmp_pat
         assert not list(disk.iterdir())
 
 
-def test_a_disk_that_may_not_be_written_to_is_told_at_once(adapter, tmp_path):
+def test_read_only_disk_is_an_error(adapter, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(StorageError, match=r"disk may not be written to"):
             merge(adapter, disk / "below" / "merged")
 
 
-def test_pickles_beside_an_adapter_are_named_and_left_alone(adapter, tmp_path):
+def test_pickles_of_an_adapter_are_named_and_not_copied(adapter, tmp_path):
     (adapter / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     merge(adapter, tmp_path / "merged")
     (adapter / "adapter_model.safetensors").unlink()
@@ -257,7 +257,7 @@ def test_pickles_beside_an_adapter_are_named_and_left_alone(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["old/base", "./old/base", "/nowhere/base", "x" * 5000, "adapter"])
-def test_a_base_that_is_not_there_is_told_by_where_it_is_named(name, adapter, tmp_path, monkeypatch):
+def test_missing_base_error_names_the_file_that_refers_to_it(name, adapter, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": name}))
@@ -269,7 +269,7 @@ def test_a_base_that_is_not_there_is_told_by_where_it_is_named(name, adapter, tm
         merge("adapter", "merged")
 
 
-def test_a_relative_base_is_found_from_where_the_command_is_given(adapter, base, tmp_path, monkeypatch):
+def test_relative_base_is_relative_to_the_working_directory(adapter, base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(base, tmp_path / "near" / "base")
     file = adapter / "adapter_config.json"

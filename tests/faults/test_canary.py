@@ -1,7 +1,7 @@
 """Secrets in the environment, on command lines and in git must not occur in any file or output.
 
-A real train with a real, offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and commands that
-fail. What is searched: each file below the home and the working directory, byte by byte, and all that came out of the processes.
+The test runs train with an offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and commands that fail.
+It searches each file below the home and the working directory, and all output of the processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "MY_SERVICE_PASSWORD": 'canary "3" p@ss/word é',
     "AWS_SECRET_ACCESS_KEY": "Canary4/EXAMPLE+KEY/abcdefghijklmnopqrst",
 }
-"""Variables with a secret's name."""
+"""Environment variables whose name marks a secret."""
 TYPED = {
     "token": "hf_" + "CanaryFive" * 4,
     "key": "sk-proj-" + "CanarySix" * 4,
@@ -39,7 +39,7 @@ TYPED = {
     "hex": "c0ffee" * 6 + "c0ff",
     "server": "CanaryTenPassword",
 }
-"""Secrets on command lines, in git and in W&B's address, which have a secret's shape or place."""
+"""Secrets on command lines, in git and in W&B's address, recognizable by their format or position."""
 SECRETS = {**ENVIRONMENT, **TYPED}
 RUN = [
     "+recipe=quickstart",
@@ -113,7 +113,7 @@ def require_silent(text: str, where: str) -> None:
 
 
 def require_none_written(home: Path) -> int:
-    git = home / "work" / ".git"  # where it was planted
+    git = home / "work" / ".git"  # the file that the test wrote
     files = [path for path in home.rglob("*") if path.is_file() and not path.is_relative_to(git)]
     for path in files:
         require_silent(path.read_bytes().decode("utf-8", "replace"), str(path.relative_to(home)))
@@ -121,7 +121,7 @@ def require_none_written(home: Path) -> int:
 
 
 def test_planted_secret_is_found_by_the_search(planted):
-    """Shows that the tests below can fail."""
+    """The search works, so the tests below can fail."""
     for secret in SECRETS.values():
         found = planted / "found"
         found.write_text(f"x{secret}y")
@@ -141,9 +141,9 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
         f"run.name={TYPED['hex']}",
     ]
     monkeypatch.setattr(sys, "argv", ["fxtune", *argv])
-    code, told = in_process(capfd, *argv)
-    assert code == 0, told
-    require_silent(told, "the output of train")
+    code, message = in_process(capfd, *argv)
+    assert code == 0, message
+    require_silent(message, "the output of train")
     for words in (
         ["verify", *RUN, "--json", "verify.json"],
         ["eval", *RUN, "model.adapter=out/adapter"],
@@ -155,10 +155,10 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
         [*argv, "--info", "config"],
         argv,
     ):
-        code, told = in_process(capfd, *words)
-        assert code == 0, told
-        assert told
-        require_silent(told, f"the output of {words[0]}")
+        code, message = in_process(capfd, *words)
+        assert code == 0, message
+        assert message
+        require_silent(message, f"the output of {words[0]}")
     assert require_none_written(planted) > 20
     written = {path.name for path in (planted / "work").rglob("*")}
     assert {
@@ -190,7 +190,7 @@ def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
     monkeypatch.setattr(trial, "measure", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 0.5)
     monkeypatch.setattr(doctor, "run_check", lambda *_: {"state": "missing", "seen": ""})
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://me:{TYPED['server']}@127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://me:{TYPED['server']}@127.0.0.1:9")  # no server listens
     run = planted / "work" / "sent"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"train/step": 1, "train/loss": 1.0}\n')
@@ -203,10 +203,10 @@ def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
         (["sync", "sent"], 6),
     ):
         monkeypatch.setattr(sys, "argv", ["fxtune", *words])
-        ended, told = in_process(capfd, *words)
-        assert ended == code, told
-        assert told
-        require_silent(told, f"the output of {words[0]}")
+        ended, message = in_process(capfd, *words)
+        assert ended == code, message
+        assert message
+        require_silent(message, f"the output of {words[0]}")
     assert list((planted / ".cache" / "fxtune" / "tune").glob("*.json"))
     written = {path.name for path in (planted / "work").rglob("*")}
     assert {"quickstart_tuned.yaml", "tune.json", "doctor.json"} <= written
@@ -250,10 +250,10 @@ WRONG = [
 
 @pytest.mark.parametrize("words", WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
-    code, told = in_process(capfd, *RUN, *words)
-    assert code in (2, 3, 6), told
-    assert told.startswith("fxtune: ")
-    require_silent(told, "the message")
+    code, message = in_process(capfd, *RUN, *words)
+    assert code in (2, 3, 6), message
+    assert message.startswith("fxtune: ")
+    require_silent(message, "the message")
 
 
 def test_library_output_and_tracebacks_contain_no_secret(planted):

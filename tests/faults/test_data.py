@@ -146,8 +146,8 @@ def test_special_file_in_the_token_cache_is_an_error_and_never_blocks(odd, name,
             "device": lambda: place.symlink_to("/dev/zero"),
             "socket": lambda: (listener.bind(str(tmp_path / "s")), (tmp_path / "s").rename(place)),
         }[odd]()
-        told = rf"{re.escape(str(place))} is a pipe, a socket or a device, but the token cache needs a (file|folder) there\. Remove"
-        with pytest.raises(StorageError, match=told):
+        message = rf"{re.escape(str(place))} is a pipe, a socket or a device, but the token cache needs a (file|folder) there\. Remove"
+        with pytest.raises(StorageError, match=message):
             read(tmp_path / "good.jsonl")
     place.unlink()
     assert len(read(tmp_path / "good.jsonl")) == 1
@@ -300,7 +300,7 @@ def test_full_disk_is_a_storage_error(tokenizer, tmp_path):
                 tokenizer,
                 progress=False,
             )
-        assert not list(disk.glob("cache/tokens/*/")), "nothing half-written stays"
+        assert not list(disk.glob("cache/tokens/*/")), "no partial file may stay"
         with pytest.raises(StorageError, match=r"Bad rows cannot be written to .*quarantine\.jsonl: No space left"):
             tokenize(
                 source,
@@ -313,7 +313,7 @@ def test_full_disk_is_a_storage_error(tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_killed_loader_workers_change_no_batch(tokenizer, tmp_path, capsys):
-    """The loader alone, with the built-in tokenizer; test_kills.py has a complete run."""
+    """Only the loader, with the built-in tokenizer. test_kills.py tests a complete run."""
     (tmp_path / "rows.jsonl").write_bytes(
         lines(
             *(

@@ -1,4 +1,4 @@
-"""Two faults at once, or one in the middle of the answer to another: signals, short memory, full disks, bad numbers, resume."""
+"""Two faults at the same time, or a second fault while the first is handled: signals, memory, full disks, bad numbers, resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tell(how: signal.Signals = signal.SIGTERM) -> None:
 
 @pytest.fixture(autouse=True)
 def _answered():
-    """A job in a shell's background starts with SIGINT ignored."""
+    """Handle SIGINT, which a background job of a shell ignores."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, usual)
@@ -63,7 +63,7 @@ def state(run: str = "run") -> dict:
 
 
 def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
-    """A forward pass of more than `rows` rows finds no memory; `once` is called the first time. Returns the rows of each."""
+    """Make forward passes of more than `rows` rows fail. Calls `once` at the first failure. Returns the rows of each pass."""
     real, seen = LanguageModel.summed_loss, []
 
     def scarce(self, batch):
@@ -79,7 +79,7 @@ def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
 
 
 def at_step(monkeypatch, step: int, what) -> None:
-    """Call `what` before the step of this number, counted from 0, is taken; once."""
+    """Call `what` once before step `number`, counted from 0."""
     taken, done = trainer.Trainer.step, []
 
     def watched(self, given, lr):
@@ -91,8 +91,8 @@ def at_step(monkeypatch, step: int, what) -> None:
     monkeypatch.setattr(trainer.Trainer, "step", watched)
 
 
-def test_a_signal_waits_for_the_save_that_is_being_written(run_, monkeypatch):
-    """The writer takes its time; the signal's own state is that of the same step, and is not written twice."""
+def test_signal_waits_for_the_current_save(run_, monkeypatch):
+    """The writer is slow. The signal's checkpoint is of the same step, so it is not written twice."""
     run_.checkpoint.every = 3
     real, written = stored.write, []
 
@@ -109,7 +109,7 @@ def test_a_signal_waits_for_the_save_that_is_being_written(run_, monkeypatch):
     assert state()["step"] == 3
 
 
-def test_a_save_that_fails_while_a_signal_waits_for_it_is_tried_once_more(run_, monkeypatch, said):
+def test_save_that_fails_during_a_signal_is_retried_once(run_, monkeypatch, said):
     run_.checkpoint.every = 3
     real, tries = stored.write, []
 
@@ -128,7 +128,7 @@ def test_a_save_that_fails_while_a_signal_waits_for_it_is_tried_once_more(run_, 
     assert state()["step"] == 3
 
 
-def test_a_signal_on_a_full_disk_ends_with_6_and_the_earlier_checkpoint(run_, cwd, monkeypatch, said):
+def test_signal_on_a_full_disk_exits_with_6_and_keeps_the_earlier_checkpoint(run_, cwd, monkeypatch, said):
     run_.checkpoint.every, run_.run.dir = 2, str(cwd / "disk" / "run")
     folder = cwd / "disk" / "run" / "checkpoints"
 
@@ -152,8 +152,8 @@ def test_a_signal_on_a_full_disk_ends_with_6_and_the_earlier_checkpoint(run_, cw
         assert trainer.run(run_)["train/step"] == 6
 
 
-def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(run_, monkeypatch, said):
-    """It was saved at the very step that then did not fit."""
+def test_signal_during_a_halving_is_handled_after_it_and_the_halving_is_kept(run_, monkeypatch, said):
+    """The checkpoint is of the step that did not fit, with the smaller micro-batch."""
     run_.checkpoint.every = 2
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2))
     made = BatchSizes.free_memory
@@ -163,20 +163,22 @@ def test_a_signal_during_a_halving_is_answered_when_it_is_done_and_it_is_kept(ru
     assert state()["rows"] == {"training": 2}
     said.clear()
     assert trainer.run(run_)["train/step"] == 6
-    assert not [note for note in said if "ran out of memory" in note], "it knew from the start"
+    assert not [note for note in said if "ran out of memory" in note], (
+        "the resumed run starts with the smaller micro-batch"
+    )
 
 
-def test_memory_that_runs_out_as_a_signal_comes_is_no_halving(run_, monkeypatch):
-    """Whatever a library makes of a signal, it is the signal that is answered."""
+def test_out_of_memory_during_a_signal_is_not_a_halving(run_, monkeypatch):
+    """A library may turn a signal into another error. The run still handles the signal."""
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 2, once=tell))
     with pytest.raises(Stopped, match="saved after step 2 of 6"):
         trainer.run(run_)
     assert state()["rows"] == {}
 
 
-def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, said):
+def test_halved_evaluation_stays_halved_after_resume(run_, monkeypatch, said):
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
-    seen = short_of_memory(monkeypatch, 99)  # none yet
+    seen = short_of_memory(monkeypatch, 99)  # no halving yet
     real, rows = evaluation.evaluate, []
 
     def scarce(model, objective, loader, precision):
@@ -192,13 +194,13 @@ def test_a_halved_evaluation_is_halved_in_the_resumed_run(run_, monkeypatch, sai
     assert rows == [4, 2, 1]
     assert state()["rows"] == {"evaluation": 1}
     trainer.run(run_)
-    assert rows == [4, 2, 1, 1, 1], "steps 4 and 6, one row at once from the start"
-    assert seen[0] == 4, "training keeps its own"
+    assert rows == [4, 2, 1, 1, 1], "the evaluations of steps 4 and 6, with one row from the start"
+    assert seen[0] == 4, "training keeps its micro-batch"
     assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
 
 
-def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_next_run(run_, monkeypatch):
-    """A signal comes while the state is saved for it: it waits for that."""
+def test_failed_evaluation_is_saved_and_repeated_by_the_next_run(run_, monkeypatch):
+    """A signal arrives while the state is saved. The run finishes the save first."""
     run_.data.eval_fraction, run_.train.eval_every = 0.2, 2
     saved = Checkpoints.save
     with monkeypatch.context() as patch:
@@ -212,7 +214,7 @@ def test_an_evaluation_that_no_halving_helps_loses_nothing_and_is_done_by_the_ne
     assert [line["train/step"] for line in history(Path("run")) if "eval/loss" in line] == [2, 4, 6]
 
 
-def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
+def test_out_of_memory_and_full_disk_are_both_reported(run_, monkeypatch):
     at_step(monkeypatch, 2, lambda: short_of_memory(monkeypatch, 0))
     monkeypatch.setattr(stored, "write", lambda *_: raises(OSError(28, "No space left on device")))
     with pytest.raises(
@@ -223,8 +225,8 @@ def test_memory_and_the_disk_both_at_an_end_are_both_said(run_, monkeypatch):
         trainer.run(run_)
 
 
-def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_, monkeypatch, said):
-    """checkpointing=auto was `none` for the recipe's rows when the run started; today it would be another."""
+def test_resumed_run_keeps_auto_decisions_and_the_halving(run_, monkeypatch, said):
+    """checkpointing=auto was `none` for the recipe's rows at the start. A new decision would be different."""
     run_.techniques.checkpointing = Checkpointing(enabled=True, policy=Policy.auto)
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
     at_step(monkeypatch, 3, tell)
@@ -242,8 +244,8 @@ def test_decisions_of_the_start_and_a_halving_go_together_in_a_resumed_run(run_,
     assert sum("ran out of memory" in note for note in said) == 1
 
 
-def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, monkeypatch):
-    """In the micro-batches that memory left, not in those of the recipe."""
+def test_saved_bad_batches_of_a_resumed_run_use_its_micro_batches(run_, monkeypatch):
+    """With the micro-batches after the halving, not with those of the recipe."""
     at_step(monkeypatch, 1, lambda: short_of_memory(monkeypatch, 2))
     at_step(monkeypatch, 3, tell)
     with pytest.raises(Stopped):
@@ -261,8 +263,8 @@ def test_suspect_steps_of_a_resumed_run_are_kept_as_the_model_got_them(run_, mon
     assert len(list(place.glob("batch-*"))) == 4
 
 
-def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monkeypatch):
-    """Also where that window comes out of a checkpoint."""
+def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatch):
+    """The same holds for a window from a checkpoint."""
     run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
     real, index = LanguageModel.summed_loss, [0]
     monkeypatch.setattr(
@@ -285,8 +287,8 @@ def test_a_window_without_a_finite_loss_skips_nothing_that_is_finite(run_, monke
 
 
 @pytest.mark.slow
-def test_a_kill_while_the_only_checkpoint_is_replaced_leaves_it(tmp_path):
-    """Between the old one's going and the new one's coming, for each thing that is done to the folder."""
+def test_kill_during_replacement_keeps_the_only_checkpoint(tmp_path):
+    """The kill comes between the removal of the old checkpoint and the move of the new one, before each file operation."""
     program = """
 import os, sys
 from pathlib import Path
@@ -336,7 +338,7 @@ for last in range(1, 99):
         there = found
 
 
-def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monkeypatch):
+def test_failing_background_writer_does_not_end_the_run(tmp_path, monkeypatch):
     notes: list[str] = []
     made = Checkpoints(tmp_path, CheckpointConfig(), note=notes.append)
     weights = {"w": torch.zeros(4)}
@@ -355,8 +357,8 @@ def test_a_writer_without_memory_or_threads_does_not_end_the_run(tmp_path, monke
     assert made.load_newest().state.step == 3
 
 
-def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
-    """Its folder holds part of it, and an export from before lies where it goes."""
+def test_killed_export_is_repeated(run_, monkeypatch):
+    """The folder holds a partial export and an older export."""
     with monkeypatch.context() as patch:
         patch.setattr("fxtune.models.save.write_card", lambda *_: tell())
         with pytest.raises(
@@ -373,7 +375,7 @@ def test_an_export_that_is_killed_half_way_is_done_again(run_, monkeypatch):
     assert not Path("run/adapter/junk").exists()
 
 
-def test_a_finished_run_is_left_as_it_is(run_, monkeypatch, said):
+def test_finished_run_stays_unchanged(run_, monkeypatch, said):
     result = trainer.run(run_)
     before = {
         path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"
@@ -389,8 +391,8 @@ def test_a_finished_run_is_left_as_it_is(run_, monkeypatch, said):
         trainer.run(run_)
 
 
-def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monkeypatch, said):
-    """What comes last is an upload that may take half a minute; the run is finished by then."""
+def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, said):
+    """The last action is an upload of up to half a minute. The run has already finished."""
     waited: list[float | None] = []
 
     class Slow:
@@ -414,8 +416,8 @@ def test_a_signal_while_the_trackers_are_closed_does_not_undo_the_end(run_, monk
 
 
 @pytest.mark.parametrize("resume", list(Resume))
-def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, resume):
-    """In a numbered folder, where each of the three begins a run; `must` goes on with one."""
+def test_stopped_run_prints_a_command_that_resumes_it(narrow, cwd, monkeypatch, said, resume):
+    """In a numbered run folder each of three commands starts a new run, and resume=must continues one."""
     at_step(monkeypatch, 2, tell)
     narrow.run.resume = Resume.auto if resume is Resume.must else resume
     with pytest.raises(Stopped):
@@ -440,16 +442,16 @@ def test_what_a_stopped_run_says_is_what_works(narrow, cwd, monkeypatch, said, r
         trainer.run(narrow)
 
 
-def test_a_start_that_is_refused_late_leaves_no_folder(small, cwd, monkeypatch):
+def test_refused_start_leaves_no_folder(small, cwd, monkeypatch):
     monkeypatch.setattr(builder, "Optimizer", lambda *_: raises(HardwareError("no room")))
     with pytest.raises(HardwareError):
         trainer.run(small)
     assert not list(Path("runs").iterdir())
 
 
-def test_what_verify_finds_wrong_is_exit_code_1(cwd, capsys):
-    """Adapters begin at zero, and a step of nothing leaves them there."""
+def test_failed_verify_exits_with_1(cwd, capsys):
+    """A learning rate of zero leaves the adapters at zero."""
     assert main(["verify", *command(cwd, "optimizer.lr=1e-45")]) == 1
-    told = capsys.readouterr()
-    assert "are not as asked for" in told.out + told.err
-    assert "Traceback" not in told.out + told.err
+    message = capsys.readouterr()
+    assert "are not as asked for" in message.out + message.err
+    assert "Traceback" not in message.out + message.err

@@ -1,4 +1,4 @@
-"""Memory runs out, for real: a limit of the kernel's refuses it to a process that trains, evaluates or answers (short.py)."""
+"""Out of memory: the kernel refuses memory to a process that trains, evaluates or answers questions (short.py)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ROOT / "tests" / "support" / "short.py"
 HUGE = 1 << 58
-"""Bytes that no allocator has."""
+"""More bytes than any allocator can provide."""
 SCENARIOS = ["training", "middle", "looking", "nothing", "stop", "program", "building", "eval"]
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """What became of each scenario."""
+    """A function that returns the result of a scenario. All scenarios run once."""
     folder = tmp_path_factory.mktemp("short")
     done = subprocess.run(
         [sys.executable, str(SHORT), str(folder), *SCENARIOS],
@@ -47,7 +47,7 @@ def short(tmp_path_factory):
     return result
 
 
-def told(result: dict) -> list[str]:
+def memory_notes(result: dict) -> list[str]:
     return [note for note in result["notes"] if "ran out of memory" in note]
 
 
@@ -55,55 +55,55 @@ def steps(result: dict) -> list:
     return [pytest.approx(figures, rel=1e-5) for figures in result["steps"]]
 
 
-def test_a_first_step_that_does_not_fit_is_taken_again_in_smaller_parts(short):
-    """The global batch, the loss and the gradient's norm are those of a run that has all the memory it wants."""
-    result, whole = short("training"), short("middle")[2]
+def test_first_step_that_does_not_fit_is_retried_with_smaller_micro_batches(short):
+    """The global batch, the loss and the gradient norm equal those of a run with enough memory."""
+    result, undisturbed = short("training"), short("middle")[2]
     assert result["rows"]["training"] in (4, 2)
     assert result["figures"]["train/micro_batch_size"] == result["rows"]["training"]
     assert len(result["steps"]) == 3
-    assert result["steps"] == steps(whole)
-    assert result["supervised"] == whole["supervised"]
-    notes = told(result)
-    assert len(notes) == {4: 1, 2: 2}[result["rows"]["training"]]  # each halving is told once
+    assert result["steps"] == steps(undisturbed)
+    assert result["supervised"] == undisturbed["supervised"]
+    notes = memory_notes(result)
+    assert len(notes) == {4: 1, 2: 2}[result["rows"]["training"]]  # one note per halving
     assert "with 8 rows at once: DefaultCPUAllocator: can't allocate memory" in notes[0]
     assert "From here on 4 at a time. Step 1 is repeated; its 8 rows and its loss stay as they are." in notes[0]
 
 
-def test_half_of_a_sum_of_gradients_is_dropped(short):
-    """Memory ran out when one micro-batch of the step had left its gradients; the loader's processes are there again."""
-    result, _, whole = short("middle")
+def test_partial_gradient_sum_is_dropped(short):
+    """Memory ran out after one micro-batch had added its gradients. The loader's processes are started again."""
+    result, _, undisturbed = short("middle")
     assert result["rows"]["training"] < 4
-    assert "Step 2 is repeated" in told(result)[0]
-    assert result["steps"] == steps(whole)
-    assert result["supervised"] == whole["supervised"]
+    assert "Step 2 is repeated" in memory_notes(result)[0]
+    assert result["steps"] == steps(undisturbed)
+    assert result["supervised"] == undisturbed["supervised"]
 
 
-def test_a_resumed_run_takes_the_same_split_from_the_same_step_on(short):
-    """Bit for bit, and not what whole micro-batches give: their sums are rounded otherwise."""
-    result, resumed, whole = short("middle")
+def test_resumed_run_uses_the_same_micro_batches_from_the_same_step(short):
+    """The result is bit for bit equal. It differs from that of full micro-batches, whose sums are rounded differently."""
+    result, resumed, undisturbed = short("middle")
     assert any("after step 2" in note for note in resumed["notes"])
-    assert not told(resumed)
+    assert not memory_notes(resumed)
     assert resumed["rows"] == result["rows"]
-    assert resumed["weights"] == result["weights"] != whole["weights"]
+    assert resumed["weights"] == result["weights"] != undisturbed["weights"]
 
 
-def test_evaluation_and_answers_are_halved_by_themselves(short):
-    result, whole = short("looking")
+def test_evaluation_and_answers_halve_their_own_batches(short):
+    result, undisturbed = short("looking")
     assert result["rows"]["questions"] < 8
     assert result["rows"]["evaluation"] < 8
     assert "training" not in result["rows"]
-    assert whole["rows"] == {}
-    assert result["figures"]["eval/loss"] == pytest.approx(whole["figures"]["eval/loss"], rel=1e-5)
-    assert result["figures"]["questions/exact_match"] == whole["figures"]["questions/exact_match"]
-    assert result["weights"] == whole["weights"]  # what ran out left nothing in training's way
+    assert undisturbed["rows"] == {}
+    assert result["figures"]["eval/loss"] == pytest.approx(undisturbed["figures"]["eval/loss"], rel=1e-5)
+    assert result["figures"]["questions/exact_match"] == undisturbed["figures"]["questions/exact_match"]
+    assert result["weights"] == undisturbed["weights"]  # the failed evaluation does not affect training
 
 
-def test_where_nothing_is_left_to_halve_the_steps_so_far_are_saved_and_three_changes_named(short):
+def test_single_row_that_does_not_fit_saves_and_suggests_three_changes(short):
     result = short("nothing")
     done = len(result["steps"])
     assert done == 2
     assert result["code"] == HardwareError.exit_code
-    assert result["weights"] is not None  # though none was due
+    assert result["weights"] is not None  # although no checkpoint was due
     first, saved, most, *changes = result["message"].splitlines()
     assert first.startswith("Training ran out of memory with 1 row at once: DefaultCPUAllocator")
     assert saved == f"Saved after step {done}: the same command resumes there, given more memory."
@@ -117,7 +117,7 @@ def test_where_nothing_is_left_to_halve_the_steps_so_far_are_saved_and_three_cha
     assert {change.split()[0] for change in changes} >= {"techniques.checkpointing.enabled=true"}
 
 
-def test_a_run_may_ask_to_stop_instead(short):
+def test_out_of_memory_stop_ends_the_run(short):
     result = short("stop")
     assert result["code"] == HardwareError.exit_code
     assert result["rows"] == {}
@@ -125,7 +125,7 @@ def test_a_run_may_ask_to_stop_instead(short):
     assert "\n  train.micro_batch_size=4 " in result["message"]
 
 
-def test_the_program_ends_with_words_and_the_code_of_hardware(short):
+def test_out_of_memory_prints_advice_and_exits_with_hardware_code(short):
     result = short("program")
     assert result["code"] == HardwareError.exit_code
     assert "Traceback" not in result["text"]
@@ -133,8 +133,8 @@ def test_the_program_ends_with_words_and_the_code_of_hardware(short):
     assert result["text"].count(" GiB less") == 3
 
 
-def test_weights_that_do_not_fit_are_another_thing(short):
-    """Fewer rows would not help, and are not among the changes."""
+def test_weights_that_do_not_fit_have_their_own_advice(short):
+    """Fewer rows would not help, so the message does not suggest them."""
     result = short("building")
     assert result["code"] == HardwareError.exit_code
     assert "fxtune: Building the model ran out of memory: " in result["text"]
@@ -143,21 +143,21 @@ def test_weights_that_do_not_fit_are_another_thing(short):
     assert "data.sequence_length" not in result["text"].partition("Building")[2]
 
 
-def test_memory_that_runs_out_where_nobody_has_advice_is_no_traceback(monkeypatch, capsys):
+def test_out_of_memory_outside_training_prints_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("fxtune.config.compose.prepare", lambda *_, **__: np.empty(HUGE, np.uint8))
     assert main(["+recipe=quickstart"]) == HardwareError.exit_code
     assert "fxtune: This process was given no more memory (Unable to allocate" in capsys.readouterr().err
 
 
-def test_fxtune_eval_halves_too(short):
+def test_eval_command_halves_its_batches(short):
     result = short("eval")
     assert result["code"] == 0
     assert "Evaluation ran out of memory with 16 rows at once" in result["text"]
     assert "eval/loss" in result["text"]
 
 
-def test_memory_to_pin_that_is_refused_goes_back_to_the_pool(monkeypatch):
-    """Three pieces are wanted, two can be had: they are there for who tries again with less."""
+def test_refused_pinned_memory_keeps_buffers_in_the_pool(monkeypatch):
+    """Of three requested buffers two are available. They stay in the pool for the next, smaller request."""
     offload = Offload([torch.nn.Linear(1, 1)], torch.device("cpu"))
     true, made = torch.empty, []
 

@@ -78,7 +78,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "reason"), FAULTS.items())
 def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reason):
-    """One question of limited time is what bounds the wait. A refusal (401) is about one repository, so each is asked for."""
+    """One request with a timeout limits the wait. A refusal (401) concerns one repository, so each is requested once."""
     hub.mode = mode
     hub.requests.clear()
     url = refused() if mode == "refused" else hub.url
@@ -120,7 +120,7 @@ def test_missing_model_without_a_hub_fails_after_one_question(hub, tmp_path, mod
 @pytest.mark.slow
 def test_interrupted_download_continues_where_it_stopped(hub, tmp_path):
     hub.mode = "works"
-    hub.broken = ["model.safetensors"] * 30  # more often than the hub's library tries again
+    hub.broken = ["model.safetensors"] * 30  # more than the retries of the hub's library
     out = locate_in_process(hub.url, tmp_path)
     assert "error 6: model.path=nobody/tiny: fetching model.safetensors from the hub broke off (" in out, out
     assert not list(tmp_path.glob("**/snapshots/*/model.safetensors")), "an incomplete file has another name"

@@ -1,6 +1,4 @@
-"""Where a command is started and what it is started with: no home, a folder that is gone, no terminal, odd names; and what
-its end says to who started it.
-"""
+"""The environment of a command: no home folder, a deleted working directory, no terminal, unusual names. Also its exit codes."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ RUN = ["+recipe=quickstart", "run.dir=run"]
 
 
 @pytest.fixture
-def homeless(monkeypatch):
-    """A user whom the system does not know, as containers have them."""
+def user_without_home(monkeypatch):
+    """A user without a passwd entry, as in containers."""
 
     def unknown(_):
         raise KeyError
@@ -55,12 +53,14 @@ def homeless(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_tilde_is_the_home_folder(cwd, monkeypatch):
+def test_tilde_is_the_home_folder(cwd, monkeypatch):
     monkeypatch.setenv("HOME", str(cwd / "home"))
     claim("run", "~/run", "auto", {"run": {"seed": 1}}).release()
     assert (cwd / "home" / "run" / "config.yaml").exists()
     assert not Path("~").exists()
-    assert command.main([*RUN[:1], "run.dir='~/sweep'", "-m", "train.max_steps=0,1"]) == 2  # 0 steps are none
+    assert (
+        command.main([*RUN[:1], "run.dir='~/sweep'", "-m", "train.max_steps=0,1"]) == 2
+    )  # max_steps must be positive
     monkeypatch.setattr(trainer, "run", lambda config: given.append(config.run.dir))
     given: list[str] = []
     assert command.main(["-m", *RUN[:1], "run.dir='~/sweep'", "train.max_steps=1,2"]) == 0
@@ -68,7 +68,7 @@ def test_a_tilde_is_the_home_folder(cwd, monkeypatch):
     assert sweep_folder(Path("~nobody-of-that-name/x"), "auto", {}) == Path("~nobody-of-that-name/x")
 
 
-def test_without_a_home_it_is_said_what_to_set(homeless, cwd, monkeypatch):
+def test_missing_home_error_names_the_variables_to_set(user_without_home, cwd, monkeypatch):
     with pytest.raises(StorageError, match=r"no home folder.* Set HOME or XDG_CACHE_HOME"):
         cache_home()
     with pytest.raises(ConfigError, match="there is no such folder"):
@@ -79,7 +79,7 @@ def test_without_a_home_it_is_said_what_to_set(homeless, cwd, monkeypatch):
     assert cache_home() == cwd / "fxtune"
 
 
-def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
+def test_deleted_working_directory_is_an_error(cwd, capfd):
     Path("gone").mkdir()
     os.chdir("gone")
     Path("../gone").rmdir()
@@ -88,13 +88,13 @@ def test_a_working_directory_that_is_gone_is_said(cwd, capfd):
         assert capfd.readouterr().err.startswith("fxtune: The working directory does not exist any more.")
 
 
-def test_a_link_to_data_that_is_not_there_is_named(cwd):
+def test_broken_link_to_data_is_an_error(cwd):
     Path("rows.jsonl").symlink_to("elsewhere/rows.jsonl")
     with pytest.raises(DataError, match=r"rows\.jsonl is a broken link to elsewhere/rows\.jsonl"):
         open_source(SourceConfig(path="rows.jsonl"))
 
 
-def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
+def test_waiting_for_another_tokenizing_process_is_reported(cwd, capsys):
     Path("rows.jsonl").write_text('{"text": "a b c"}\n')
     data, tokenizer = (
         DataConfig(sources=[SourceConfig(path="rows.jsonl")], cache_dir="cache"),
@@ -131,8 +131,8 @@ def test_who_waits_for_another_that_tokenises_says_so(cwd, capsys):
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkeypatch, capfd):
-    """`python -m fxtune`, its own last line included. test_signals.py has the faults themselves; a bug is 1 (test_canary.py)."""
+def test_module_exit_code_matches_the_error(error, code, cwd, monkeypatch, capfd):
+    """The exit code of `python -m fxtune`. test_signals.py causes the faults themselves; a bug is 1 (test_canary.py)."""
 
     def run():
         if error:
@@ -146,8 +146,8 @@ def test_the_module_ends_with_the_code_of_what_ended_it(error, code, cwd, monkey
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_signal_that_argparse_turns_into_an_error_of_its_own_is_told(tmp_path):
-    """Broken off half-way, what it does at its end (parse_known_intermixed_args) meets attributes that are not there yet."""
+def test_signal_inside_argparse_exits_with_the_signal_code(tmp_path):
+    """A signal during parse_known_intermixed_args makes its cleanup fail with an AttributeError, because attributes are missing."""
     (tmp_path / "broken_off.py").write_text("""
 import argparse, os, signal, sys
 from fxtune.cli.main import main
@@ -175,10 +175,8 @@ sys.exit(main(["+recipe=quickstart"]))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd):
-    usual = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in a shell's background starts with it ignored
+def test_signal_during_startup_exits_with_a_message(number, code, cwd):
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "fxtune", *RUN],
@@ -193,7 +191,7 @@ def test_a_command_that_is_told_to_end_while_it_starts_says_so(number, code, cwd
     status = Path(f"/proc/{process.pid}/status")
     if not status.exists():
         process.kill()
-        pytest.skip("this system does not show which signals a process answers")
+        pytest.skip("this system does not list the signals that a process handles")
 
     def answers() -> bool:
         caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))

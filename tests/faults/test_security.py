@@ -1,7 +1,7 @@
-"""A recipe, a dataset, a model folder and a checkpoint are data from strangers: each test tries to get more out of one of them.
+"""Recipes, datasets, model folders and checkpoints are untrusted data. Each test is an attack through one of them.
 
-What shows that code ran is a file (`ran`); that a template was let loose, the clock and the memory; that a path led out, what
-lies there. Recipes' own tricks with Hydra and YAML are in tests/config/test_validate.py (`STRANGE`).
+A file `ran` shows that code ran. Time and memory show that a template was not limited. A file outside the folder shows that a path
+left it. tests/config/test_validate.py (`STRANGE`) tests attacks through Hydra and YAML.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fxtune.training.trainer import run as train
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (b'# @package _global_\n"a\\e[31mb": 1\n', "unknown key `a\u241b[31mb`"),
         (b'# @package _global_\nrun: {name: "\\ud800"}\n', r"`run.name='\ud800'` has a character that no file"),
@@ -59,15 +59,15 @@ from fxtune.training.trainer import run as train
     ],
     ids=["escape", "surrogate", "nul", "line"],
 )
-def test_characters_that_drive_a_terminal_or_fit_no_file_are_refused(text, told, cwd, capfd):
+def test_control_characters_and_invalid_file_names_are_refused(text, message, cwd, capfd):
     Path("odd.yaml").write_bytes(text)
     assert program.main(["+recipe=./odd.yaml", "data.sources=[{path: rows.jsonl}]"]) == 2
     out, err = capfd.readouterr()
-    assert told in err
+    assert message in err
     assert "\x1b" not in out + err
 
 
-def test_recipes_that_are_none_are_listed_at_once_and_cannot_be_copied(cwd, capfd):
+def test_invalid_recipes_are_listed_and_cannot_be_copied(cwd, capfd):
     Path("recipes").mkdir()
     with Path("recipes/huge.yaml").open("wb") as file:
         file.truncate(4 << 30)
@@ -76,9 +76,9 @@ def test_recipes_that_are_none_are_listed_at_once_and_cannot_be_copied(cwd, capf
     began = time.process_time()
     assert program.main(["recipes"]) == 0
     assert time.process_time() - began < 5
-    told = capfd.readouterr().out
-    assert "\x1b" not in told
-    assert "\u241b[2J cleared" in told
+    message = capfd.readouterr().out
+    assert "\x1b" not in message
+    assert "\u241b[2J cleared" in message
     assert program.main(["recipes", "copy", "binary", "mine.yaml"]) == 2
     assert "recipes/binary.yaml cannot be read as a text file" in capfd.readouterr().err.replace(f"{cwd}/", "")
 
@@ -126,7 +126,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("what", GREEDY)
-def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd, tokenizer, monkeypatch):
+def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch):
     monkeypatch.setattr(
         "fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
     )
@@ -136,11 +136,11 @@ def test_a_template_gets_no_more_time_and_memory_than_rendering_needs(what, cwd,
         Encoder(tokenizer, RowFormat.messages, "greedy.jinja")
     assert (
         time.process_time() - began < 60
-    )  # what was made is still to be freed, among all that a long test session holds
+    )  # the created objects must still be freed, which takes time in a long test session
 
 
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
-def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeypatch):
+def test_template_that_attacks_at_a_later_row_is_limited(more, cwd, tokenizer, monkeypatch):
     monkeypatch.setattr(
         "fxtune.data.chat.encode.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
     )
@@ -150,24 +150,24 @@ def test_nor_does_one_that_waits_for_the_right_row(more, cwd, tokenizer, monkeyp
     woken = {"messages": [{"role": "user", "content": "wake up"}, CHAT["messages"][1]]}
     with pytest.raises(DataError, match="stopped: it needs more than"):
         encoder.encode([CHAT, woken])
-    assert not isinstance(encoder.encode([CHAT])[0], str), "and the limits are lifted again"
+    assert not isinstance(encoder.encode([CHAT])[0], str), "the limits must be removed again"
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_a_template_does_not_leave_its_sandbox(escape, cwd, tokenizer):
+def test_template_cannot_leave_its_sandbox(escape, cwd, tokenizer):
     Path("escape.jinja").write_text(PLAIN + escape)
     try:
         made = Encoder(tokenizer, RowFormat.messages, "escape.jinja").encode([CHAT])[0]
     except DataError as error:
         made = str(error)
     assert not Path("ran").exists()
-    if not isinstance(made, str):  # what the sandbox does not know is undefined, and writes nothing
+    if not isinstance(made, str):  # an unknown name is undefined and renders as nothing
         text = tokenizer.decode(made.ids)
         assert "class" not in text
         assert "root:" not in text
 
 
-def test_a_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
+def test_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
     for path in (Path("long.jinja"), stranger / "chat_template.jinja"):
         with path.open("wb") as file:
             file.truncate(4 << 30)
@@ -181,7 +181,7 @@ def test_a_template_of_gigabytes_is_not_read(cwd, tokenizer, stranger):
 
 
 class _Loaded:
-    """What a pickle leaves when it is read: a file `ran` in the working directory."""
+    """A pickle that creates the file `ran` in the working directory when it is loaded."""
 
     def __reduce__(self):
         return Path.touch, (Path("ran").absolute(),)
@@ -213,14 +213,14 @@ def plant_pickles(folder: Path) -> None:
 
 @pytest.fixture
 def stranger(cwd) -> Path:
-    """A folder with a model that works, to be changed."""
+    """A folder with a valid model, which a test may change."""
     shutil.copytree(locate("builtin:tiny").folder, cwd / "stranger")
     return cwd / "stranger"
 
 
 @pytest.fixture
 def adapter(cwd, stranger) -> Path:
-    """An adapter over `stranger` that works, to be changed."""
+    """A valid adapter of `stranger`, which a test may change."""
     from peft import LoraConfig, get_peft_model
 
     config = ModelConfig(path=str(stranger))
@@ -237,14 +237,14 @@ def change(path: Path, **values: object) -> None:
 
 
 def opened(folder: Path) -> None:
-    """All that is read of a model."""
+    """Read the config, tokenizer and weights of a model."""
     config = ModelConfig(path=str(folder))
     load_tokenizer(config)
     models.build(config, models.load_config(config), World(torch.device("cpu")), 0)
 
 
-def test_the_planted_pickles_do_run_where_they_are_read(cwd):
-    """So that the tests below can fail."""
+def test_planted_pickles_run_when_loaded(cwd):
+    """The pickles run when they are loaded, so the tests below can fail."""
     plant_pickles(cwd)
     for name in PICKLES:
         Path("ran").unlink(missing_ok=True)
@@ -252,7 +252,7 @@ def test_the_planted_pickles_do_run_where_they_are_read(cwd):
         assert Path("ran").exists()
 
 
-def test_no_pickle_of_a_model_is_read(stranger, adapter):
+def test_pickles_of_a_model_are_not_read(stranger, adapter):
     plant_pickles(stranger)
     plant_pickles(adapter)
     opened(stranger)
@@ -269,7 +269,7 @@ def test_no_pickle_of_a_model_is_read(stranger, adapter):
     assert not Path("ran").exists()
 
 
-def test_code_of_a_model_does_not_run(stranger):
+def test_model_code_does_not_run(stranger):
     code = "import pathlib\npathlib.Path('ran').touch()\nclass Mine: pass\n"
     for name in (
         "mine.py",
@@ -286,7 +286,7 @@ def test_code_of_a_model_does_not_run(stranger):
     change(
         stranger / "config.json", auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
     )
-    opened(stranger)  # a kind that transformers knows is built by transformers
+    opened(stranger)  # for a known model type transformers uses its own code
     change(
         stranger / "tokenizer_config.json",
         auto_map={"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]},
@@ -320,17 +320,17 @@ ODD_CONFIGS = {
 
 
 @pytest.mark.parametrize("what", ODD_CONFIGS)
-def test_a_config_asks_for_no_code_and_no_size_that_no_model_has(what, stranger):
-    values, told = ODD_CONFIGS[what]
+def test_config_with_code_or_impossible_sizes_is_refused(what, stranger):
+    values, message = ODD_CONFIGS[what]
     change(stranger / "config.json", **values)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         opened(stranger)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         models.load_config(ModelConfig(init=Init.random, architecture={**values}))
 
 
 @pytest.mark.parametrize("values", [{"intermediate_size": -5}, {"pad_token_id": 10**6}])
-def test_sizes_that_torch_refuses_are_an_error_of_the_model(values, stranger):
+def test_sizes_that_torch_refuses_are_a_model_error(values, stranger):
     change(stranger / "config.json", **values)
     with pytest.raises(StorageError, match=r"the weights in .* cannot be loaded as its config\.json says"):
         opened(stranger)
@@ -344,14 +344,14 @@ def test_sizes_that_torch_refuses_are_an_error_of_the_model(values, stranger):
     ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, "{" + " " * (300 << 20) + "}"],
     ids=("endless", "deep", "long"),
 )
-def test_nor_is_its_json_a_bomb(name, text, stranger):
+def test_deeply_nested_model_json_is_refused(name, text, stranger):
     (stranger / name).write_text(text)
     with pytest.raises((ConfigError, StorageError), match=r"levels deep|more than such a file ever has"):
         opened(stranger)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("chat_template.jinja", "out of the model's folder"),
         ("config.json", "out of the model's folder"),
@@ -359,12 +359,12 @@ def test_nor_is_its_json_a_bomb(name, text, stranger):
         ("additional_chat_templates/more.jinja", "out of the model's folder"),
     ],
 )
-def test_a_link_out_of_a_model_s_folder_is_not_followed(name, told, stranger, cwd):
+def test_link_out_of_a_model_folder_is_not_followed(name, message, stranger, cwd):
     (cwd / "secret").write_text("a private key")
     (stranger / name).unlink(missing_ok=True)
     (stranger / name).parent.mkdir(exist_ok=True)
     (stranger / name).symlink_to(cwd / "secret")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         opened(stranger)
     (stranger / name).unlink()
     (stranger / name).symlink_to("../../../../../../../etc/passwd")
@@ -372,7 +372,7 @@ def test_a_link_out_of_a_model_s_folder_is_not_followed(name, told, stranger, cw
         opened(stranger)
 
 
-def test_a_linked_folder_of_templates_is_not_followed(stranger, cwd):
+def test_linked_template_folder_is_not_followed(stranger, cwd):
     (cwd / "private").mkdir()
     (cwd / "private" / "notes.txt").write_text("private")
     (stranger / "additional_chat_templates").symlink_to(cwd / "private")
@@ -380,7 +380,7 @@ def test_a_linked_folder_of_templates_is_not_followed(stranger, cwd):
         opened(stranger)
 
 
-def test_pipes_and_devices_are_not_waited_for(stranger):
+def test_pipes_and_devices_do_not_block(stranger):
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
         kept = (stranger / name).read_bytes()
         (stranger / name).unlink()
@@ -394,8 +394,8 @@ def test_pipes_and_devices_are_not_waited_for(stranger):
         opened(stranger)
 
 
-def test_links_that_people_do_have_are_followed(stranger, cwd):
-    """The hub's cache, a folder that is a link itself, and weights that lie on another disk."""
+def test_common_links_are_followed(stranger, cwd):
+    """The hub's cache, a folder that is a link, and weights on another disk."""
     cache = cwd / "models--a--b"
     (cache / "snapshots").mkdir(parents=True)
     (cache / "blobs").mkdir()
@@ -415,15 +415,15 @@ def test_links_that_people_do_have_are_followed(stranger, cwd):
 @pytest.mark.parametrize(
     "shard", ["../other/model.safetensors", "/etc/passwd", "pytorch_model.bin", "*.safetensors", 7, None]
 )
-def test_an_index_names_files_of_its_own_folder_only(shard, stranger):
+def test_index_may_only_name_files_of_its_folder(shard, stranger):
     (stranger / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(ConfigError, match="only safetensors files of this folder"):
         opened(stranger)
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "", "a/b", ".."])
-def test_a_named_chat_template_is_no_path(name, stranger):
-    """transformers makes a file of each name when the tokenizer is saved, which is when a run ends."""
+def test_name_of_a_chat_template_is_not_a_path(name, stranger):
+    """transformers writes a file for each name when a run saves its tokenizer at the end."""
     (stranger / "chat_template.jinja").unlink()
     change(
         stranger / "tokenizer_config.json",
@@ -453,19 +453,19 @@ ODD_ADAPTERS = {
 
 
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
-def test_an_adapter_s_config_has_nothing_run_or_hang(what, adapter, monkeypatch):
-    values, told = ODD_ADAPTERS[what]
+def test_malicious_adapter_config_neither_runs_code_nor_hangs(what, adapter, monkeypatch):
+    values, message = ODD_ADAPTERS[what]
     monkeypatch.setattr("fxtune.cli.merge.limit_resources", lambda: limit_resources(seconds=0.5))
     (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(adapter.parent)
     change(adapter / "adapter_config.json", **values)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         merge(adapter, "merged")
     assert not Path("merged").exists()
     assert not Path("ran").exists()
 
 
-def test_what_an_adapter_s_config_may_say_still_merges(adapter):
+def test_valid_adapter_config_merges(adapter):
     change(adapter / "adapter_config.json", target_modules=r".*\.(q_proj|[d-f]x)", megatron_core="megatron.core")
     assert (merge(adapter, "merged") / "model.safetensors").exists()
 
@@ -481,11 +481,11 @@ FEATURES = {
     "inside": {"deep": IMAGE},
     "listed": {"feature": IMAGE, "_type": "List"},
 }
-"""Of a dataset with images and sounds, also within other values."""
+"""Features of a dataset with images and audio, also nested in other values."""
 
 
 def _media(path: Path, address: str) -> None:
-    """A Parquet file as `datasets` writes it, with images and sounds that are to be fetched from `address`."""
+    """Write a Parquet file in the format of `datasets`, with images and audio that refer to `address`."""
     named, kind = {"bytes": None, "path": address}, pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     table = pa.table(
         {
@@ -501,8 +501,8 @@ def _media(path: Path, address: str) -> None:
     )
 
 
-def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
-    """`datasets` decodes an image by opening what its row names: a file of ours, or any address within our network."""
+def test_paths_and_addresses_in_rows_are_not_opened(cwd):
+    """`datasets` decodes an image by opening the path in its row: a local file, or any address in the local network."""
     import datasets
 
     (cwd / "private.png").write_bytes(b"not for the model")
@@ -528,7 +528,7 @@ def test_no_file_and_no_address_that_a_row_names_is_opened(cwd):
             server.accept()
 
 
-def test_no_pickle_in_data_is_read(cwd):
+def test_pickles_in_data_are_not_read(cwd):
     payload = pickle.dumps(_Loaded())
     field = pa.field(
         "text",
@@ -558,7 +558,7 @@ def test_no_pickle_in_data_is_read(cwd):
     assert not Path("ran").exists()
 
 
-def test_no_script_of_a_dataset_runs(cwd):
+def test_dataset_scripts_do_not_run(cwd):
     folder = cwd / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
@@ -573,7 +573,7 @@ def test_no_script_of_a_dataset_runs(cwd):
 
 
 @pytest.mark.parametrize("name", ["../outside.arrow", "/etc/passwd", 7, None])
-def test_a_saved_dataset_names_files_of_its_own_folder(name, cwd):
+def test_saved_dataset_may_only_name_files_of_its_folder(name, cwd):
     import datasets
 
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk("saved")
@@ -583,8 +583,8 @@ def test_a_saved_dataset_names_files_of_its_own_folder(name, cwd):
         open_source(SourceConfig(path="saved"))
 
 
-def test_a_cache_of_tokens_that_somebody_else_filled_runs_nothing(cwd, tokenizer):
-    """Its arrays are opened by a name that can be computed, so what lies there may be anything."""
+def test_forged_token_cache_runs_no_code(cwd, tokenizer):
+    """An attacker can compute the name of a cache folder, so its files may hold anything."""
     import numpy as np
 
     Path("rows.jsonl").write_text('{"text": "a document"}\n' * 4)
@@ -606,8 +606,8 @@ def test_a_cache_of_tokens_that_somebody_else_filled_runs_nothing(cwd, tokenizer
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_row_of_a_column_file_that_is_too_long_is_not_decoded(saved, cwd):
-    """30 kB of Parquet may hold a text of a gigabyte, and a tokenizer needs 300 bytes for each of its bytes."""
+def test_oversized_row_of_a_column_file_is_not_decoded(saved, cwd):
+    """30 kB of Parquet may decode to a text of 1 GB, and a tokenizer needs 300 bytes of memory per byte of text."""
     import datasets
 
     table = pa.table({"text": ["a", "x" * (17 << 20), "b", "c"]})
@@ -624,14 +624,14 @@ def test_a_row_of_a_column_file_that_is_too_long_is_not_decoded(saved, cwd):
 # --- a run folder and its checkpoints
 
 
-def test_no_pickle_in_a_run_folder_is_read(small, cwd):
+def test_pickles_in_a_run_folder_are_not_read(small, cwd):
     small.run.dir, small.checkpoint.every, small.train.max_steps = "run", 1, 2
     small.tracking.wandb.mode = WandbMode.disabled
     train(small)
-    Path("run/result.json").unlink()  # it was killed before its end
+    Path("run/result.json").unlink()  # the run was killed before its end
     for folder in (Path("run"), Path("run/adapter"), *Path("run/checkpoints").glob("step-*")):
         plant_pickles(folder)
-    with contextlib.suppress(StorageError):  # a checkpoint with files that nobody wrote there is not whole
+    with contextlib.suppress(StorageError):  # a checkpoint with unknown files is not valid
         train(small)
     for folder in Path("run/checkpoints").glob("step-*"):
         (folder / "weights.safetensors").write_bytes(pickle.dumps(_Loaded()))
@@ -654,7 +654,7 @@ def test_no_pickle_in_a_run_folder_is_read(small, cwd):
     ],
     ids=["million million", "endless", "call", "name", "deep", "text"],
 )
-def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
+def test_malicious_run_config_is_refused_and_runs_no_code(text, cwd):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(text)
     began = time.process_time()
@@ -676,15 +676,15 @@ def test_the_config_of_a_run_folder_is_no_bomb_and_runs_nothing(text, cwd):
         ("checkpoints", Path.touch),
     ],
 )
-def test_what_stands_in_the_place_of_a_run_s_file_is_said_and_not_waited_for(name, make, cwd):
+def test_special_file_in_a_run_folder_is_an_error_and_does_not_block(name, make, cwd):
     Path("run").mkdir()
     make(Path("run", name))
     with pytest.raises(StorageError, match=rf"run/{name} is a (pipe|folder|file).*set run\.dir to another"):
         claim("run", "run", "auto", {})
 
 
-def test_a_disk_for_checkpoints_that_is_not_mounted_is_said_at_once(cwd):
-    """And not after hours, when the last one cannot be written either."""
+def test_unmounted_checkpoint_disk_is_an_error_at_the_start(cwd):
+    """The error comes at the start, not after hours when the last checkpoint cannot be written."""
     Path("run").mkdir()
     Path("run/checkpoints").symlink_to("/scratch/not-mounted")
     with pytest.raises(
@@ -693,7 +693,7 @@ def test_a_disk_for_checkpoints_that_is_not_mounted_is_said_at_once(cwd):
         claim("run", "run", "auto", {})
 
 
-def test_lines_of_metrics_that_nobody_wrote_are_dropped(cwd):
+def test_forged_metrics_lines_are_dropped(cwd):
     Path("metrics.jsonl").write_text(
         "[" * 200_000 + '\n{"train/step": "x"}\n{"train/step": 1e999}\n[]\n{"train/step": 1}\n'
     )
@@ -701,7 +701,7 @@ def test_lines_of_metrics_that_nobody_wrote_are_dropped(cwd):
         assert Path("metrics.jsonl").read_text() == '{"train/step": 1}\n'
 
 
-def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):
+def test_forged_wandb_id_is_ignored(cwd):
     Path("mine").write_text("private")
     for number, make in enumerate((os.mkfifo, lambda path: Path(path).symlink_to(cwd / "mine"))):
         Path(f"run{number}/wandb").mkdir(parents=True)
@@ -711,7 +711,7 @@ def test_nor_is_what_lies_where_w_and_b_s_id_is_kept(cwd):
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '"x"'], ids=["deep", "text"])
-def test_the_result_of_a_run_folder_is_no_bomb(text, cwd):
+def test_malicious_result_file_is_refused(text, cwd):
     found = claim("run", "run", "auto", {})
     Path("run/result.json").write_text(text)
     with pytest.raises(StorageError, match=r"result\.json, which says that this run is finished, cannot be read"):
@@ -720,7 +720,7 @@ def test_the_result_of_a_run_folder_is_no_bomb(text, cwd):
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"rows": {"training": 0}}, "`rows` are no numbers of rows"),
         ({"rows": {"training": "x"}}, "`rows` are no numbers of rows"),
@@ -728,8 +728,8 @@ def test_the_result_of_a_run_folder_is_no_bomb(text, cwd):
         ({"numbers": {"window": 3}}, "its state is not as fxtune writes it"),
     ],
 )
-def test_a_state_that_nobody_saved_is_an_error_of_the_checkpoint(values, told, begun, cwd):
-    """With a manifest that says it is whole."""
+def test_forged_state_is_a_checkpoint_error(values, message, begun, cwd):
+    """The manifest is valid for the forged state."""
     shutil.copytree(begun.run.dir, "run")
     begun = dataclasses.replace(begun, run=dataclasses.replace(begun.run, dir="run"))
     folder = Path("run/checkpoints/step-00000001")
@@ -737,13 +737,13 @@ def test_a_state_that_nobody_saved_is_an_error_of_the_checkpoint(values, told, b
     text, manifest = (folder / "state.json").read_bytes(), json.loads((folder / "manifest.json").read_text())
     manifest["files"]["state.json"] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(StorageError, match=told):
+    with pytest.raises(StorageError, match=message):
         train(begun)
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """The config of a run that was killed after its first step; its folder is `run.dir`."""
+    """The config of a run that was killed after its first step."""
     home = tmp_path_factory.mktemp("begun")
     (home / "rows.jsonl").write_text('{"text": "a b c"}\n' * 4)
     config = Config(
@@ -774,7 +774,7 @@ def begun(tmp_path_factory):
         None,
     ],
 )
-def test_a_run_folder_that_is_to_be_synced_is_no_bomb_either(text, cwd, monkeypatch):
+def test_malicious_run_folder_is_refused_by_sync(text, cwd, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
@@ -788,7 +788,7 @@ def test_a_run_folder_that_is_to_be_synced_is_no_bomb_either(text, cwd, monkeypa
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", ".lock", "quarantine.jsonl", "wandb", "skipped"])
-def test_a_run_folder_whose_links_lead_out_is_not_written_to(name, cwd):
+def test_run_folder_with_links_out_of_it_is_not_written_to(name, cwd):
     (cwd / "mine").mkdir()
     (cwd / "mine" / "notes").write_text("mine")
     Path("run").mkdir()
@@ -799,7 +799,7 @@ def test_a_run_folder_whose_links_lead_out_is_not_written_to(name, cwd):
     assert (cwd / "mine" / "notes").read_text() == "mine"
 
 
-def test_links_that_people_do_have_in_a_run_folder_stay(cwd):
+def test_common_links_in_a_run_folder_stay(cwd):
     (cwd / "disk").mkdir()
     (cwd / "real").mkdir()
     (cwd / "run").symlink_to("real")
@@ -809,7 +809,7 @@ def test_links_that_people_do_have_in_a_run_folder_stay(cwd):
 
 
 def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
-    """Somebody who may write to a run folder lays links where the model will be written."""
+    """An attacker with write access to a run folder creates links at the paths of the model files."""
     config = ModelConfig(path=str(stranger))
     model, tokenizer = (
         models.build(config, models.load_config(config), World(torch.device("cpu")), 0),
@@ -831,8 +831,8 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
 
 
 @pytest.mark.slow
-def test_modules_in_the_working_directory_are_not_imported(cwd):
-    """Somebody's data may come with a wandb.py: `python -m` would take that for the library."""
+def test_working_directory_modules_are_not_imported(cwd):
+    """An untrusted data folder may contain a wandb.py, which `python -m` would import in place of the library."""
     for name in (
         "wandb",
         "torch",
@@ -880,7 +880,7 @@ def test_modules_in_the_working_directory_are_not_imported(cwd):
 SAFE = {
     ("fxtune/data/tokenized/tokenize.py", "pickle.loads"),
     ("fxtune/data/tokenized/tokenize.py", "pickle.dumps"),
-}  # between this run's own processes
+}  # between processes of the same run
 DANGEROUS = re.compile(
     r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"
     r"|(?:yaml\.)(load|full_load|unsafe_load|load_all)|os\.(system|popen)|tarfile\..*|zipfile\..*|shutil\.unpack_archive"
@@ -888,7 +888,7 @@ DANGEROUS = re.compile(
 )
 
 
-def test_our_own_code_has_no_call_that_turns_data_into_code():
+def test_source_has_no_call_that_runs_data_as_code():
     package, found = Path(models.__file__).parents[1], set()
     for file in package.rglob("*.py"):
         name = str(file.relative_to(package.parent))

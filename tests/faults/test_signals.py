@@ -1,4 +1,4 @@
-"""Being told to end: by a scheduler, by a terminal, by a job script. Real processes, real signals, whole process groups."""
+"""Stop signals from a scheduler, a terminal or a job script, sent to real processes and process groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.killing import LEARNS, Forked, Reference, prepare, tail
 
 GOES_ON = "The same command goes on from there."
 WHOLE = 10**7
-"""Of a log: a forked process's end can be chatty."""
+"""Characters of a log to search. A forked process may print much at its end."""
 
 
 def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
-    """Send `how` to the run, or to all of its process group as a terminal and a scheduler do, and return its exit code."""
+    """Send the signal `how` to the run, or to its process group like a terminal or a scheduler. Returns the exit code."""
     (os.killpg if group else os.kill)(forked.pid, how)
     return forked.wait()
 
@@ -40,8 +40,8 @@ def logged(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp_path):
-    """Start-up, the first question, a step, an evaluation, a save, the export: each time the same command goes on."""
+def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
+    """The run is stopped during start-up, the first question, a step, an evaluation, a save and the export, and resumes each time."""
     plain = prepare(tmp_path / "plain", "lora")
     reference = Reference.of(forks, plain, tmp_path / "plain")
     folder = tmp_path / "stopped"
@@ -65,7 +65,7 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp
         said.append([line for line in tail(folder, WHOLE).splitlines() if line.startswith("fxtune:")][-1])
         attempts.append(Traced.read(folder / trace))
         if occurrence > 1:
-            assert newest(folder) == logged(folder), "what was done was not saved"
+            assert newest(folder) == logged(folder), "finished steps were not saved"
     forked = forks.start(words, folder, "trace-last.jsonl")
     assert forked.wait() == 0, tail(folder)
     attempts.append(Traced.read(folder / "trace-last.jsonl"))
@@ -86,13 +86,13 @@ def test_a_run_that_is_stopped_wherever_it_is_ends_with_the_same_bits(forks, tmp
         ("tokenising", ("data.workers=2", "data.sources=[{path: many.jsonl}]"), signal.SIGTERM, 75),
     ],
 )
-def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, words, how, code):
+def test_workers_leave_signals_to_the_main_process(forks, tmp_path, phase, words, how, code):
     """Ctrl-C and schedulers signal every process of the group or job."""
     prepare(tmp_path / "run", "tokenisers" if phase == "tokenising" else "lora")
     forked = forks.start(command(tmp_path / "run", *words), tmp_path / "run")
     assert forked.until(phase, 2 if phase == "training" else 1)
     if phase == "tokenising":
-        time.sleep(1.5)  # workers are starting, or at work
+        time.sleep(1.5)  # workers start or run
     assert stop(forked, how, group=True) == code
     text = tail(tmp_path / "run", WHOLE)
     assert "died" not in text
@@ -105,8 +105,8 @@ def test_workers_leave_the_answer_to_the_main_process(forks, tmp_path, phase, wo
 
 
 @pytest.mark.slow
-def test_workers_that_do_not_answer_hold_up_neither_the_checkpoint_nor_the_end(forks, tmp_path):
-    """As those do that wait for a disk that is gone: both are stopped, and the run waits for its next batch."""
+def test_hanging_workers_delay_neither_checkpoint_nor_exit(forks, tmp_path):
+    """Two stopped workers behave like workers that wait for a lost disk. The run waits for its next batch."""
     prepare(tmp_path / "run", "lora")
     words = command(
         tmp_path / "run", "loader.num_workers=2", "train.epochs=1000", "checkpoint.every=0", "train.log_every=1"
@@ -125,7 +125,7 @@ def test_workers_that_do_not_answer_hold_up_neither_the_checkpoint_nor_the_end(f
 
 
 def _below(parents: set[int]) -> set[int]:
-    """The children of these that multiprocessing's fork server made, or that are one."""
+    """The children of these processes that are a fork server of multiprocessing or its children."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -137,8 +137,8 @@ def _below(parents: set[int]) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, how, code):
-    """The run stands in a write to a terminal that takes no more (Ctrl-S). One that comes with the first is the same one."""
+def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
+    """The run is blocked in a write to a stopped terminal (Ctrl-S). A signal at the same time as the first counts as the same one."""
     os.mkfifo(tmp_path / "log.txt")
     reader = os.open(tmp_path / "log.txt", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
@@ -166,8 +166,8 @@ def test_the_second_signal_ends_at_once_what_the_first_cannot(forks, tmp_path, h
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
-def test_a_signal_is_heard_after_triton_has_compiled(tmp_path):
-    """LLVM puts handlers of its own in place of the interpreter's, and its one for SIGUSR1 does nothing."""
+def test_signal_is_handled_after_triton_has_compiled(tmp_path):
+    """LLVM replaces Python's signal handlers, and its handler for SIGUSR1 does nothing."""
     (tmp_path / "compiled.py").write_text("""
 import os, signal, sys
 import triton, triton.language as tl
@@ -201,7 +201,7 @@ with SIGNALS, SIGNALS.deferred():
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
+def test_signal_ends_a_sweep_with_its_current_run(forks, tmp_path):
     words = ["-m", *command(tmp_path, "optimizer.lr=1e-3,2e-3", "train.epochs=100")]
     forked = forks.start(words, tmp_path)
     assert forked.until("training", 3)
@@ -212,7 +212,7 @@ def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["train.max_steps=1"], 0, "The adapter is in"),
         (["optimizer.lrr=1"], 2, "unknown key `optimizer.lrr`"),
@@ -222,7 +222,7 @@ def test_a_sweep_ends_with_the_run_that_was_told_to(forks, tmp_path):
         (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
     ],
 )
-def test_exit_codes(forks, tmp_path, words, code, told):
+def test_exit_codes(forks, tmp_path, words, code, message):
     if code == 4:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
@@ -230,18 +230,18 @@ def test_exit_codes(forks, tmp_path, words, code, told):
     forked = forks.start(command(tmp_path, *words), tmp_path)
     assert forked.wait() == code, tail(tmp_path)
     text = tail(tmp_path, WHOLE)
-    assert told in text
+    assert message in text
     assert "Traceback" not in text
-    if code == 5:  # what came before the bad steps is kept, and they can be looked at
+    if code == 5:  # the steps before the bad ones are saved, and the bad steps can be inspected
         assert newest(tmp_path) == logged(tmp_path)
         samples = json.loads((tmp_path / "run" / "skipped" / "step-00000002" / "samples.json").read_text())
         assert samples["micro_batches"][0][0][0]["source"] == "chats.jsonl"
-        assert forks.start(command(tmp_path, *words), tmp_path).wait() == 5, "it went on past the limit"
+        assert forks.start(command(tmp_path, *words), tmp_path).wait() == 5, "the run continued past the limit"
 
 
 @pytest.mark.slow
-def test_the_job_script_puts_a_preempted_job_back(tmp_path):
-    """With srun and scontrol that do what Slurm's do to the script: run the step, forward signals, note the requeue."""
+def test_job_script_requeues_a_preempted_job(tmp_path):
+    """Fake srun and scontrol act like Slurm's: they run the step, forward signals and record the requeue."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "srun").write_text(
@@ -274,7 +274,7 @@ def test_the_job_script_puts_a_preempted_job_back(tmp_path):
         assert not (run / "result.json").exists()
 
 
-def test_the_job_script_passes_other_codes_on(tmp_path):
+def test_job_script_passes_other_exit_codes_on(tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     for name, text in (

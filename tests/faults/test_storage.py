@@ -60,15 +60,13 @@ def test_full_disk_keeps_earlier_checkpoints_and_the_next_save_is_tried(tmp_path
             StorageError, match=r"step 2 could not be written.*it takes 7\.0 MiB, and 4\.0 MiB are free"
         ):
             save(checkpoints, 2, mib=6)
-        assert [path.name for path in (disk / "checkpoints").iterdir()] == [
-            "step-00000001"
-        ]  # and nothing half-written
-        assert not notes, "the error says it, and the run does not go on"
+        assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step-00000001"]  # and no partial file
+        assert not notes, "the error is raised and the run ends"
         filled.unlink()
         save(checkpoints, 3, mib=6)
         assert checkpoints.load_newest().state.step == 3
         ballast(disk, leave=4 * MIB)
-        checkpoints.save(TrainState(step=4), {"w": torch.zeros(4 * MIB)}, {})  # as in a run, which does not wait
+        checkpoints.save(TrainState(step=4), {"w": torch.zeros(4 * MIB)}, {})  # like a run, which does not wait
         assert checkpoints.settle()
         assert len(notes) == 1
         assert "Earlier ones are intact, and training goes on" in notes[0]
@@ -92,7 +90,7 @@ def test_short_of_space_an_old_checkpoint_is_removed_only_if_a_newer_one_is_comp
         checkpoints = Checkpoints(disk / "checkpoints", CheckpointConfig(keep=2), note=lambda text: None)
         for step in (1, 2):
             save(checkpoints, step, mib=12)
-        ballast(disk, leave=10 * MIB)  # a save needs 12, and one that it leaves free
+        ballast(disk, leave=10 * MIB)  # a save needs 12 and leaves one free
         save(checkpoints, 3, mib=12)
         assert [path.name for path in paths(disk / "checkpoints")] == ["step-00000002", "step-00000003"]
         (disk / "checkpoints" / "step-00000003" / "state.json").unlink()
@@ -100,7 +98,7 @@ def test_short_of_space_an_old_checkpoint_is_removed_only_if_a_newer_one_is_comp
             save(checkpoints, 4, mib=12)
         assert (
             checkpoints.load_newest().state.step == 2
-        )  # the only whole one is not given up for one that may not become whole
+        )  # the only complete checkpoint is not removed for one that may fail
 
 
 def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp_path):
@@ -109,7 +107,7 @@ def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp
         checkpoints = Checkpoints(folder, CheckpointConfig(keep=1), note=lambda text: None)
         save(checkpoints, 1, mib=12, best_step=1)
         save(checkpoints, 2, mib=12, best_step=1)
-        filled = ballast(disk, leave=10 * MIB)  # a save needs 12, and one that it leaves free
+        filled = ballast(disk, leave=10 * MIB)  # a save needs 12 and leaves one free
         with pytest.raises(StorageError, match="step 3"):
             save(checkpoints, 3, mib=12, best_step=1)
         assert [path.name for path in paths(folder)] == ["step-00000001", "step-00000002"]
@@ -119,7 +117,7 @@ def test_short_of_space_the_best_checkpoint_is_removed_only_for_a_better_one(tmp
         save(checkpoints, 5, mib=12, best_step=4)
         ballast(disk, leave=MIB // 2)
         with pytest.raises(StorageError, match="step 6"):
-            save(checkpoints, 6, mib=13, best_step=6)  # of no use: there would be too little room even then
+            save(checkpoints, 6, mib=13, best_step=6)  # removing it would not free enough space
         assert [path.name for path in paths(folder)] == ["step-00000004", "step-00000005"]
 
 
@@ -162,20 +160,20 @@ def test_run_survives_a_full_disk_and_fails_only_if_its_last_save_fails(tmp_path
         wait_for(lambda: paths(disk / "checkpoints"))
         filled = ballast(disk, leave=MIB)
         wait_for(lambda: "could not be written" in said())
-        whole = paths(disk / "checkpoints")
-        assert whole
-        assert all(damage_of(path) is None for path in whole)
+        complete = paths(disk / "checkpoints")
+        assert complete
+        assert all(damage_of(path) is None for path in complete)
         code = process.wait()
         text = said()
         assert "step=180/180" in text  # to the end
         assert code == 6
         assert "Traceback" not in text
-        assert paths(disk / "checkpoints")[-1] == whole[-1]
+        assert paths(disk / "checkpoints")[-1] == complete[-1]
         filled.unlink()
         (tmp_path / "log.txt").unlink()
         again = forks.start(words, tmp_path).wait()
     assert again == 0, said()
-    assert f"after step {int(whole[-1].name[5:])} " in said()
+    assert f"after step {int(complete[-1].name[5:])} " in said()
 
 
 def steps(run: Path) -> list[int]:
@@ -203,7 +201,7 @@ def test_metrics_of_a_resumed_run_wait_for_disk_space_and_are_complete(tmp_path,
         size = os.path.getsize(disk / "metrics.jsonl")
         filled = ballast(
             disk, leave=size // 4096 * 4096
-        )  # for all that the run writes, but not for these lines a second time
+        )  # enough for the run's files, but not for a second copy of these lines
         process = forks.start(words, tmp_path)
         wait_for(lambda: "metrics.jsonl could not be written at step" in said() or process.ended())
         filled.unlink()
@@ -260,7 +258,7 @@ def test_killed_saves_lose_nothing_that_was_reported_as_saved(tmp_path):
         found = Checkpoints(folder, CheckpointConfig(), note=pytest.fail).load_newest()
         assert found.state.step >= int(said.read_text().split()[-1])
         assert found.weights["w"].unique().tolist() == [found.state.step]
-    assert leftovers  # some were killed in the middle, or this shows nothing
+    assert leftovers  # some saves must have been killed midway, else the test shows nothing
 
 
 class Bomb:
@@ -348,7 +346,7 @@ def link_whole(path: Path) -> None:
 
 def pipe(path: Path) -> None:
     (path / "weights.safetensors").unlink()
-    os.mkfifo(path / "weights.safetensors")  # whoever opens it waits for ever
+    os.mkfifo(path / "weights.safetensors")  # a reader would block forever
 
 
 def by_name(path: Path) -> None:
@@ -386,7 +384,7 @@ HARM = {
     "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON", False),
     "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON", False),
 }
-"""What is done to a checkpoint, the message about it, and whether it is kept when the run reaches its step again."""
+"""The change to a checkpoint, the message about it, and whether the checkpoint is kept when the run reaches its step again."""
 
 
 @pytest.mark.parametrize("name", HARM)
@@ -399,7 +397,7 @@ def test_changed_checkpoint_is_skipped_with_the_reason(tmp_path, name):
     assert checkpoints.load_newest().state.step == 1
     assert len(notes) == 1
     assert why in notes[0]
-    save(checkpoints, 2)  # the run comes to that step again
+    save(checkpoints, 2)  # the run reaches that step again
     assert checkpoints.load_newest().state.step == 2
     assert os.path.lexists(tmp_path / "aside-step-00000002") is kept
     assert len(notes) == 1 + kept
@@ -416,8 +414,8 @@ def test_checkpoint_of_another_format_is_set_aside_unchanged(tmp_path, then):
     files = {file.name: file.read_bytes() for file in newer.iterdir()}
     for step in (300, 400):
         save(Checkpoints(tmp_path, CheckpointConfig(keep=3)), step)
-    newer = next(tmp_path.glob("aside-*")).rename(newer)  # those two came before it
-    for _ in range(2):  # nothing has been learned without it yet: the fxtune that wrote it may come back
+    newer = next(tmp_path.glob("aside-*")).rename(newer)  # these two checkpoints are older
+    for _ in range(2):  # no step was trained without it yet, so the newer fxtune may still use it
         notes: list[str] = []
         assert Checkpoints(tmp_path, CheckpointConfig(), note=notes.append).load_newest().state.step == 400
         assert len(notes) == 1
@@ -428,7 +426,9 @@ def test_checkpoint_of_another_format_is_set_aside_unchanged(tmp_path, then):
         checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2), note=notes.append)
         assert checkpoints.load_newest().state.step == before
         save(checkpoints, step)
-        assert len(notes) == (2 if before == 400 else 0)  # passed over, kept as; then nothing is in the way
+        assert len(notes) == (
+            2 if before == 400 else 0
+        )  # messages: skipped, kept under another name, then no conflict
         assert [step_of(path) for path in paths(tmp_path)] == [before, step]
         before = step
     aside = tmp_path / "aside-step-00000500"
@@ -502,7 +502,7 @@ def test_resume_by_an_older_fxtune_keeps_newer_checkpoints(tmp_path, forks, said
     assert f"{newest.name}: manifest.json is not of this version of fxtune. It is passed over for" in text
     assert text.count(f"It is kept as run/checkpoints/aside-{newest.name}: remove that if you do not need it.") == 1
     assert (folder / f"aside-{newest.name}" / "weights.safetensors").read_bytes() == weights
-    assert len(paths(folder)) in (3, 4)  # the best one may be older
+    assert len(paths(folder)) in (3, 4)  # the best checkpoint may be older
 
 
 def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
@@ -520,14 +520,14 @@ def test_checkpoint_of_another_recipe_is_skipped_with_the_reason(tmp_path):
 def test_run_killed_while_saving_resumes_from_a_complete_checkpoint(tmp_path, forks, said):
     """The newest complete checkpoint of a killed run is damaged by hand."""
     words, folder = killed_with_three(tmp_path, forks, epochs=8)
-    *_, whole, newest = (path for path in paths(folder) if damage_of(path) is None)
+    *_, older, newest = (path for path in paths(folder) if damage_of(path) is None)
     data = bytearray((newest / "weights.safetensors").read_bytes())
     data[-1] ^= 1
     (newest / "weights.safetensors").write_bytes(data)
     code = forks.start([*words, "checkpoint.every=0"], tmp_path).wait()
     assert code == 0, said()
     assert f"{newest.name}: weights.safetensors is not the file that was saved" in said()
-    assert f"Resuming run after step {int(whole.name[5:])} " in said()
+    assert f"Resuming run after step {int(older.name[5:])} " in said()
 
 
 def test_unwritable_quarantine_is_an_error_with_its_path(tmp_path, forks, said):

@@ -35,7 +35,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Where W&B works it has all the time that a busy machine needs."""
+    """Long timeouts for a working W&B on a busy machine."""
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 300.0)
     for name in ("END_TIMEOUT", "UPLOAD_TIMEOUT", "START_TIMEOUT", "SERVICE_TIMEOUT"):
         monkeypatch.setattr(wandb_client, name, 300.0)
@@ -64,7 +64,7 @@ def steps(server, run=RUN):
 
 
 def wait_until_ready(tracker):
-    """Wait until W&B has taken the run."""
+    """Wait until W&B has accepted the run."""
     wait_for(lambda: tracker._wandb.folder)
 
 
@@ -85,7 +85,7 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
     tracker = start(tmp_path / "run", notes, wandb_id=RUN, init_timeout=1.0)
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step})
-    assert not notes, "starting and logging do not wait for W&B's answer"
+    assert not notes, "start and logging must not wait for W&B"
     tracker.finish()
     assert len([note for note in notes if "W&B did not take the run" in note]) == 1, notes
     words = sync_command(notes, "wandb")
@@ -217,7 +217,7 @@ def test_sync_reports_why_it_cannot_upload(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_run_with_a_silent_hub_and_a_silent_wandb_trains_on_local_files(tmp_path):
-    """Neither ever answers. The hub is not even asked for what is on this disk."""
+    """Neither server answers. Local files need no request to the hub."""
     with black_hole() as (hub, asked), black_hole() as (wandb, _):
         environment = {
             **os.environ,

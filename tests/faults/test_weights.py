@@ -1,4 +1,4 @@
-"""Base models whose weights are no numbers: refused by name when they are read, and not by what they do to a loss later."""
+"""Base models with NaN weights are refused when they are read, with the tensor's name, before they affect a loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def base(tmp_path) -> Path:
 
 
 def put(folder: Path, **numbers: float) -> None:
-    """Make one number of each tensor another."""
+    """Replace one number of each tensor."""
     tensors = load_file(folder / "model.safetensors")
     for name, number in numbers.items():
         tensors[name][3, 4] = number
@@ -44,7 +44,7 @@ def load(folder: Path, **options) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("lora", ["true", "false"], ids=["lora", "full"])
-def test_a_run_on_a_base_with_nan_is_refused_before_its_first_step(lora, base, tmp_path, forks):
+def test_base_with_nan_is_refused_before_the_first_step(lora, base, tmp_path, forks):
     put(base, **{UP: float("nan"), DOWN: float("inf")})
     code = forks.start(
         command(
@@ -59,8 +59,8 @@ def test_a_run_on_a_base_with_nan_is_refused_before_its_first_step(lora, base, t
     ).wait(60)
     said = tail(tmp_path, 10**7)
     assert code == 6, said
-    told = f"model.path=base: NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in "
-    assert told in " ".join(said.split())
+    message = f"model.path=base: NaN or infinite numbers are in 2 of its tensors, the first being {DOWN} in "
+    assert message in " ".join(said.split())
     assert "base/model.safetensors" in said
     assert "step=1/" not in said
     assert not (tmp_path / "run").exists()
@@ -68,7 +68,7 @@ def test_a_run_on_a_base_with_nan_is_refused_before_its_first_step(lora, base, t
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
-def test_the_shard_is_named_that_holds_the_tensor(number, dtype, base):
+def test_error_names_the_shard_of_the_tensor(number, dtype, base):
     put(base, **{UP: number})
     tensors = load_file(base / "model.safetensors")
     files = {name: f"model-0000{1 + (name == UP)}-of-00002.safetensors" for name in tensors}
@@ -84,7 +84,7 @@ def test_the_shard_is_named_that_holds_the_tensor(number, dtype, base):
         load(base, dtype=dtype)
 
 
-def test_weights_that_the_dtype_asked_for_cannot_hold_are_told_from_broken_ones(base):
+def test_overflow_in_the_requested_dtype_has_its_own_message(base):
     put(base, **{UP: 1e6})
     with pytest.raises(
         StorageError, match=r"finite in its files are too large for torch\.float16.*model\.dtype.*bfloat16"
@@ -93,19 +93,19 @@ def test_weights_that_the_dtype_asked_for_cannot_hold_are_told_from_broken_ones(
     assert load(base, dtype=DType.bfloat16).get_parameter(UP)[3, 4] > 9e5
 
 
-@pytest.mark.parametrize(("kind", "told"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.complex64, "C64")])
+@pytest.mark.parametrize(("kind", "message"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.complex64, "C64")])
 @pytest.mark.filterwarnings("ignore")
-def test_numbers_that_are_no_weights_are_not_taken_for_them(kind, told, base):
+def test_weights_of_an_unsupported_dtype_are_refused(kind, message, base):
     tensors = load_file(base / "model.safetensors")
     tensors[UP] = (100 * tensors[UP].float()).to(kind)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        StorageError, match=rf"{re.escape(UP)} is stored as {told} in \S+/model\.safetensors, which is no weight"
+        StorageError, match=rf"{re.escape(UP)} is stored as {message} in \S+/model\.safetensors, which is no weight"
     ):
         load(base)
 
 
-def test_nan_in_fp8_is_nan(base):
+def test_nan_in_fp8_is_detected(base):
     tensors = load_file(base / "model.safetensors")
     tensors[UP] = put_nan(tensors[UP]).to(torch.float8_e4m3fn)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
@@ -113,7 +113,7 @@ def test_nan_in_fp8_is_nan(base):
         load(base)
 
 
-def test_the_largest_numbers_there_are_are_numbers(base):
-    most = torch.finfo(torch.bfloat16).max  # the base is in bfloat16
+def test_largest_finite_numbers_are_accepted(base):
+    most = torch.finfo(torch.bfloat16).max  # the base has bfloat16 weights
     put(base, **{UP: most, DOWN: -most})
     assert load(base, dtype=DType.float32).get_parameter(UP)[3, 4] == most

@@ -1,4 +1,4 @@
-"""Attention on a GPU: FlashAttention-4's operator against its mathematics, and every backend through whole models."""
+"""Attention on a GPU: FlashAttention-4's operator against a float32 reference, and every backend in complete models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxtune.techniques.attention import packed as packed_attention
 from fxtune.techniques.pipeline import Pipeline
 
 LENGTHS = (1, 7, 127, 128, 129, 5000, 0, 0, 0)
-"""Documents shorter than a tile, of about one, and of many; and slots that are not used."""
+"""Documents shorter than a tile, of about one tile and of many tiles, and unused slots."""
 HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
     reason="FlashAttention-4 needs a Hopper card or a later one",
@@ -41,7 +41,7 @@ def using(backend: str) -> Pipeline:
 
 
 def errors(q, k, v, cu_seqlens, window=0, softcap=0.0):
-    """Relative errors of out, dq, dk and dv, and of lse, against float32 on the same rounded inputs."""
+    """Relative errors of out, dq, dk, dv and lse against float32 on the same rounded inputs."""
     scale, longest = q.shape[-1] ** -0.5, q.shape[-3]
     out, lse = flash4(q, k, v, cu_seqlens, longest, scale, window, softcap)
     dout = torch.randn_like(out)
@@ -92,14 +92,14 @@ def test_rows_of_one_document_each(window):
     [(300, 1, 500) + (0,) * 400, (3,) * 300 + (0,) * 100, (0, 0, 64, 0, 200, 0), (5,)],
     ids=["most slots empty", "many documents", "empty ones between", "one, shorter than a tile"],
 )
-def test_slots_that_are_empty(lengths):
-    """More than 256 documents are looked up in another way."""
+def test_unused_document_slots(lengths):
+    """Above 256 documents the kernel finds a document differently."""
     within(errors(*qkv([sum(lengths)], 8, 2, 128), bounds(lengths)))
 
 
 @HOPPER
 def test_a_document_of_400k_tokens():
-    """q, k and v lie in one projection of more numbers than int32 counts. The last queries see all keys, so that these alone need
+    """q, k and v are views of one projection with more than 2^31 elements. The last queries see all keys, so these alone need
     gradients for every key and value to have one."""
     length, last, scale = 409_600, 200, 128**-0.5
     fused = torch.randn(length, 48, 128, device="cuda", dtype=torch.bfloat16)
@@ -132,7 +132,7 @@ def test_a_document_of_400k_tokens():
 
 @HOPPER
 def test_queries_of_training_are_not_copied():
-    """transformers gives [rows, heads, length, d] views of [rows, length, heads, d]; values may be a slice of one projection.
+    """transformers passes [rows, heads, length, d] views of [rows, length, heads, d]; values may be slices of one projection.
     Keys and values of such a slice are copied (a quarter of the queries each, here)."""
     fused = torch.randn(2, 2048, 48, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = fused.split((32, 8, 8), dim=2)
@@ -149,7 +149,7 @@ def test_queries_of_training_are_not_copied():
 
 
 @HOPPER
-def test_it_is_an_operator_as_torch_wants_them():
+def test_operator_passes_torch_opcheck():
     torch.use_deterministic_algorithms(True)
     q, k, v = qkv([600], 4, 2, 64)
     torch.library.opcheck(torch.ops.fxtune.flash4.default, (q, k, v, bounds((256, 300, 44, 0)), 600, 0.125, 0, 0.0))
@@ -158,7 +158,7 @@ def test_it_is_an_operator_as_torch_wants_them():
 
 
 @HOPPER
-def test_the_same_bits_each_time_where_asked():
+def test_deterministic_mode_gives_equal_bits():
     torch.use_deterministic_algorithms(True)
     q, k, v = qkv([sum(LENGTHS)], 8, 2, 128)
     cu_seqlens, dout = bounds(LENGTHS), torch.randn(sum(LENGTHS), 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -191,8 +191,8 @@ def test_one_compiled_graph_for_all_batches():
 
 @HOPPER
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_host_never_waits(packed):
-    """Forward and backward of a whole model: after the first step no call of the host waits for the device."""
+def test_attention_never_waits_for_the_device(packed):
+    """After the first step, forward and backward of a complete model never wait for the device."""
     given = batch("llama", (700, 600, 500) if packed else (900,), rows=1 if packed else 2, packed=packed)
     model, pipeline, _, _ = build(using("flash4"), "llama", given)
     loss = LanguageModel(model, pipeline.liger)
@@ -206,7 +206,7 @@ def test_the_host_never_waits(packed):
 
 
 def close_to_plain(seen, shape, given, factor=1.5):
-    """No further from float32 than plain bfloat16 is."""
+    """Assert that the error against float32 is not larger than that of plain bfloat16."""
     exact = plain(shape, given)
     found, allowed = relative_errors(seen, exact), relative_errors(plain(shape, given, dtype="bfloat16"), exact)
     print(shape if isinstance(shape, str) else shape["model_type"], "ours", found, "plain bfloat16", allowed)
@@ -216,7 +216,7 @@ def close_to_plain(seen, shape, given, factor=1.5):
 
 
 def through(backend, shape, given, **options):
-    """`ours` with this backend, or skip where this machine or this shape cannot have it."""
+    """`ours` with this backend. Skips if the machine or the shape does not support it."""
     pipeline = using(backend)
     for name, value in options.items():
         getattr(pipeline, name).enabled = value
@@ -232,7 +232,7 @@ def through(backend, shape, given, **options):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", ["flash4", "flash3", "flash2", "cudnn", "sdpa", "flex", "eager"])
-def test_every_backend_trains_packed_rows_as_plain_transformers_trains_each_document(backend, shape):
+def test_every_backend_equals_plain_transformers_on_packed_rows(backend, shape):
     given = batch(shape, padding=57)
     seen = through(backend, shape, given)
     close_to_plain(seen, shape, given)
@@ -242,7 +242,7 @@ def test_every_backend_trains_packed_rows_as_plain_transformers_trains_each_docu
 
 
 @pytest.mark.parametrize("backend", ["flash4", "cudnn", "sdpa"])
-def test_whole_rows(backend):
+def test_unpacked_rows(backend):
     given = batch("llama", (1200,), rows=2, packed=False)
     assert len(given.cu_seqlens) == 3
     close_to_plain(through(backend, "llama", given), "llama", given)
@@ -277,7 +277,7 @@ def test_compiled_layers_without_a_graph_break(backend):
 
 @pytest.mark.parametrize("backend", ["flash4", "sdpa", "cudnn"])
 def test_answers_with_a_cache_and_padding_on_the_left(backend):
-    """Calls that a kernel for documents is not for; what it then takes is the same for all."""
+    """A kernel for packed documents does not support these calls. All backends use the same fallback."""
     from fxtune.training.answers import _greedy
 
     given = batch("llama", (900,), packed=False)
@@ -293,8 +293,8 @@ def test_answers_with_a_cache_and_padding_on_the_left(backend):
 
 @pytest.mark.timed
 @HOPPER
-def test_it_is_faster_than_what_torch_has():
-    """32 query and 8 key heads of 128, one row of 16k tokens in three documents: the gain that the technique claims."""
+def test_flash4_is_faster_than_torch():
+    """32 query and 8 key heads of 128, one row of 16k tokens in three documents: the technique's claimed speedup."""
     q, k, v = qkv([1, 16384], 32, 8, 128)
     cu_seqlens, dout = (
         bounds((9000, 7000, 384, 0)),

@@ -1,4 +1,4 @@
-"""`fxtune bench` on a GPU: the figures agree with each other, and those that only a GPU has are there."""
+"""`fxtune bench` on a GPU: the figures are consistent, and the GPU-only figures exist."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def bench(folder: Path, *words: str) -> tuple[str, Any]:
 
 
 @pytest.mark.timed
-def test_the_figures_agree_with_each_other(tmp_path):
+def test_figures_are_consistent(tmp_path):
     out, found = bench(tmp_path, "--steps", "12", "--price", "4")
     assert found["step_seconds_p5"] <= found["step_seconds"] <= found["step_seconds_p95"] < 2 * found["step_seconds"]
     tokens_a_step = found["tokens_per_second"] * found["step_seconds"]
-    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, "the events on the GPU and the clock of the host agree"
+    assert 4096 < tokens_a_step < 8 * 2048 * 1.1, "GPU events and the host's clock must agree"
     assert found["first_step_seconds"] < found["second_step_seconds"]
     assert 0 < found["compile_seconds"] < found["first_step_seconds"]
     assert 0 < found["step_memory_gib"] <= found["memory_gib"] <= found["memory_reserved_gib"]
@@ -63,8 +63,8 @@ def test_the_figures_agree_with_each_other(tmp_path):
     assert f"{found['tokens_per_second']:,.0f} of documents" in out
 
 
-def test_every_technique_is_switched_off_in_turn(tmp_path):
-    """With two layers and few switches on, because each is a process."""
+def test_bench_disables_each_technique_in_turn(tmp_path):
+    """With two layers and few techniques, because each technique needs a process."""
     few = [
         *(f"techniques.liger.{name}='off'" for name in ("rms_norm", "rope", "swiglu")),
         "techniques.liger.fused_linear_cross_entropy='on'",

@@ -1,4 +1,4 @@
-"""Checkpoints beside training on a card: what is saved is one moment, the copy is off the compute stream, buffers are reused."""
+"""Background checkpoints on a GPU: the snapshot is consistent, the copy has its own stream, and buffers are reused."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from fxtune.checkpoint.host_copy import HostCopy
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints, TrainState
 
 SIZE = 2**28
-"""Numbers of the tensor that is copied: 1 GiB, some 20 ms."""
+"""Elements of the copied tensor: 1 GiB, about 20 ms."""
 
 
 def busy() -> None:
-    """Some 100 ms of work on the compute stream."""
+    """About 100 ms of work on the compute stream."""
     one = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(60):
         one @ one
 
 
-def test_what_changes_after_the_fence_is_not_in_the_snapshot():
+def test_later_changes_are_not_in_the_snapshot():
     weight = torch.zeros(SIZE, device="cuda")
     snapshot = HostCopy()
     for value in range(3):
         copies = snapshot.take({"w": weight, "step": torch.tensor(float(value))})
         snapshot.wait_on_device()
-        weight += 1  # issued at once; without the fence it would overtake the copy
+        weight += 1  # issued immediately; without synchronization it would overtake the copy
         snapshot.wait_on_host()
         assert copies["w"].is_pinned()
         assert [copies["w"].min().item(), copies["w"].max().item(), copies["step"].item()] == [value] * 3
 
 
 @pytest.mark.timed
-def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
+def test_snapshot_waits_neither_for_the_device_nor_for_the_copy():
     weight = torch.zeros(SIZE, device="cuda")
     snapshot = HostCopy()
     snapshot.take({"w": weight})
-    snapshot.wait_on_host()  # the buffers are there
+    snapshot.wait_on_host()  # the buffers exist
     busy()
     torch.cuda.set_sync_debug_mode("error")
     began = time.perf_counter()
@@ -49,13 +49,13 @@ def test_taking_a_snapshot_waits_neither_for_the_device_nor_for_the_copy():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert time.perf_counter() - began < 0.02
-    assert not torch.cuda.current_stream().query()  # the work is still going on
+    assert not torch.cuda.current_stream().query()  # the work is still running
     snapshot.wait_on_host()
 
 
 @pytest.mark.timed
-def test_the_copy_runs_beside_what_reads_the_weights():
-    """Forward and backward of the next step read weights: they need not wait."""
+def test_copy_runs_in_parallel_with_readers_of_the_weights():
+    """The next step's forward and backward only read weights, so they do not wait for the copy."""
     weight = torch.zeros(4 * SIZE, device="cuda", dtype=torch.uint8)
     snapshot = HostCopy()
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_the_copy_runs_beside_what_reads_the_weights():
     assert beside < 1.15 * alone
 
 
-def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
+def test_buffers_are_reused_and_follow_changed_tensors():
     snapshot = HostCopy()
     weights = {f"w{number}": torch.full((1000 + number,), float(number), device="cuda") for number in range(200)}
     first = snapshot.take(weights)
@@ -94,7 +94,7 @@ def test_buffers_are_used_again_and_follow_a_change_of_what_is_saved():
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_checkpoint_of_tensors_on_the_card_comes_back(tmp_path: Path, monkeypatch, background):
+def test_checkpoint_of_gpu_tensors_round_trips(tmp_path: Path, monkeypatch, background):
     if not background:
         monkeypatch.setattr("fxtune.checkpoint.host_copy.memory", lambda: (0, 0))
     notes: list[str] = []

@@ -1,6 +1,6 @@
 """Checkpointing on a GPU: equal gradients, the memory that each policy promises, and the time of offload.
 
-`pytest tests/gpu/test_checkpointing.py -s` prints what was forecast and what was measured.
+`pytest tests/gpu/test_checkpointing.py -s` prints the forecasts and the measurements.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def pipeline(compiled: bool = True, backend: str = "auto", fused: Switch = Switc
 
 
 class Measured:
-    """A built model, and what its steps on one packed row take."""
+    """A built model, and the memory and time of its steps on one packed row."""
 
     before = 0
-    """Bytes that were taken when the last one was made."""
+    """Allocated bytes when the last instance was made."""
 
     def __init__(self, made: Pipeline, shape: dict[str, Any], tokens: int, lora: bool = True) -> None:
         Measured.before = torch.cuda.memory_allocated()
@@ -82,7 +82,7 @@ class Measured:
 
         self.loss = LanguageModel(self.model, self.pipeline.liger)
         offload = getattr(self.model, "offload", None)
-        # Proofs look at forward passes that have no backward pass, whose inputs nobody asks for.
+        # Proofs run forward passes without a backward pass, so their inputs are never fetched.
         self.proving = (offload.inputs_sent - offload.inputs_fetched) if offload else 0
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -115,7 +115,7 @@ class Measured:
         return sorted(times)[len(times) // 2]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """By the names that plain transformers and peft give."""
+        """Gradients by their names in plain transformers and peft."""
         return {
             reference._plain_name(name): parameter.grad.clone()
             for name, parameter in self.model.named_parameters()
@@ -124,16 +124,16 @@ class Measured:
 
 
 def freed() -> None:
-    """Check that the memory of the last `Measured` is free again."""
+    """Check that the memory of the last `Measured` has been freed."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     left = torch.cuda.memory_allocated() - Measured.before
-    assert left < LEFT, f"{left / GIB:.2f} GiB are taken still of a model that is gone"
+    assert left < LEFT, f"{left / GIB:.2f} GiB of a deleted model are still allocated"
 
 
 def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
-    """Bytes that the forecast says of one step without an optimizer, with no room to spare."""
+    """The forecast bytes of one step without an optimizer and without a safety margin."""
     from fxtune.distributed.world import World
 
     facts = Facts.of(
@@ -153,7 +153,7 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
 
 @pytest.fixture
 def _deterministic(monkeypatch):
-    """Attention's backward pass adds in any order otherwise."""
+    """Use deterministic algorithms. Otherwise attention's backward pass adds in a random order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -186,7 +186,7 @@ def test_eager_recomputation_changes_no_bit(shape, lora):
     ("shape", "compiled"), [*((shape, False) for shape in reference.SHAPES), ("qwen3", True), ("gemma", True)]
 )
 def test_every_policy_is_as_accurate_as_none(shape, compiled):
-    """Compiled: the two families that differ most from the shape of the tests below."""
+    """Compiled models of the two families that differ most from the shape of the tests below."""
     given = reference.batch(shape)
     exact = reference.plain(shape, given, lora=True)
     none = reference.relative_errors(
@@ -205,13 +205,13 @@ def test_every_policy_is_as_accurate_as_none(shape, compiled):
 
 
 @pytest.mark.parametrize("fused", [Switch.on, Switch.off], ids=["fused", "peft"])
-def test_each_policy_needs_less_memory_than_the_one_before_and_as_forecast(fused):
+def test_each_policy_needs_less_memory_as_forecast(fused):
     peaks, forecasts = {}, {}
     for name, options in POLICIES.items():
         if fused is Switch.off and name in (
             "attention",
             "offload",
-        ):  # what they add to the forecast does not hang on adapters
+        ):  # their part of the forecast does not depend on adapters
             continue
         measured = Measured(pipeline(fused=fused, **options), BIG, 8192)
         peaks[name], forecasts[name] = measured.peak(), expected(measured, BIG, 8192)
@@ -233,21 +233,20 @@ def test_each_policy_needs_less_memory_than_the_one_before_and_as_forecast(fused
 
 @pytest.fixture(scope="module")
 def exact_and_usual() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Gradients of BIG by plain transformers in float32, on the CPU, and how far from them each is without
-    checkpointing."""
+    """Gradients of BIG in plain transformers in float32 on the CPU, and the error of each without checkpointing."""
     plain = Measured(pipeline(policy=Policy.none), BIG, 8192)
     exact = reference.plain(BIG, plain.given, lora=True).grads
     plain.step()
     usual = {name: reference.relative(gradient.cpu(), exact[name]) for name, gradient in plain.gradients().items()}
     del plain
     freed()
-    assert max(usual.values()) < 1, "what others are held against is no gradient"
+    assert max(usual.values()) < 1, "the reference gradients are not valid"
     return exact, usual
 
 
 @pytest.mark.parametrize("options", MIXES.values(), ids=MIXES)
 def test_mixes_and_offload_need_the_forecast_memory_and_keep_gradients(options, exact_and_usual):
-    """Gradients are as accurate as without checkpointing, whatever the compiler rounds."""
+    """Gradients are as accurate as without checkpointing. The compiler may round them differently."""
     measured = Measured(pipeline(**options), BIG, 8192)
     for _ in range(3):
         measured.step()
@@ -265,16 +264,16 @@ def test_mixes_and_offload_need_the_forecast_memory_and_keep_gradients(options, 
     for seen in measured.evidence:
         if seen.technique == "checkpointing":
             print(f"    {seen.asked} | {seen.observed}")
-    del measured, host  # or what fails below would hold it while others measure
+    del measured, host  # otherwise a failure below would keep the memory during other tests
     freed()
     assert not far
-    assert -0.15 < said / peak - 1 < 0.2  # too much costs speed, too little the run
+    assert -0.15 < said / peak - 1 < 0.2  # too high a forecast costs speed, too low a forecast runs out of memory
     assert report.recompilations <= allowed
 
 
 @pytest.mark.timed
 def test_offload_of_kept_tensors_costs_no_time_at_long_rows():
-    """narrow at 32k tokens: q, k, v, attention's output and the input of each layer go to the host and come back."""
+    """Policy narrow at 32k tokens: q, k, v, attention's output and each layer's input are offloaded and fetched."""
     found = {}
     for name, options in {"here": NARROW, "sent": MIXES["narrow_sent"], "full": {}}.items():
         measured = Measured(pipeline(**options), BIG, 32768)
@@ -291,7 +290,7 @@ def test_offload_of_kept_tensors_costs_no_time_at_long_rows():
     assert found["here"][1] - found["sent"][1] > 0.7 * 6 * 2 * (2 * 2048 + 2 * 2048 + 2 * 512) * 32768
 
 
-def test_pinned_memory_is_at_most_what_was_forecast():
+def test_pinned_memory_is_at_most_the_forecast():
     from fxtune.distributed.world import World
 
     measured = Measured(pipeline(**MIXES["narrow_sent"]), BIG, 8192)
@@ -313,7 +312,7 @@ def test_pinned_memory_is_at_most_what_was_forecast():
 
 
 @pytest.mark.parametrize("options", [{"policy": Policy.none}, NARROW, {}], ids=["none", "narrow", "full"])
-def test_the_forecast_holds_for_eager_layers(options):
+def test_forecast_holds_for_eager_layers(options):
     measured = Measured(pipeline(False, **options), BIG, 8192)
     peak, said = measured.peak(), expected(measured, BIG, 8192)
     print(f"\neager: measured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%})")
@@ -322,7 +321,7 @@ def test_the_forecast_holds_for_eager_layers(options):
 
 @pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_offload_costs_no_time_and_changes_nothing(compiled):
+def test_offload_costs_no_time_and_keeps_results(compiled):
     """Three steps each, then timed: 32k tokens, 128 MiB a layer to the host and back. Attention's
     backward pass adds in any order, so gradients are compared with the distance of two runs without offload.
     """
@@ -347,12 +346,12 @@ def test_offload_costs_no_time_and_changes_nothing(compiled):
         f"\nfull {seconds * 1e3:.0f} ms, {peak / GIB:.2f} GiB; offloaded {longer * 1e3:.0f} ms, {less / GIB:.2f} GiB"
     )
     assert longer < 1.15 * seconds
-    assert peak - less > 0.8 * 6 * 2 * 2048 * 32768  # of eight layers' inputs two stay
+    assert peak - less > 0.8 * 6 * 2 * 2048 * 32768  # two of eight layers' inputs stay on the device
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_tiled_mlp_holds_a_part_of_gate_and_up(compiled):
+def test_tiled_mlp_holds_only_a_part_of_gate_and_up(compiled):
     peaks = {}
     for tiles in (1, 8):
         measured = Measured(pipeline(compiled, mlp_tiles=tiles), BIG, 32768)

@@ -1,4 +1,4 @@
-"""Compiled code on a GPU: the results of eager code, no graph breaks, no recompilations, and correct CUDA graphs."""
+"""Compiled code on a GPU equals eager code, has no graph breaks or recompilations, and its CUDA graphs are correct."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = [(700, 600, 500), (1200, 300, 300), (60, 900, 840), (1, 2, 1797)]
 EACH = pytest.mark.parametrize(
     ("shape", "scope"), [*((shape, Scope.layers) for shape in reference.SHAPES), ("gemma", Scope.model)]
 )
-"""The whole decoder as one graph, which takes longest to compile, for one family only."""
+"""The complete decoder as one graph. It takes longest to compile, so only for one family."""
 
 
 def pipeline(compiled: Compile | None = None, backend: str = "eager", **techniques) -> Pipeline:
@@ -104,10 +104,12 @@ def test_dynamic_lengths_share_a_graph():
 def trained(
     compiled: Compile, shape, checkpointed: bool, steps: int = 4
 ) -> tuple[list[torch.Tensor], list[float], float]:
-    """Weights and held-out losses of some steps of two micro-batches with an evaluation after each, and ms a step."""
+    """Weights and held-out losses of some steps of two micro-batches with an evaluation after each, and the milliseconds per step."""
     techniques = pipeline(compiled, checkpointing=Checkpointing(enabled=checkpointed))
     model, techniques, _, _ = reference.build(techniques, shape, reference.batch(shape), dtype="float32")
-    sgd = OptimizerConfig(name=OptimizerName.sgd)  # Adam would follow the sign of gradients that are all rounding
+    sgd = OptimizerConfig(
+        name=OptimizerName.sgd
+    )  # Adam would follow the sign of gradients that are only rounding errors
     optimizer = Optimizer(model, sgd, techniques.compile.keep_gradients)
     losses = []
     for step in range(steps):
@@ -128,7 +130,7 @@ def trained(
 
 
 def _milliseconds(techniques, model, optimizer) -> float:
-    """A forward and backward pass, after the loop above warmed everything up."""
+    """Milliseconds of a forward and backward pass after warm-up."""
     loss, given = LanguageModel(model, techniques.liger), reference.batch("llama", seed=5)
     for _timed in (False, True):
         torch.cuda.synchronize()
@@ -141,7 +143,7 @@ def _milliseconds(techniques, model, optimizer) -> float:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_cuda_graphs_accumulate_gradients_and_evaluate_as_plain_code_does(checkpointed):
+def test_cuda_graphs_train_and_evaluate_like_plain_code(checkpointed):
     eager, eager_losses, slow = trained(Compile(), "llama", checkpointed)
     graphed, losses, fast = trained(asked(Scope.model, CompileMode.reduce_overhead), "llama", checkpointed)
     assert losses == pytest.approx(eager_losses, rel=1e-4)
@@ -157,7 +159,7 @@ def test_cuda_graphs_add_the_gradients_of_successive_micro_batches():
     for compiled in (Compile(), asked(Scope.model, CompileMode.reduce_overhead)):
         model, techniques, _, _ = reference.build(pipeline(compiled), "llama", given[0], dtype="float32", lora=True)
         optimizer = Optimizer(model, OptimizerConfig(), techniques.compile.keep_gradients)
-        for _ in range(4):  # warm up, record, play back
+        for _ in range(4):  # warm-up, recording, replay
             optimizer.step(0.0, torch.tensor(False, device="cuda"))
             for each in given:
                 reference.loss_of(techniques, model, each).backward()
@@ -166,7 +168,7 @@ def test_cuda_graphs_add_the_gradients_of_successive_micro_batches():
 
 
 def test_recorded_pass_does_not_change_weights_without_a_gradient():
-    """Zeros in place of absent gradients would decay them."""
+    """With zero gradients in place of missing ones, weight decay would change them."""
 
     @dataclasses.dataclass
     class Given:

@@ -1,7 +1,7 @@
-"""run.deterministic=true: the same bits from another process that compiles everything anew, and is killed on its way.
+"""run.deterministic=true: another process that compiles everything again and is killed midway gives the same bits.
 
-A reduction whose kernel was picked by the clock, an atomic addition or a split that depends on what else runs would show in the
-last digits of some step. Both runs have empty caches, so nothing is alike because it was kept on the disk.
+A kernel chosen by timing, an atomic addition or a split that depends on other work would change the last digits of some step. Both
+runs start with empty caches, so no equality comes from a cache on disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODES = {
 
 
 def ending(folder: Path, mode: str, killed: bool) -> Ending:
-    """Of a run of `mode` with caches of its own."""
+    """The environment of a run of `mode` with its own caches."""
     folder.mkdir()
     write_chats(folder / "chats.jsonl", 600)
     words = command(folder, *COMMON, *MODES[mode])
@@ -48,7 +48,7 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
         process = start(words, folder, **caches)
         wait_for((folder / "run" / "checkpoints" / "step-00000008").exists, process, timeout=280)
         kill(process)
-        assert not (folder / "run" / "result.json").exists(), "it was done before it could be killed"
+        assert not (folder / "run" / "result.json").exists(), "the run ended before the kill"
     done = run(words, folder, timeout=280, **caches)
     assert done.code == 0, done.text[-3000:]
     assert ("Resuming" in done.text) == killed
@@ -56,7 +56,7 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_bits_from_a_process_that_compiles_anew_and_is_killed(mode, tmp_path):
+def test_killed_process_with_empty_caches_gives_equal_bits(mode, tmp_path):
     whole = ending(tmp_path / "whole", mode, killed=False)
     assert whole.differences(ending(tmp_path / "killed", mode, killed=True)) == []
     losses = [line["train/loss"] for line in whole.lines if "train/loss" in line]
@@ -64,7 +64,7 @@ def test_the_same_bits_from_a_process_that_compiles_anew_and_is_killed(mode, tmp
     assert losses[-1] < losses[0]
 
 
-def test_what_is_decided_by_memory_does_not_look_at_what_is_free_now():
+def test_memory_decisions_do_not_depend_on_currently_free_memory():
     import torch
 
     from fxtune.distributed.world import World

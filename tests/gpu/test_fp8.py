@@ -1,4 +1,4 @@
-"""fp8 on a card: rows quantized as plain torch does, products near float32's, models near their 16-bit selves, and faster."""
+"""fp8 on a GPU: rows are quantized as in plain torch, products and models are close to 16-bit ones, and faster."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_rows_are_quantized_as_in_plain_torch(width, dtype, powers):
     expected, expected_scales = fp8.quantize_rows(x.cpu(), powers)
     assert torch.equal(scales.cpu(), expected_scales)
     unlike = codes.cpu().view(torch.uint8) != expected.view(torch.uint8)
-    assert unlike.float().mean() < (0 if powers else 1e-4) + 1e-9  # 1 / scale is rounded in more than one way
-    assert (codes.cpu().float() - expected.float()).abs().max() <= 32  # one step
+    assert unlike.float().mean() < (0 if powers else 1e-4) + 1e-9  # implementations round 1 / scale differently
+    assert (codes.cpu().float() - expected.float()).abs().max() <= 32  # one step of fp8
 
 
 @pytest.mark.parametrize("width", [16, 4096, 6000])
@@ -56,7 +56,7 @@ def test_weights_are_dequantized_as_on_a_cpu(width, dtype):
     assert torch.equal(found.cpu(), fp8.dequantize_weight(weight.codes.cpu(), weight.scales.cpu(), dtype))
 
 
-def test_nonfinite_numbers_stay():
+def test_nonfinite_numbers_stay_nonfinite():
     x = random(4, 4096)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
     codes, scales = fp8.quantize_rows(x)
@@ -93,7 +93,7 @@ def test_products_match_float32_of_the_quantized_factors(rows, inward, outward):
     assert rows == 0 or reference.relative(made, expected) < reference.LIMITS["bfloat16"]
 
 
-def test_the_transpose_holds_the_same_numbers():
+def test_transpose_holds_the_same_numbers():
     weight = fp8.quantize_weight(random(3072, 2048, scale=0.02))
     forward, back = (fp8.dequantize_rows(*pair, torch.float32) for pair in (weight[:2], weight[2:]))
     assert reference.relative(back.t(), forward) < 1e-4
@@ -132,8 +132,8 @@ def on_cpu(tensors):
 
 
 @pytest.mark.parametrize("rows", [700, 4100])
-def test_a_group_matches_the_cpu(rows):
-    """Also with as many rows as its own kernels are for."""
+def test_linear_group_matches_the_cpu(rows):
+    """Also with enough rows for fxtune's own kernels."""
     a, b, weight = group(1024, (1024, 256, 256), 16)
     x = random(rows, 1024).requires_grad_()
     dy = random(rows, 1536)
@@ -147,7 +147,7 @@ def test_a_group_matches_the_cpu(rows):
 
 
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 3)])
-def test_an_mlp_matches_the_cpu(keep, tiles):
+def test_mlp_matches_the_cpu(keep, tiles):
     a, b, up = group(512, (1408, 1408), 16)
     a_down, b_down, down = group(1408, (512,), 16)
     a, b = a + a_down, b + b_down
@@ -159,7 +159,7 @@ def test_an_mlp_matches_the_cpu(keep, tiles):
         plain_x, plain_a, plain_b, on_cpu(up), on_cpu(down), [2.0] * 3, "fp8", "fp8", "silu", keep, tiles
     )
     wanted = torch.autograd.grad(expected, [plain_x, *plain_a, *plain_b], dy.cpu())
-    # A number that bfloat16 rounds the other way may take another code, 1/16 away.
+    # A number that bfloat16 rounds differently may have another fp8 code, 1/16 away.
     for one, other in zip([mine, *found], [expected, *wanted], strict=True):
         assert reference.relative(one.cpu(), other) < 1.5 * reference.LIMITS["bfloat16"]
 
@@ -189,8 +189,8 @@ def passed(model, made, given) -> reference.Result:
 
 
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_a_model_is_near_bfloat16_of_the_same_weights(shape):
-    """Products of fp8 are 0.037 from exact ones, which two layers of random weights do not heal."""
+def test_fp8_model_is_close_to_bfloat16(shape):
+    """fp8 products have a relative error of 0.037, which two layers of random weights do not reduce."""
     given = reference.batch(shape)
     results = {}
     for fused in ("on", "off"):
@@ -218,14 +218,14 @@ def test_a_model_is_near_bfloat16_of_the_same_weights(shape):
 
 
 @pytest.mark.parametrize("fused", ["on", "off"])
-def test_compiled_layers_compute_the_same(fused):
+def test_compiled_layers_equal_eager_layers(fused):
     given = reference.batch("llama")
     plain, made, _, _ = reference.build(pipeline(fused), "llama", given)
     eager = passed(plain, made, given)
     model, chosen, evidence, _ = reference.build(pipeline(fused, compiled=True), "llama", given)
     assert [one for one in evidence if one.technique == "compile"]
     apart = reference.relative_errors(passed(model, chosen, given), eager)
-    # What bfloat16 rounds another way may take another code of fp8, a sixteenth away: noise of the same size as fp8's own.
+    # A number that bfloat16 rounds differently may have another fp8 code, 1/16 away: noise as large as fp8's own.
     assert apart["logits"] < 0.09, apart
     assert apart["grads"] < 0.12, apart
 
@@ -244,8 +244,8 @@ WIDE = dict(
 )
 
 
-def test_wide_layers_are_built_in_little_more_than_their_16_bit_memory():
-    """Against the same steps in bfloat16 from the same start: the loss falls as far."""
+def test_wide_layers_are_built_with_little_extra_memory():
+    """The loss falls as far as in the same bfloat16 steps from the same weights."""
     given = reference.batch(WIDE, lengths=(700, 600, 748))
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=WIDE)
     ends = {}
@@ -287,8 +287,8 @@ def test_wide_layers_are_built_in_little_more_than_their_16_bit_memory():
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 4112])
-def test_an_fp8_head_matches_the_cpu(vocabulary):
-    """Also where rows of logits are padded, as those of 4,112 words are."""
+def test_fp8_head_matches_the_cpu(vocabulary):
+    """Also with padded rows of logits, as for 4,112 tokens of vocabulary."""
     source = torch.nn.Linear(1024, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
     hidden, labels = random(700, 1024, scale=3.0).requires_grad_(), torch.randint(0, vocabulary, (700,), device="cuda")
     results = []

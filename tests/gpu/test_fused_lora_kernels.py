@@ -1,4 +1,4 @@
-"""Fused LoRA on a GPU: nearer to float32 than plain linears with adapters, as fast as its matmuls allow, at any length."""
+"""Fused LoRA on a GPU: more accurate than plain linear layers with adapters, and as fast as its matmuls, at any length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxtune.kernels.swiglu import FusedSums, gated, gated_backward
 from fxtune.techniques.quantized_modules import dequantized, grouped, quantized
 
 ROWS = (1, 100, 5000)
-"""A token, too few for the Triton products, and enough for them with a part of a tile left over."""
+"""One row, too few rows for the Triton products, and enough rows with a partial last tile."""
 ACTS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -35,7 +35,7 @@ def drawn(inner: int, outs: list[int], ranks: list[int], dtype: torch.dtype = to
 
 
 def plain(x, weights, a, b, scaling):
-    """Linear by linear, as peft does it under autocast."""
+    """One linear layer after the other, like peft under autocast."""
     return torch.cat(
         [
             F.linear(x, weight) + F.linear(F.linear(x, one.to(x.dtype)), two.to(x.dtype)) * scale
@@ -133,7 +133,7 @@ def test_no_rows():
     [("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "bitsandbytes"), ("int8", "torchao"), ("fp8", "none")],
 )
 def test_quantized_weights(kind, library):
-    """As near to what the stored weights stand for as plain linears over those; fp8 rounds activations to 3 bits, too."""
+    """As accurate as plain linear layers with the dequantized weights. fp8 also rounds activations to 3 mantissa bits."""
     if library != "none":
         pytest.importorskip(library)
     torch.manual_seed(1)
@@ -164,7 +164,7 @@ def test_quantized_weights(kind, library):
     ("rows", "width", "ranks"), [(5000, 1504, (16, 16, 16)), (4099, 200, (16, 8, 4)), (4096, 136, (3, 20, 32))]
 )
 def test_fused_sums(rows, width, ranks):
-    """Of g = [dgate | dup] and p, against float32 on the CPU; then of other rows on top."""
+    """Sums of g = [dgate | dup] and p against float32 on the CPU, then with more rows added."""
     both = sum(ranks[:2])
     wide, narrow = -(-both // 16) * 16, -(-ranks[2] // 16) * 16
     gate_up, dp, xa, dyb = (
@@ -221,7 +221,7 @@ def test_more_than_int32_numbers():
     ("rows", "width", "ranks"), [(4096, 4096, 16), (5000, 6144, 48), (4099, 1000, 128), (80000, 28672, 32)]
 )
 def test_add_rounds_and_leaves_gaps_between_rows(rows, width, ranks):
-    """Rows that lie apart, both ways in which a factor may lie, the residual stream, and more numbers than int32 can count."""
+    """Rows with gaps, row-major and column-major factors, the residual stream, and more than 2^31 elements."""
     whole, stream = (torch.randn(rows, width + room, device="cuda", dtype=torch.bfloat16) for room in (16, 8))
     narrow, factor = (
         torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((rows, ranks), (width, ranks))
@@ -235,7 +235,7 @@ def test_add_rounds_and_leaves_gaps_between_rows(rows, width, ranks):
             if more is not None:
                 assert (
                     whole[part, :width] == wanted.bfloat16() + more[part]
-                ).float().mean() > 0.99  # the rest next to ties
+                ).float().mean() > 0.99  # the others are close to ties
                 wanted += more[part].float()
             assert reference.relative(whole[part, :width], wanted) < 2.0**-8
             assert more is not None or ((whole[part, :width] - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-2).all()
@@ -293,7 +293,7 @@ def llama_mlp(rows: int = 16384):
 
 
 @pytest.mark.timed
-def test_an_mlp_takes_little_more_time_than_its_matmuls():
+def test_mlp_time_is_close_to_its_matmuls():
     """Llama-3-8B's, 16,384 tokens, forward and backward: six products of 1.9 TFLOP each."""
     x, trained, fused, linear_by_linear = llama_mlp()
     above = torch.randn_like(x)
@@ -307,7 +307,9 @@ def test_an_mlp_takes_little_more_time_than_its_matmuls():
             torch.mm(x.detach(), weight, out=wide)
         torch.mm(wide, weight.t())
 
-    floor = seconds(products)  # 2 x (4096 x 28672) forward-like and one backward-like: the size of all six
+    floor = seconds(
+        products
+    )  # 2 x (4096 x 28672) like forward and one like backward: the total size of all six products
     ours = seconds(lambda: torch.autograd.grad(fused(), [x, *trained], above))
     theirs = seconds(lambda: torch.autograd.grad(linear_by_linear(), [x, *trained], above))
     print(f"matmuls {1e3 * floor:.1f} ms, fused {1e3 * ours:.1f} ms, linear by linear {1e3 * theirs:.1f} ms")
@@ -357,7 +359,7 @@ def test_gated_kernels_run_at_memory_bandwidth(monkeypatch):
 
 
 def test_memory_of_an_mlp():
-    """Kept: x A^T, p A^T and, if it is wanted, gate_up. At work: two buffers as wide as gate_up, in tiles a share of them."""
+    """Saved: x A^T, p A^T and optionally gate_up. Temporary: two buffers as wide as gate_up, or a part of them with tiles."""
     wide = 16384 * 28672 * 2
     for options, kept, most in (
         ({}, wide, 3.3 * wide),

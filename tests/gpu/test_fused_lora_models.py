@@ -1,4 +1,4 @@
-"""Fused adapters in whole models on a card: as near to float32 as plain peft, faster than it, and no byte of the base twice.
+"""Fused adapters in complete models on a GPU: as accurate as plain peft, faster, and without a second copy of the base.
 
 The operators themselves are tested in test_fused_lora_kernels.py.
 """
@@ -69,7 +69,7 @@ def test_fused_is_as_accurate_as_peft(shape, compiled):
 
 
 def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
-    """o_proj's sum and the MLP's, in the graph that the compiler makes of a layer, anew: by quack's products, not by cuBLAS's."""
+    """In a compiled layer the products of o_proj and of the MLP add the residual stream, with quack and not with cuBLAS."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)) or found[-1])
@@ -93,7 +93,7 @@ def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpointing_changes_only_rounding(options, compiled):
-    """Compiled, the sums of the residual stream may be rounded in other places: as near to float32 as without, then."""
+    """A compiled model may round the residual sums elsewhere, so it must be as accurate as without checkpointing."""
     treated = reference.ours(pipeline(Switch.on, compiled, **options), "llama", reference.batch("llama"), lora=True)
     if compiled:
         exact = reference.plain("llama", reference.batch("llama"), lora=True)
@@ -133,7 +133,7 @@ def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]
         loss = LanguageModel(model, made.liger)
     times = []
     for index in range(11):
-        if index == 3:  # compiled by now
+        if index == 3:  # compiled already
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -148,7 +148,7 @@ def measured(fused: Switch, policy: Policy | None, given) -> tuple[float, float]
 
 @pytest.mark.timed
 @pytest.mark.parametrize("policy", [None, Policy.selective, Policy.full])
-def test_a_compiled_step_is_faster_and_needs_no_more_memory(policy):
+def test_compiled_step_is_faster_without_more_memory(policy):
     given = reference.batch(LAYERS_OF_8B, (4096,), rows=4, packed=False)
     found = {}
     for fused in (Switch.off, Switch.on):

@@ -1,6 +1,6 @@
-"""A card with less memory than a step needs, for real (run.memory_gib): half as many rows at once, the same losses, nothing held.
+"""A GPU with less memory than a step needs (run.memory_gib): the batch is halved, losses stay equal, and no memory leaks.
 
-One card, a model of 4 layers, some minutes. What a mode needs is measured first, with all the memory there is.
+The tests need one GPU and some minutes, with a model of 4 layers. Each mode is first measured with all memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPE = dict(
 )
 ROWS, LENGTH = 16, 1024
 WORKSPACES = 256 << 20
-"""Bytes that libraries keep for themselves once they were used, a part for each stream: 32 MiB or more of cuBLAS's alone."""
+"""Bytes that libraries keep after their first use, partly per stream. cuBLAS alone keeps 32 MiB or more."""
 
 
 def eager(config: Config) -> None:
@@ -51,7 +51,7 @@ def eager(config: Config) -> None:
 
 
 def full(config: Config) -> None:
-    """Every weight is trained: half of a sum would be in all of them."""
+    """All weights are trained, so a partial gradient sum would show in all of them."""
     eager(config)
     config.techniques.lora.enabled, config.model.dtype = False, DType.float32
 
@@ -85,7 +85,7 @@ MODES = [eager, full, compiled, recorded, whole_graphs, checkpointed, offloaded]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Config:
-    """LoRA in bfloat16, one micro-batch of 16 packed rows a step, eight steps."""
+    """LoRA in bfloat16, eight steps of one micro-batch of 16 packed rows."""
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,7 @@ def told(notes: list[str]) -> list[str]:
 
 
 def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
-    """Its figures with all the memory there is; the bytes that it had taken when it was built, and at most."""
+    """The figures of a run with all memory: allocated bytes after the build, and the peak."""
     with trainer(config, "ease") as (run, notes):
         base = torch.cuda.memory_allocated()
         run.run()
@@ -150,11 +150,11 @@ def at_ease(config: Config) -> tuple[list[list[float]], int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
+def test_step_that_does_not_fit_is_retried_with_smaller_micro_batches(recipe, mode):
     mode(recipe)
     before = torch.cuda.memory_allocated()
     expected, base, most = at_ease(recipe)
-    assert most - base > 128 << 20, "the rows must decide"
+    assert most - base > 128 << 20, "memory must depend on the rows"
     recipe.run.memory_gib = (base + 0.75 * (most - base)) / GIB
     with trainer(recipe, "short") as (run, notes):
         run.run()
@@ -171,19 +171,19 @@ def test_a_step_that_does_not_fit_is_taken_again_in_smaller_parts(recipe, mode):
             assert norm == pytest.approx(wanted_norm, rel=5e-2)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         if run.train_step.recorder:
-            assert run.train_step.recorder.replayed >= 4, "recorded again, in the new shape"
+            assert run.train_step.recorder.replayed >= 4, "the pass is recorded again with the new shape"
     del run
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    assert model() is None, "what failed is held"
-    assert torch.cuda.memory_allocated() < before + WORKSPACES, "something of what failed is held"
+    assert model() is None, "the failed pass still holds memory"
+    assert torch.cuda.memory_allocated() < before + WORKSPACES, "the failed pass still holds some memory"
 
 
-def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
-    """The recording is broken off: its stream, its pool and its random numbers are as if it had not been."""
+def test_out_of_memory_during_recording_restores_the_state(recipe, monkeypatch):
+    """An interrupted recording restores the stream, the memory pool and the random state."""
     recorded(recipe)
-    recipe.techniques.lora.dropout = 0.1  # so that there are random numbers in it
+    recipe.techniques.lora.dropout = 0.1  # so that the pass uses random numbers
     _, base, most = at_ease(recipe)
     card = torch.cuda.get_device_properties(0).total_memory
     with trainer(recipe, "short") as (run, notes):
@@ -206,12 +206,12 @@ def test_memory_that_runs_out_while_a_pass_is_recorded(recipe, monkeypatch):
         assert run.train_step.recorder.replayed >= 4
         assert all(loss < 2 * figures(run)[0][0] for loss, _ in figures(run))
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
-        torch.manual_seed(0)  # refused as long as a generator believes that it is recorded
+        torch.manual_seed(0)  # fails while a generator is registered with a recording
         torch.rand(8, device="cuda")
 
 
-def test_where_nothing_is_left_to_halve_the_changes_named_would_do(recipe):
-    """And each of them saves about what it says."""
+def test_suggested_changes_for_a_single_row_fit(recipe):
+    """Each suggested change saves about the memory that the message names."""
     eager(recipe)
     recipe.train.out_of_memory = OutOfMemory.stop
     _, _, most = at_ease(recipe)

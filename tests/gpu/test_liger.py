@@ -1,4 +1,4 @@
-"""Liger's kernels on a GPU: each operation against plain float32, whole models, compiled layers, the choice by measurement."""
+"""Liger's kernels on a GPU: each operation against plain float32, complete models, compiled layers, and the measured choice."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def two_models(shape, dtype):
 
 
 def compare(plain, mine, dtype, *inputs, limit=None):
-    """Outputs, and the gradients of `inputs` and of the modules' parameters, for inputs rounded to `dtype`."""
+    """Outputs and gradients of `inputs` and parameters, for inputs rounded to `dtype`."""
     given = [x.to(getattr(torch, dtype)) for x in inputs]
     results = []
     for module, cast in ((plain, torch.float32), (mine, getattr(torch, dtype))):
@@ -94,7 +94,7 @@ def compare(plain, mine, dtype, *inputs, limit=None):
 
 
 class Take(nn.Module):
-    """One half of what it gets: stands for gate_proj or up_proj, so that the product is compared without matmuls."""
+    """Returns one half of its input. It replaces gate_proj or up_proj, so the test compares the product without matmuls."""
 
     def __init__(self, half):
         super().__init__()
@@ -123,7 +123,7 @@ def test_norms(shape, dtype):
 
 @DTYPES
 def test_norms_of_many_short_rows(dtype):
-    """Liger takes another kernel for heads of up to 256 in 32,768 rows or more."""
+    """Liger uses another kernel for heads of up to 256 in 32,768 or more rows."""
     plain, mine = two_models("qwen3", dtype)
     names = "model.layers.0.self_attn.q_norm"
     compare(plain.get_submodule(names), mine.get_submodule(names), dtype, torch.randn(1, 6000, 8, 128, device="cuda"))
@@ -171,7 +171,7 @@ def test_rope(shape, dtype):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("shape", EVERY)
-def test_models_with_all_of_them_in_float32(shape, lora):
+def test_models_with_all_operations_in_float32(shape, lora):
     pipeline = Pipeline()
     pipeline.precision.tf32 = False
     pipeline.liger = on(shape)
@@ -184,7 +184,7 @@ def test_models_with_all_of_them_in_float32(shape, lora):
 
 
 @pytest.mark.parametrize("shape", EVERY)
-def test_models_with_all_of_them_in_bfloat16(shape):
+def test_models_with_all_operations_in_bfloat16(shape):
     pipeline = Pipeline()
     pipeline.liger = on(shape)
     given = reference.batch(EVERY[shape])
@@ -200,8 +200,8 @@ def test_models_with_all_of_them_in_bfloat16(shape):
 
 
 @pytest.mark.parametrize("policy", [Policy.full, Policy.selective], ids=lambda policy: policy.value)
-def test_checkpointing_changes_nothing(policy):
-    """Kernels that write in place, and results that are kept for the backward pass."""
+def test_checkpointing_keeps_gradients(policy):
+    """Some kernels write in place, and some results are saved for the backward pass."""
     given, found = reference.batch("llama"), []
     for enabled in (False, True):
         pipeline = Pipeline()
@@ -215,7 +215,7 @@ def test_checkpointing_changes_nothing(policy):
 
 @pytest.mark.parametrize("shape", ["llama", "gemma", "phi"])
 def test_inside_compiled_layers(shape):
-    """Seen in the profile of compiled code, and as near to float32 as plain bfloat16."""
+    """The kernels occur in the profile of compiled code, and are as accurate as plain bfloat16."""
     pipeline = Pipeline()
     pipeline.liger = on(shape)
     pipeline.compile = Compile(enabled=True)
@@ -229,7 +229,7 @@ def test_inside_compiled_layers(shape):
         assert value < 1.3 * usual[name] + 1e-3 * (name == "loss"), (name, apart, usual)
 
 
-def test_ligers_kernels_in_the_graph_itself_are_refused_or_right(monkeypatch):
+def test_liger_kernels_inside_the_graph_are_refused_or_correct(monkeypatch):
     """Without our operators: torch 2.11 cannot tell what RMSNorm's kernel writes, and what it compiled then was wrong."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     pipeline = Pipeline()
@@ -279,8 +279,8 @@ def test_auto_measures_once_under_compile(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("width", [1024, 4096])
-def test_what_is_measured(width):
-    """Every operation that can be compiled, both ways, at 16k tokens."""
+def test_every_compilable_operation_is_measured(width):
+    """Every operation that can be compiled is measured with and without Liger at 16k tokens."""
     inside = int(3.5 * width)
     for operation, size in (("rms_norm", width), ("layer_norm", width), ("swiglu", inside), ("geglu", inside)):
         compiled, ligers = timing.times(timing.Case(operation, 16384, size, "bfloat16", False))
@@ -289,7 +289,7 @@ def test_what_is_measured(width):
         assert ligers is None or ligers > 0
 
 
-def test_a_plain_model_of_the_same_process_stays_plain():
+def test_plain_model_in_the_same_process_stays_plain():
     from transformers import AutoModelForCausalLM
 
     two_models("llama", "bfloat16")

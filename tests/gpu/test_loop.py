@@ -1,5 +1,4 @@
-"""The loop on the card: between log lines the host waits for nothing; recorded passes are plain passes; copies come
-ahead."""
+"""The training loop on a GPU: no host sync between log lines, recorded passes equal plain ones, and batches are copied early."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def no_waiting(monkeypatch):
     def waits(why: object, *_: object, **__: object) -> None:
         if (
             "called a synchronizing" not in str(why) and why != SYNCHRONIZE
-        ):  # torch says once that the mode is a prototype
+        ):  # torch warns once that the mode is a prototype
             return
         stack = "".join(traceback.format_list(traceback.extract_stack()[-13:-1]))
         told = f"{why}\n{stack}"
@@ -135,13 +134,13 @@ def no_waiting(monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
     if places:
         told = [f"{times} times: {place}" for place, times in places.items()]
-        print("\n".join(told), file=sys.__stderr__, flush=True)  # at once: a run that is broken off has no summary
+        print("\n".join(told), file=sys.__stderr__, flush=True)  # immediately, since an interrupted run has no summary
         pytest.fail("\n".join(told), pytrace=False)
 
 
 @pytest.mark.parametrize("graphs", [Switch.off, Switch.on])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graphs, monkeypatch):
+def test_no_host_sync_between_log_lines(recipe, optimizer, graphs, monkeypatch):
     if optimizer in PACKAGES:
         pytest.importorskip(PACKAGES[optimizer])
     recipe.techniques.compile.cuda_graphs = graphs
@@ -149,7 +148,7 @@ def test_nothing_waits_for_the_device_between_log_lines(recipe, optimizer, graph
     recipe.train.spikes = Spikes.skip
     chats(
         Path("chats.jsonl"), range(5, 6), range(3, 4)
-    )  # as many supervised tokens in each row, so that no shape comes late
+    )  # the same number of supervised tokens in each row, so that no new shape comes later
     for name, value in OPTIMIZERS[optimizer].items():
         setattr(recipe.optimizer, name, value)
     with trainer(recipe) as built:
@@ -190,7 +189,7 @@ def run(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recorded_passes_learn_what_plain_ones_do(recipe, dropout):
+def test_recorded_passes_train_like_plain_ones(recipe, dropout):
     """Two micro-batches a step with other numbers of supervised tokens; random numbers must go on as in plain code."""
     recipe.techniques.lora.dropout = dropout
     recipe.optimizer.name = OptimizerName.sgd  # Adam would follow the sign of gradients that are all rounding
@@ -205,7 +204,7 @@ def test_recorded_passes_learn_what_plain_ones_do(recipe, dropout):
 
 
 @pytest.mark.timed
-def test_recorded_passes_are_played_and_faster(recipe):
+def test_recorded_passes_are_replayed_and_faster(recipe):
     recipe.data.sequence_length = 256
     _, _, slow = run(recipe, "plain", 40)
     recipe.techniques.compile.cuda_graphs = Switch.on
@@ -221,7 +220,7 @@ def test_recorded_passes_are_played_and_faster(recipe):
     assert fast < slow, (fast, slow)
 
 
-def test_a_run_of_recorded_passes_resumes_as_if_it_had_not_stopped(recipe, monkeypatch):
+def test_resumed_run_of_recorded_passes_is_bit_for_bit_equal(recipe, monkeypatch):
     """Bit for bit, so that any fault of recording, random numbers or resuming shows.
 
     run.deterministic=true, because two equal runs differ without it: kernels are chosen by timing (`liger`, Triton's
@@ -256,8 +255,8 @@ def test_a_run_of_recorded_passes_resumes_as_if_it_had_not_stopped(recipe, monke
     assert not {name: error for name, error in apart.items() if error}
 
 
-def test_the_next_step_s_batch_is_there_before_this_step_ends(recipe):
-    """The copy is issued, on a stream of its own, before the step that computes meanwhile."""
+def test_next_batch_is_copied_during_the_step(recipe):
+    """The copy is issued on its own stream before the step that runs in the meantime."""
     with trainer(recipe) as built:
         steps = built.steps()
         for _ in range(6):
@@ -269,5 +268,5 @@ def test_the_next_step_s_batch_is_there_before_this_step_ends(recipe):
             torch.cuda.synchronize()
         steps.close()
     copies = [event for event in profile.events() if "Memcpy HtoD" in event.name]
-    assert copies, "no copy was seen"
+    assert copies, "the profile holds no copy"
     assert all("Pinned" in event.name for event in copies), {event.name for event in copies}

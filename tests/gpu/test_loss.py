@@ -41,7 +41,7 @@ def drawn(
 
 
 def in_float32(hidden, weight, labels, bias=None, **options):
-    """Loss and gradients of the same rounded numbers, by autograd over all logits."""
+    """Loss and gradients of the same rounded inputs, with autograd over all logits."""
     leaves = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
     losses = -reference_log_probs(leaves[0], leaves[1], labels, leaves[2] if bias is not None else None, **options)
     return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
@@ -99,12 +99,12 @@ def test_chunk_size_does_not_change_the_loss():
 
 
 def test_more_logits_than_int32_can_index():
-    """20,000 rows of 128k words at once: the last rows lie beyond 2^31 numbers."""
+    """20,000 rows of 128k logits: the last rows lie beyond 2^31 elements."""
     hidden, weight, labels, _ = drawn(20000, 64, head=False)
     assert 20000 * WORDS > 2**31
     at_once = -linear_log_probs(hidden, weight, labels, chunk_rows=20000)
     in_parts = -linear_log_probs(hidden, weight, labels, chunk_rows=1000)
-    torch.testing.assert_close(at_once, in_parts, rtol=0, atol=0.05)  # another matmul may round a logit the other way
+    torch.testing.assert_close(at_once, in_parts, rtol=0, atol=0.05)  # another matmul may round a logit differently
     both = [
         torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, chunk_rows=rows), hidden)[0]
         for rows in (20000, 1000)
@@ -112,7 +112,7 @@ def test_more_logits_than_int32_can_index():
     assert reference.relative(both[0][-500:], both[1][-500:]) < 1e-2
 
 
-def test_large_logits_and_labels_outside_of_the_vocabulary():
+def test_large_logits_and_labels_outside_the_vocabulary():
     hidden, weight, labels, _ = drawn(64, 64, 1000, torch.float32, spread=1e4)
     losses, wanted = in_float32(hidden, weight, labels)
     loss = linear_cross_entropy(hidden, weight, labels)
@@ -135,7 +135,7 @@ def test_under_autocast_with_float32_master_weights():
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_nothing_waits_for_the_device(trained):
+def test_no_host_sync(trained):
     hidden, weight, labels, _ = drawn(9000, 512, head=trained)
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels)
@@ -181,8 +181,8 @@ def test_peak_memory_of_64k_rows_of_an_8b_model():
 
 @pytest.mark.timed
 @pytest.mark.parametrize("kind", ["frozen", "trained", "evaluation"])
-def test_time_is_near_that_of_its_matmuls(kind):
-    """16,384 rows of an 8B model: the matmuls alone, and the whole for chunks of 1k to 16k rows."""
+def test_time_is_close_to_its_matmuls(kind):
+    """16,384 rows of an 8B model: the matmuls alone, and the complete loss for chunks of 1k to 16k rows."""
     hidden, weight, labels, _ = drawn(16384, 4096, head=kind == "trained")
     chunk = default_chunk_rows(WORDS, torch.bfloat16)
     logits = torch.randn(chunk, WORDS, device="cuda", dtype=torch.bfloat16)
@@ -234,7 +234,7 @@ def milliseconds(step, repeats: int = 5) -> float:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_models_in_float32_are_plain_transformers(shape, lora):
+def test_float32_models_equal_plain_transformers(shape, lora):
     pipeline = Pipeline()
     pipeline.precision.tf32 = False
     pipeline.liger = Liger(**FUSED, chunk_rows=300)
@@ -246,7 +246,7 @@ def test_models_in_float32_are_plain_transformers(shape, lora):
 
 
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_models_in_bfloat16_are_as_near_to_float32_as_plain_bfloat16(shape):
+def test_bfloat16_models_are_as_accurate_as_plain_bfloat16(shape):
     pipeline = Pipeline()
     pipeline.liger = Liger(**FUSED)
     given = reference.batch(shape)

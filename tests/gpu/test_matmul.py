@@ -50,7 +50,7 @@ def drawn(rows: int, columns: int, stride: int | None = None, dtype: torch.dtype
 
 @pytest.fixture
 def all_sizes(monkeypatch):
-    """Sizes that leave processors without work are the kernel's, too."""
+    """Also use the kernel for sizes that leave processors idle."""
     monkeypatch.setattr(matmul, "MIN_UTILIZATION", 0.0)
 
 
@@ -112,7 +112,7 @@ def test_tensors_with_more_elements_than_int32_holds(monkeypatch):
     [(2048, 1024, 1024, 1032), (2049, 1032, 1032, 1048), (4095, 4096, 50256, 50304), (3000, 1111, 5000, 5000)],
 )
 @pytest.mark.parametrize("across", [False, True])
-def test_sizes_that_are_no_multiple_of_a_tile(rows, inner, columns, stride, across, all_sizes):
+def test_sizes_that_are_not_multiples_of_a_tile(rows, inner, columns, stride, across, all_sizes):
     up = lambda size: -(-size // 8) * 8  # noqa: E731
     left = drawn(rows, inner, up(inner) + 16)
     right = drawn(columns, inner, up(inner)).t() if across else drawn(inner, columns, up(columns) + 8)
@@ -121,7 +121,7 @@ def test_sizes_that_are_no_multiple_of_a_tile(rows, inner, columns, stride, acro
     assert is_served(left, right, out)
     mm(left, right, out, CUTE)
     assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
-    assert (whole[:, columns:] == 7.0).all(), "between the rows nothing is written"
+    assert (whole[:, columns:] == 7.0).all(), "the kernel must not write between the rows"
 
 
 def test_rows_not_aligned_to_16_bytes_use_cublas(all_sizes):
@@ -135,7 +135,7 @@ def test_rows_not_aligned_to_16_bytes_use_cublas(all_sizes):
 
 def test_kernel_works_in_cuda_graphs(all_sizes):
     left, right = drawn(4096, 2048), drawn(3072, 2048).t()
-    out = torch.zeros(4096, 3072, device=GPU, dtype=torch.bfloat16)  # a shape that nobody has asked for
+    out = torch.zeros(4096, 3072, device=GPU, dtype=torch.bfloat16)  # a shape that was not used before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         mm(left, right, out, CUTE)
@@ -144,7 +144,7 @@ def test_kernel_works_in_cuda_graphs(all_sizes):
     assert reference.relative(out, left.float() @ right.float()) < reference.LIMITS["bfloat16"]
 
 
-def test_the_profiler_sees_quack():
+def test_quack_kernels_occur_in_the_profile():
     left, right, out = drawn(16384, 4096), drawn(4096, 4096), drawn(16384, 4096)
     seen = observe_operators(lambda: mm(left, right, out, CUTE), {"cute": gemm_backend.OPERATOR})["cute"]
     print(sorted(seen.kernels))
@@ -237,7 +237,7 @@ def test_kernel_is_faster_than_cublas():
 
 
 def milliseconds(run, seconds: float = 0.3) -> float:
-    """Under the load that a step is: back to back, the card at its limit."""
+    """Time under the load of a step: back to back, at the GPU's power limit."""
 
     def took(count: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""The optimizers on the card: against torch's AdamW in float32, without waiting, and through a file and back, bit for bit."""
+"""The optimizers on a GPU: compared with torch's AdamW in float32, without host syncs, and saved and loaded bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(case: str, **options) -> OptimizerConfig:
 
 
 def needs(case: str) -> None:
-    """Skip where this machine cannot run it."""
+    """Skip if this machine cannot run the optimizer."""
     if case in PACKAGES:
         pytest.importorskip(PACKAGES[case])
     facts = Facts.of(World(torch.device("cuda", 0)), dtype="bfloat16" if "stochastic" in case else "float32")
@@ -74,7 +74,7 @@ def dtype_of(case: str) -> torch.dtype:
 
 
 def backward(model: nn.Module, step: int) -> torch.Tensor:
-    """A language of one rule: each token is decided by the one before."""
+    """A language in which each token determines the next."""
     torch.manual_seed(step)
     ids = torch.randint(0, 64, (256,)).cuda()
     rule = torch.randperm(64, generator=torch.Generator().manual_seed(7)).cuda()
@@ -146,7 +146,7 @@ def test_each_optimizer_learns(case):
 
 
 @pytest.mark.parametrize("case", EIGHT)
-def test_eight_bits_take_a_quarter_of_the_memory(case):
+def test_8bit_state_takes_a_quarter_of_the_memory(case):
     needs(case)
 
     def bytes_a_weight(options: OptimizerConfig, dtype: torch.dtype) -> float:
@@ -157,7 +157,7 @@ def test_eight_bits_take_a_quarter_of_the_memory(case):
         optimizer.step(1e-3, YES.cuda())
         return (
             torch.cuda.memory_allocated() - before
-        ) / model.weight.numel() + model.weight.element_size()  # the gradient went
+        ) / model.weight.numel() + model.weight.element_size()  # the gradient was freed
 
     assert bytes_a_weight(OptimizerConfig(), torch.float32) == pytest.approx(8, abs=0.1)
     assert bytes_a_weight(config(case), dtype_of(case)) == pytest.approx(2.03, abs=0.1)
@@ -215,8 +215,8 @@ def test_stochastic_rounding_adds_up_updates_below_bfloat16_resolution(case):
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "adafactor"])
-def test_nothing_waits_for_the_device(case, monkeypatch):
-    """Adafactor alone does: torch's asks the device for the norm of each weight."""
+def test_no_host_sync(case, monkeypatch):
+    """Adafactor is the exception: torch's version reads the norm of each weight on the host."""
     needs(case)
     model = small(dtype_of(case))
     optimizer = Optimizer(model, config(case))
@@ -234,8 +234,8 @@ def test_nothing_waits_for_the_device(case, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_bad_step_among_good_ones_is_as_if_it_had_never_been(case):
-    """Also what is counted on the host, which learns of it a step later."""
+def test_skipped_bad_step_leaves_no_trace(case):
+    """Also the counters on the host, which learns of the bad step one step later."""
     models = []
     for bad in (False, True):
         model = small(dtype_of(case))
@@ -247,7 +247,7 @@ def test_a_bad_step_among_good_ones_is_as_if_it_had_never_been(case):
                 optimizer.step(1e-3, torch.isfinite(optimizer.clip(1.0)))
             loss = backward(model, step)
             optimizer.clip(1.0)
-            torch.manual_seed(step)  # of rounding by chance
+            torch.manual_seed(step)  # with stochastic rounding
             optimizer.step(1e-3, torch.isfinite(loss))
         models.append((model, optimizer.state()))
     (one, (_, counts)), (other, (_, theirs)) = models

@@ -1,4 +1,4 @@
-"""Half precision on a card: what float16 and bfloat16 matmuls cost in accuracy, that training goes on, and that nothing waits."""
+"""Half precision on a GPU: the accuracy of float16 and bfloat16 matmuls, training with them, and no host syncs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_float16_autocast_follows_float32(shape, lora):
 
 
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_bfloat16_autocast_is_no_farther_from_float32_than_bfloat16_is(shape):
+def test_bfloat16_autocast_is_as_accurate_as_bfloat16(shape):
     given = reference.batch(shape)
     exact = reference.plain(shape, given)
     ours = reference.relative_errors(
@@ -57,7 +57,7 @@ def test_float32_without_tf32_is_float32(shape):
     assert apart["grads"] < 10 * reference.LIMITS["float32"], apart  # sums over 1,800 tokens in another order
 
 
-def test_tf32_is_seen_by_what_it_rounds():
+def test_tf32_is_detected_by_its_rounding():
     given = reference.batch("llama")
     observed = {}
     for wanted in (True, False):
@@ -70,12 +70,12 @@ def test_tf32_is_seen_by_what_it_rounds():
         made.prove(model, make_probe(model))
 
 
-def test_the_cudnn_autotuner_is_refused_where_nothing_would_use_it():
+def test_unused_cudnn_autotuner_is_refused():
     with pytest.raises(ConfigError, match=r"cudnn\.benchmark is True, for 0 convolutions"):
         reference.build(pipeline(cudnn_benchmark=True), "llama", reference.batch("llama"))
 
 
-def test_loss_scaling_waits_for_nothing():
+def test_loss_scaling_needs_no_host_sync():
     scale = LossScale(torch.device("cuda", 0), 2.0**16, 2, active=True)
     weight = torch.randn(1000, device="cuda", requires_grad=True)
     before = torch.cuda.get_sync_debug_mode()
@@ -111,7 +111,7 @@ def test_fifty_steps_in_float16_fall_as_in_bfloat16(lora, small, cwd):
     assert skipped[Autocast.float16] < 10
 
 
-def test_a_memory_limit_is_kept_and_known():
+def test_memory_limit_is_enforced_and_reported():
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         world = World.create(memory_gib=2.0)

@@ -1,4 +1,4 @@
-"""Frozen linears in 4 and 8 bits on a card: exact with the weights that they stand for, in little memory, also compiled."""
+"""Frozen linear layers in 4 and 8 bits on a GPU: exact for the dequantized weights, with little memory, also compiled."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def qlora(kind: str, **lora) -> Pipeline:
 
 @kinds
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", [1, 24, 700, 4096])  # bitsandbytes has a kernel of its own for few
-def test_outputs_and_gradients_against_the_dequantised_weight_in_float32(kind, dtype, tokens):
+@pytest.mark.parametrize("tokens", [1, 24, 700, 4096])  # bitsandbytes has another kernel for few rows
+def test_outputs_and_gradients_match_dequantized_weights(kind, dtype, tokens):
     half = getattr(torch, dtype)
     source = torch.nn.Linear(4096, 1024, bias=False, device="cuda", dtype=half)
     torch.nn.init.normal_(source.weight, std=0.02)
@@ -80,7 +80,7 @@ def passed(model, made, given) -> reference.Result:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("shape", reference.SHAPES)
-def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_same_weights(shape, kind):
+def test_quantized_model_is_as_accurate_as_plain_bfloat16(shape, kind):
     given = reference.batch(shape)
     ours, made, _, _ = reference.build(qlora(kind), shape, given)
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
@@ -90,7 +90,7 @@ def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_sam
     for dtype in ("bfloat16", "float32"):
         plain, chosen, _, _ = reference.build(plainly, shape, given, dtype=dtype)
         if dtype == "float32":
-            torch.set_float32_matmul_precision("highest")  # the reference's; the technique's own choice is TF32
+            torch.set_float32_matmul_precision("highest")  # as in the reference; the technique's default is TF32
         dequantise_into(plain, ours)
         results[dtype] = passed(plain, chosen, given)
     mine = reference.relative_errors(results["ours"], results["float32"])
@@ -100,7 +100,7 @@ def test_a_whole_model_is_no_farther_from_float32_than_plain_bfloat16_of_the_sam
 
 
 @kinds
-def test_compiled_layers_compute_the_same(kind):
+def test_compiled_layers_equal_eager_layers(kind):
     given = reference.batch("llama")
     plain, made, _, _ = reference.build(qlora(kind), "llama", given)
     eager = passed(plain, made, given)
@@ -114,7 +114,7 @@ def test_compiled_layers_compute_the_same(kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_dora_and_generation_work_over_quantised_weights(kind):
+def test_dora_and_generation_work_with_quantized_weights(kind):
     given = reference.batch("llama")
     model, made, _, _ = reference.build(qlora(kind, dora=True), "llama", given)
     first = passed(model, made, given)
@@ -140,7 +140,7 @@ WIDE = dict(
 
 
 @pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (5, 1.9, "host")])
-def test_layers_as_wide_as_an_8b_model_s_train_where_their_16_bit_selves_may_not_fit(layers, limit, home):
+def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit, home):
     """Two layers (0.9 GiB) are drawn on the card; five (2.1 GiB) in host memory, since the card may use 1.9 GiB only."""
     sizes = dict(WIDE, num_hidden_layers=layers)
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)

@@ -1,4 +1,4 @@
-"""RoPE scaling on a card: frequencies named alike wherever they were computed, and plain transformers at the long length."""
+"""RoPE scaling on a GPU: the frequencies' digest is the same on all devices, and plain transformers agrees at the long length."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 
 LENGTH = 2000
-"""Of a row: the shapes are taken as trained on 512 positions and scaled to 2,048."""
+"""Tokens per row. The shapes count as trained on 512 positions and are scaled to 2,048."""
 
 
-def test_a_model_scaled_and_saved_on_the_card_is_the_same_function_in_plain_transformers(tmp_path):
+def test_scaled_and_saved_model_equals_plain_transformers(tmp_path):
     """One process without fxtune loads all four families; float32, sdpa in both."""
     wanted, script = {}, "import torch\nfrom transformers import AutoModelForCausalLM\n"
     ids = ((torch.arange(LENGTH) * 7919 + 3) % 4096).unsqueeze(0)

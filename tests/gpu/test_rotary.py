@@ -21,7 +21,7 @@ SHAPES = {
 }
 """rows, length, heads, kv_heads, dim, width."""
 ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2.2e-3, torch.float16: 3e-4}
-"""Of one rounding, relative to the norm."""
+"""Largest error of one rounding, relative to the norm."""
 
 
 def angles(rows, length, width, dtype):
@@ -59,7 +59,7 @@ def apart(whole, cos, sin, heads, kv, dim):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "mistral"])
 def test_models_with_fused_adapters(shape, compiled):
-    """As near to float32 as plain bfloat16, one operator a layer, and no copy of its gradient."""
+    """As accurate as plain bfloat16, with one operator per layer and no copy of its gradient."""
     pipeline = Pipeline()
     pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
     if compiled:

@@ -1,4 +1,4 @@
-"""A run on a GPU that is told to end: while it compiles, between recorded passes, while a checkpoint is copied."""
+"""Signals to a run on a GPU: during compilation, between recorded passes, and while a checkpoint is copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_a_run_on_a_gpu_saves_and_goes_on(tmp_path, graphs):
+def test_stopped_gpu_run_saves_and_resumes(tmp_path, graphs):
     words = command(tmp_path, *WORDS, f"techniques.compile.cuda_graphs={graphs}")
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "log.txt"
 
@@ -48,4 +48,4 @@ def test_a_run_on_a_gpu_saves_and_goes_on(tmp_path, graphs):
         assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "manifest.json").exists()
     assert start(words, tmp_path).wait(240) == 0, log.read_text()[-3000:]
     seen = [line["train/step"] for line in lines() if "train/loss" in line]
-    assert seen == list(range(1, seen[-1] + 1)), "a step is missing, or was logged twice"
+    assert seen == list(range(1, seen[-1] + 1)), "a step is missing or logged twice"

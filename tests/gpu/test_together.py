@@ -1,6 +1,6 @@
-"""All techniques at once: the loss follows plain transformers and peft in bfloat16.
+"""All techniques together: the loss follows plain transformers and peft in bfloat16.
 
-That a run of them that is killed loses nothing is in test_deterministic.py.
+test_deterministic.py tests that a killed run with them loses nothing.
 
 A small base is pre-trained here for seconds on Python's own library (plain torch), then LoRA-tuned on torch's C++ headers:
 real text with documents of all lengths, and a loss that falls far enough for a difference to show.
@@ -136,7 +136,7 @@ def make_setting(
     """A base, an adapter to start from, and documents, in `folder`."""
     before = text(Path(sysconfig.get_paths()["stdlib"]), ".py", size // 2)
     after = text(Path(torch.__file__).parent / "include", ".h", size)
-    assert sum(map(len, after)) > size / 2, "torch came without its headers"
+    assert sum(map(len, after)) > size / 2, "torch has no headers on this machine"
     reference.elsewhere(make_base, str(folder), before, sizes, pretrain, device)
     (folder / "headers.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in after))
     return SimpleNamespace(folder=folder, device=device, length=length)
@@ -170,7 +170,7 @@ def command(setting: SimpleNamespace, name: str, steps: int) -> list[str]:
 
 
 def trained(line: list[str]) -> list[float]:
-    """The losses of the run that the command `line` makes, after it came to its end."""
+    """Run the command `line` to its end and return its losses."""
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return logged(Path(next(word for word in line if word.startswith("run.dir=")).removeprefix("run.dir=")))
@@ -182,7 +182,7 @@ def logged(folder: Path) -> list[float]:
 
 
 def documents(setting: SimpleNamespace, line: list[str]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """What each step of the command `line` learns from: the plan's rows, taken apart where positions restart."""
+    """The documents of each step of the command `line`: the plan's rows, split where positions restart."""
     from fxtune.config.compose import load
     from fxtune.training.builder import RunBuilder
 
@@ -207,7 +207,7 @@ def smooth(losses: list[float], window: int = 20) -> np.ndarray:
     return np.convolve(losses, np.ones(window) / window, mode="valid")
 
 
-def test_200_steps_with_all_techniques_on_follow_plain_bfloat16_within_one_percent(setting):
+def test_200_steps_with_all_techniques_stay_within_one_percent_of_plain_bfloat16(setting):
     line = command(setting, "all", STEPS)
     seen = trained(line)
     evidence = {each["technique"] for each in json.loads((setting.folder / "all" / "evidence.json").read_text())}
@@ -215,7 +215,7 @@ def test_200_steps_with_all_techniques_on_follow_plain_bfloat16_within_one_perce
     wanted = reference.elsewhere(plain_run, str(setting.folder), documents(setting, line), setting.device)
     assert len(seen) == len(wanted) == STEPS
     ours, plain = smooth(seen), smooth(wanted)
-    assert plain[-1] < 0.9 * plain[0], "a loss that does not fall proves nothing"
+    assert plain[-1] < 0.9 * plain[0], "the loss must fall, else equal losses prove nothing"
     apart = float(np.mean(np.abs(ours - plain) / plain))
     print(f"\nloss {plain[0]:.4f} -> {plain[-1]:.4f} (plain), {ours[-1]:.4f} (ours); {apart:.3%} apart on average")
     assert apart < 0.01

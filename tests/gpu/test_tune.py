@@ -1,5 +1,4 @@
-"""`fxtune tune` on a card: real trials, one of which runs out of real memory, and a recipe that runs as it was
-measured."""
+"""`fxtune tune` on a GPU: real trials, one of which runs out of memory, and a recipe that runs as measured."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def fxtune(folder: Path, *words: str) -> str:
 
 @pytest.mark.timed
 @pytest.mark.slow
-def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
+def test_tune_finds_the_fastest_setting_and_it_runs_as_measured(tmp_path):
     words = [
         "tune",
         *SHAPE,
@@ -80,7 +79,7 @@ def test_the_fastest_is_found_and_runs_as_it_was_measured(tmp_path):
     assert "from the cache" in fxtune(tmp_path, *words, "0.5")  # in seconds; there is no time for what is not cached
 
 
-def test_a_trial_that_runs_out_of_memory_is_a_result(tmp_path):
+def test_out_of_memory_trial_is_a_result(tmp_path):
     """A micro-batch of 8 rows with all its logits does not fit in 3 GiB, and the forecast is not used here."""
     script = tmp_path / "without_forecast.py"
     script.write_text(

@@ -63,14 +63,14 @@ def test_every_installed_package_works(tmp_path):
         pytest.param(("model.dtype=bfloat16", "techniques.quantize.enabled=true"), id="nf4"),
     ],
 )
-def test_the_loss_is_that_of_plain_transformers(tmp_path, words):
+def test_loss_equals_plain_transformers(tmp_path, words):
     done, seen = fxtune(tmp_path, "verify", "+recipe=quickstart", *SHAPE, *words, "--loss")
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(one["technique"] == "memory" and one["observed"].startswith("peak ") for one in seen["evidence"])
     assert len([one for one in seen["loss"] if one["name"].startswith("fxtune")]) == 3
 
 
-def test_all_techniques_together_and_each_off_in_turn(tmp_path):
+def test_all_techniques_together_and_each_disabled_in_turn(tmp_path):
     done, seen = fxtune(
         tmp_path,
         "verify",

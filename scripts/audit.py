@@ -1,12 +1,12 @@
 """Checks the installed packages for known vulnerabilities with pip-audit: `make audit`, part of `make check`.
 
-Prints one line for each vulnerability. The exit code is 1 if a version with a fix exists; a vulnerability without a fix is printed
-and does not fail.
+Prints one line for each vulnerability. The exit code is 1 if a version with a fix exists; a vulnerability without a
+fix is printed and does not fail.
 
 pip-audit prints "no known vulnerabilities" also if its database does not answer, as behind a package mirror without a database. So
-the script first looks up a version that is known to be vulnerable. If the database does not know that one, the script says that the
-audit was not done. tests/repository/test_advisories.py holds in any case: pyproject.toml allows no version with a known
-vulnerability, and none is installed. The script never takes longer than --seconds.
+the script first looks up a version that is known to be vulnerable. If the database does not know that one, the script
+says that the audit was not done. tests/repository/test_advisories.py holds in any case: pyproject.toml allows no
+version with a known vulnerability, and none is installed. The script never takes longer than --seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures that several test folders use: small chat data, small configs, and hooks that keep the test process fast."""
+"""Fixtures for several test folders: small chat data, small configs, and hooks that keep the tests fast."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_imported_objects():
-    """Freeze the objects of torch and transformers. Each run collects garbage, which takes 0.3 s if it scans them too."""
+    """Freeze the objects of torch and transformers.
+
+    Each run collects garbage, which takes 0.3 s if it scans them too.
+    """
     gc.collect()
     gc.freeze()
 
@@ -134,7 +137,10 @@ def narrow(small) -> Config:
 
 @pytest.fixture(scope="session")
 def forks():
-    """The process that forks the runs of tests/faults. All tests of a worker share it, since its imports take seconds."""
+    """The process that forks the runs of tests/faults.
+
+    All tests of a worker share it, since its imports take seconds.
+    """
     from support.killing import ForkServer
 
     with ForkServer() as server:

@@ -1,19 +1,20 @@
-"""Measures memory and speed of each technique, alone and combined, with `fxtune bench`. Prints one table and draws one plot.
+"""Measures memory and speed of each technique, alone and combined, with `fxtune bench`. Prints one table and draws one
+plot.
 
-    python scripts/bench/ablate.py --data docs.jsonl --json ablation.json --plot docs/ablation.svg      # a GPU, an hour and a half
-    python scripts/bench/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json         # in parts: continues
-    python scripts/bench/ablate.py --json ablation.json --minutes 0 --plot docs/ablation.svg            # only table and plot
-    python scripts/bench/ablate.py --smoke                                                              # a short test on a CPU
+    python scripts/bench/ablate.py --data docs.jsonl --json ablation.json --plot docs/ablation.svg  # a GPU, an hour and a half
+    python scripts/bench/ablate.py --shapes 8b --lengths 65536 --minutes 9 --json ablation.json  # in parts: continues
+    python scripts/bench/ablate.py --json ablation.json --minutes 0 --plot docs/ablation.svg  # only table and plot
+    python scripts/bench/ablate.py --smoke  # a short test on a CPU
 
-Each case runs in its own process and uses the complete data path: it reads documents, tokenizes them, packs them into full rows and
-trains LoRA r=16. Weights are random; speed and memory do not depend on their values. The figures are those of `fxtune bench`: the
-speed of the steps after the first WARM_UP ones, and the peak memory of the process. A case that is refused or does not fit has a
-row with the reason. A case that the JSON file already holds does not run again, unless it failed for another reason or --again is
-given.
+Each case runs in its own process and uses the complete data path: it reads documents, tokenizes them, packs them into
+full rows and trains LoRA r=16. Weights are random; speed and memory do not depend on their values. The figures are
+those of `fxtune bench`: the speed of the steps after the first WARM_UP ones, and the peak memory of the process. A
+case that is refused or does not fit has a row with the reason. A case that the JSON file already holds does not run
+again, unless it failed for another reason or --again is given.
 
-Each technique is added to a base. The base is `plain` (LoRA, bfloat16, torch's own attention) where that fits. At lengths where it
-does not fit, the base has the techniques that it needs to fit, and the row's name lists them (`full + fused_loss`). Ratios are
-relative to that base.
+Each technique is added to a base. The base is `plain` (LoRA, bfloat16, torch's own attention) where that fits. At
+lengths where it does not fit, the base has the techniques that it needs to fit, and the row's name lists them (`full +
+fused_loss`). Ratios are relative to that base.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "offload": ("offload",),
     "tiled_mlp": ("tiled_mlp",),
 }
-"""The rows, the most informative first: names in TECHNIQUES, or command-line keys. `base` does not run where it equals `plain`."""
+"""The rows, the most informative first: names in TECHNIQUES, or command-line keys.
+
+`base` does not run where it equals `plain`.
+"""
 
 WITHOUT_BASE = ("plain", "together", "memory")
 """Cases that are not added to a base."""
@@ -314,7 +318,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw tokens/s and peak memory, two panels for each shape and length. A case that did not run shows the reason."""
+    """Draw tokens/s and peak memory, two panels for each shape and length.
+
+    A case that did not run shows the reason.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

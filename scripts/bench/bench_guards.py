@@ -1,11 +1,13 @@
-"""Measures the cost of step monitoring: the check for finite losses and gradients, the loss window, the statistics for the log.
+"""Measures the cost of step monitoring: the check for finite losses and gradients, the loss window, the statistics for
+the log.
 
     python scripts/bench/bench_guards.py [--steps 40] [+recipe=NAME key=value ...]
 
-It measures in two ways. Alone: it runs the monitoring of one step ROUNDS times and divides its time by the time of a step. This is
-exact on a CPU and an upper bound on a GPU, where the host does this work while the device computes the step. In the run: it
-alternates blocks of steps with train.spikes=report and train.spikes=off in one trainer and compares the medians; on a busy machine
-the difference is mostly noise. Without a recipe it trains LoRA on the built-in model.
+It measures in two ways. Alone: it runs the monitoring of one step ROUNDS times and divides its time by the time of a
+step. This is exact on a CPU and an upper bound on a GPU, where the host does this work while the device computes the
+step. In the run: it alternates blocks of steps with train.spikes=report and train.spikes=off in one trainer and
+compares the medians; on a busy machine the difference is mostly noise. Without a recipe it trains LoRA on the built-in
+model.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python scripts/bench/bench_packing.py [DOCUMENTS]
 
-Each line packs DOCUMENTS (default 1,000,000) lengths from a log-normal distribution with the given mean and sigma. Longer documents
-are cut to the capacity, as `data.on_long=truncate` does. Efficiency is the share of the rows' tokens that are not padding.
+Each line packs DOCUMENTS (default 1,000,000) lengths from a log-normal distribution with the given mean and sigma.
+Longer documents are cut to the capacity, as `data.on_long=truncate` does. Efficiency is the share of the rows' tokens
+that are not padding.
 """
 
 import sys

@@ -1,25 +1,28 @@
-"""Compares the speed of fxtune, TRL and Unsloth on this GPU: the same model, tokens and settings, one table with ratios.
+"""Compares the speed of fxtune, TRL and Unsloth on this GPU with the same model, tokens and settings.
 
     python scripts/bench/bench_peers.py --json peers.json                                    # all cases, 45 minutes
-    python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json   # in parts: continues
+    python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json  # in parts: continues
     python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
-    python scripts/bench/bench_peers.py --minutes 0 --json peers.json                        # only the table of finished cases
+    python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
-Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16 and alpha=32
-on all seven linear layers of a block, without dropout, with fused AdamW at a constant learning rate of 1e-4 and one micro-batch per
-optimizer step. All tools train on the same files. A file holds either documents of random tokens, each exactly as long as a row, or
-chats with log-normal lengths of mean 500. Each tool tokenizes and packs the chats itself into rows of the same length. The loss is
-over every token.
+Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
+and alpha=32 on all seven linear layers of a block, without dropout, with fused AdamW at a constant learning rate of
+1e-4 and one micro-batch per optimizer step. All tools train on the same files. A file holds either documents of random
+tokens, each exactly as long as a row, or chats with log-normal lengths of mean 500. Each tool tokenizes and packs the
+chats itself into rows of the same length. The loss is over every token.
 
-Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and after these steps
-and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for the process.
+Speed is document tokens per second over the steps after the warm-up. The clock synchronizes the device before and
+after these steps and nowhere between, so compilation and loading count as warm-up. Peak memory is torch's figure for
+the process.
 
-Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that runs. The table
-names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws its own random weights, so the
-losses are close but not equal; a tool that trained on fewer tokens would show a different loss.
+Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
+runs. The table names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws
+its own random weights, so the losses are close but not equal; a tool that trained on fewer tokens would show a
+different loss.
 
-A case that the JSON file already holds does not run again. `--set KEY=VALUE` applies to fxtune only; its row shows the value.
+A case that the JSON file already holds does not run again. `--set KEY=VALUE` applies to fxtune only; its row shows the
+value.
 """
 
 from __future__ import annotations
@@ -376,7 +379,10 @@ def gib(row: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The table in Markdown. The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's."""
+    """The table in Markdown.
+
+    The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
+    """
     lines = [
         "| case | tool | settings | tokens/s | ms/step | peak GiB | first loss | loss | fxtune / peer |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",

@@ -2,9 +2,10 @@
 
     python scripts/bench/bench_tokenize.py [--size-mb 1000] [--workers 2] [--keep FOLDER]
 
-Writes chats of one to four turns with log-normal lengths (random words with a Zipf distribution, fixed seed), tokenizes them into
-an empty cache and reads them back from it. Memory is the proportional set size (Pss) of all processes of the tree, read four times
-a second. Pss divides shared pages among the processes that share them, so the sum is the memory that the machine needs.
+Writes chats of one to four turns with log-normal lengths (random words with a Zipf distribution, fixed seed),
+tokenizes them into an empty cache and reads them back from it. Memory is the proportional set size (Pss) of all
+processes of the tree, read four times a second. Pss divides shared pages among the processes that share them, so the
+sum is the memory that the machine needs.
 """
 
 from __future__ import annotations

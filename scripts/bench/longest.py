@@ -1,19 +1,20 @@
 """Finds the longest row that this GPU trains on: measures some lengths and fits a line through their memory.
 
     python scripts/bench/longest.py --json longest.json --lengths 65536,131072,262144      # a GPU, ten minutes
-    python scripts/bench/longest.py --json longest.json --lengths 409600 --fast --minutes 9.5     # one length at a time: continues
+    python scripts/bench/longest.py --json longest.json --lengths 409600 --fast --minutes 9.5  # one length at a time: continues
     python scripts/bench/longest.py --dry-run --card 139 --host 128                        # no GPU: only the forecast
     python scripts/bench/longest.py --lengths 65536 techniques.quantize.enabled=true       # other settings: any key
 
-A row is one document of that length. The model has the shape of Llama 3 8B and random weights (memory does not depend on their
-values) and trains LoRA r=16. All settings save memory: a layer keeps only its input, the inputs are offloaded to host memory as far
-as they fit, and MLPs run in tiles of TILE tokens. Each length runs in its own process, takes real training steps, and is written to
-the JSON file when it has finished. A length that the file holds with the same settings, measured or out of memory, does not run
-again unless --again is given. A length that failed for another reason, or that the time limit stopped, runs again.
+A row is one document of that length. The model has the shape of Llama 3 8B and random weights (memory does not depend
+on their values) and trains LoRA r=16. All settings save memory: a layer keeps only its input, the inputs are offloaded
+to host memory as far as they fit, and MLPs run in tiles of TILE tokens. Each length runs in its own process, takes
+real training steps, and is written to the JSON file when it has finished. A length that the file holds with the same
+settings, measured or out of memory, does not run again unless --again is given. A length that failed for another
+reason, or that the time limit stopped, runs again.
 
-The script fits a straight line to the measured lengths, bytes = constant + bytes per token x tokens, after it subtracts the inputs
-of layers that did not fit into host memory. The line gives the longest row that fits, and whether GPU or host memory limits it. A
-length that ran out of memory is always above the limit.
+The script fits a straight line to the measured lengths, bytes = constant + bytes per token x tokens, after it
+subtracts the inputs of layers that did not fit into host memory. The line gives the longest row that fits, and whether
+GPU or host memory limits it. A length that ran out of memory is always above the limit.
 """
 
 from __future__ import annotations
@@ -346,7 +347,9 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
 
 
 def fit_line(rows: list[Row], facts: Facts) -> Line:
-    """The least-squares line through the measurements, or through the forecasts if fewer than two lengths were measured."""
+    """The least-squares line through the measurements, or through the forecasts if fewer than two lengths were
+    measured.
+    """
     hidden = 2 * facts.text["hidden_size"]
     points = [(row.length, row.peak_gib * GIB - row.length * row.staying * hidden) for row in rows if row.peak_gib]
     measured = len({length for length, _ in points}) > 1
@@ -364,7 +367,7 @@ def fit_line(rows: list[Row], facts: Facts) -> Line:
 
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
-    """(tokens, layers besides the last that keep their input on the device, the limit) of the longest row that fits."""
+    """(tokens, layers besides the last that keep their input on the device, limit) of the longest row that fits."""
     from fxtune.techniques.checkpointing.offload import pinned_bytes
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
 

@@ -1,7 +1,7 @@
-"""Trains with one peer in this process, for bench_peers.py: `python scripts/bench/peer_tools.py '{"tool": "trl", ...}'`.
+"""Trains with one peer, for bench_peers.py: `python scripts/bench/peer_tools.py '{"tool": "trl", ...}'`.
 
-It imports nothing of fxtune. The peer's own trainer runs its own loop. A callback records the end of each step with a CUDA event and
-synchronizes the device before the first and after the last measured step.
+It imports nothing of fxtune. The peer's own trainer runs its own loop. A callback records the end of each step with a
+CUDA event and synchronizes the device before the first and after the last measured step.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def settings(request: dict[str, Any]) -> Any:
 
 
 def dataset(request: dict[str, Any]) -> Any:
-    """The rows of the file: chats as text, which the peer tokenizes and packs; token rows with a label for every token."""
+    """The rows of the file: chats as text, which the peer tokenizes and packs; token rows with a label for every
+    token.
+    """
     from datasets import Dataset
 
     with open(request["documents"], encoding="utf-8") as file:
@@ -148,7 +150,10 @@ def write(request: dict[str, Any]) -> None:
 
 
 def make_clock(request: dict[str, Any]) -> Any:
-    """A callback that measures steps. The class is defined here because transformers must be imported after Unsloth."""
+    """A callback that measures steps.
+
+    The class is defined here because transformers must be imported after Unsloth.
+    """
     import torch
     from transformers import TrainerCallback
 

@@ -1,11 +1,12 @@
-"""Measures how long a checkpoint stops training: a run without checkpoints, with background saves, and with blocking saves.
+"""Measures how long a checkpoint stops training: a run without checkpoints, with background saves, and with blocking
+saves.
 
     python scripts/bench/stall.py +recipe=quickstart                                     # on a CPU, a minute
     python scripts/bench/stall.py +recipe=llama_lora train.max_steps=40 --every 10       # any recipe and keys
 
-Each run takes `train.max_steps` steps (default: 60) in a temporary folder below --folder, so the figures are those of that disk.
-The script reads each run's metrics.jsonl. It prints the seconds that a save stops the loop, the seconds until the save is on the
-disk, and the time that the saves add to a step, without the first WARM_UP steps.
+Each run takes `train.max_steps` steps (default: 60) in a temporary folder below --folder, so the figures are those of
+that disk. The script reads each run's metrics.jsonl. It prints the seconds that a save stops the loop, the seconds
+until the save is on the disk, and the time that the saves add to a step, without the first WARM_UP steps.
 """
 
 from __future__ import annotations

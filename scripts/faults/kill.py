@@ -1,19 +1,21 @@
 """Kills runs at random instants, restarts them, and counts how many end bit for bit like a run that was never killed.
 
     python scripts/faults/kill.py [--kills 200] [--modes lora,full] [--seed 0] [--json FILE] [--folder FOLDER]
-    python scripts/faults/kill.py --operations --modes lora       # not at random: one kill before each file operation of a run
+    python scripts/faults/kill.py --operations --modes lora  # not at random: one kill before each file operation of a run
 
-Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again. Half of the
-instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a short run is its start. One
-kill in four ends only the main process, like the kernel's out-of-memory killer, and its workers must notice that.
+Each run trains a two-layer Llama on a CPU. SIGKILL ends it one to four times, and the same command starts it again.
+Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
+short run is its start. One kill in four ends only the main process, like the kernel's out-of-memory killer, and its
+workers must notice that.
 
-Each run is compared with the undisturbed run of the same command: sha256 of the export and of the last checkpoint's weights and
-optimizer state, the rest of its state, metrics.jsonl and result.json (without figures that depend on a clock), and for each step its
-documents and the random state after it. So every document is used as often as without a kill.
+Each run is compared with the undisturbed run of the same command: sha256 of the export and of the last checkpoint's
+weights and optimizer state, the rest of its state, metrics.jsonl and result.json (without figures that depend on a
+clock), and for each step its documents and the random state after it. So every document is used as often as without a
+kill.
 
-The runs are forked from a parent that has imported all packages. A run then takes one or two seconds instead of seven, and the
-reported costs of a kill do not include the imports. For each mode one run is started as users start it; its result must equal that of
-the forked run.
+The runs are forked from a parent that has imported all packages. A run then takes one or two seconds instead of seven,
+and the reported costs of a kill do not include the imports. For each mode one run is started as users start it; its
+result must equal that of the forked run.
 """
 
 from __future__ import annotations

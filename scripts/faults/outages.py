@@ -1,11 +1,13 @@
-"""Measures what a failing network costs a run, and checks that no data is lost: every failure of the hub and of W&B, on loopback.
+"""Measures what a failing network costs a run, and checks that no data is lost: every failure of the hub and of W&B,
+on loopback.
 
     python scripts/faults/outages.py [--json FILE]
 
-Hub: the seconds from the request for a model, its weights, a tokenizer and a dataset until all are loaded or an error says what to
-do, with and without a cache from an earlier run. W&B: the seconds that the training process spends on the start, on the slowest of
-ten log lines and on the end of the run, and whether the server has each of the ten steps once after the command that fxtune printed.
-The processes use the real libraries (huggingface_hub, wandb); the servers are in tests/support/servers.py.
+Hub: the seconds from the request for a model, its weights, a tokenizer and a dataset until all are loaded or an error
+says what to do, with and without a cache from an earlier run. W&B: the seconds that the training process spends on the
+start, on the slowest of ten log lines and on the end of the run, and whether the server has each of the ten steps once
+after the command that fxtune printed. The processes use the real libraries (huggingface_hub, wandb); the servers are
+in tests/support/servers.py.
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
-"""Compares the loss of one LoRA training in plain Hugging Face, in fxtune with all techniques, and in fxtune with an fp8 base.
+"""Compares the loss of one LoRA training: plain Hugging Face, fxtune with all techniques, fxtune with an fp8 base.
 
-    python scripts/study/equal_loss.py --out build/equal --minutes 8 --json equal_loss.json    # one H200; call again to continue
-    python scripts/study/equal_loss.py --out build/equal --minutes 0 --json equal_loss.json --plot equal_loss.svg    # only table, plot
+    python scripts/study/equal_loss.py --out build/equal --minutes 8 --json equal_loss.json  # one H200; again: continues
+    python scripts/study/equal_loss.py --out build/equal --minutes 0 --json equal_loss.json --plot p.svg  # table and plot
     python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s
 
-1. gather.py collects text of this machine: Python sources and documentation for the base, C and C++ for tuning. Some documents of each
-   are held out. A tokenizer is trained on the first text. The text stays in --out.
-2. fxtune pre-trains a Llama of at least 100M parameters on the first text, from random weights, and reports its perplexity.
-3. For each seed the script draws one initial adapter for all variants and writes the rows of every step to a file. So all variants
-   train on the same tokens in the same order, with the same learning rates and the same gradient clipping:
+1. gather.py collects text of this machine: Python sources and documentation for the base, C and C++ for tuning. Some
+   documents of each are held out. A tokenizer is trained on the first text. The text stays in --out.
+2. fxtune pre-trains a Llama of at least 100M parameters on the first text, from random weights, and reports its
+   perplexity.
+3. For each seed the script draws one initial adapter for all variants and writes the rows of every step to a file. So
+   all variants train on the same tokens in the same order, with the same learning rates and the same gradient
+   clipping:
      plain    transformers, peft and torch.optim.AdamW in bfloat16, in another process (plain_tune.py)
      fxtune   the fast techniques in bfloat16: the GPU's best attention, fused loss, fused LoRA, compiled layers
      fp8      the same with an fp8 base
-4. Each variant computes its held-out loss. Plain transformers also computes the held-out loss of fxtune's adapters over the bfloat16
-   base. For each seed the final losses must be within 0.5 % (fxtune) and 1 % (fp8) of plain; otherwise the exit code is 1.
+4. Each variant computes its held-out loss. Plain transformers also computes the held-out loss of fxtune's adapters
+   over the bfloat16 base. For each seed the final losses must be within 0.5 % (fxtune) and 1 % (fp8) of plain;
+   otherwise the exit code is 1.
 
-The JSON file keeps finished runs, which do not run again; --out keeps the base. A refused run (fp8 on a CPU) has a row too.
+The JSON file keeps finished runs, which do not run again; --out keeps the base. A refused run (fp8 on a CPU) has a row
+too.
 """
 
 from __future__ import annotations
@@ -125,7 +129,10 @@ class Failed(Exception):
 
 
 class Worker:
-    """A process that runs functions, one at a time. A process that died or was stopped is replaced at the next call."""
+    """A process that runs functions, one at a time.
+
+    A process that died or was stopped is replaced at the next call.
+    """
 
     def __init__(self, *modules: str) -> None:
         """`modules` are imported at the start. This takes seconds, and two workers import in parallel."""
@@ -157,7 +164,10 @@ class Worker:
             raise Failed(f"failed: its process ended with {status}, see above") from problem
 
     def close(self, patience: float = 5.0) -> None:
-        """End the process. An idle process ends when the pipe closes; a busy one is killed after `patience` seconds."""
+        """End the process.
+
+        An idle process ends when the pipe closes; a busy one is killed after `patience` seconds.
+        """
         if self.process is not None:
             self.pipe.close()
             self.process.join(patience)
@@ -231,7 +241,9 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gather(args: argparse.Namespace, data: Path) -> None:
-    """Write base.jsonl and tune.jsonl, for each a -held.jsonl of about --evaluated rows, and the tokenizer of base.jsonl."""
+    """Write base.jsonl and tune.jsonl, for each a -held.jsonl of about --evaluated rows, and the tokenizer of
+    base.jsonl.
+    """
     includes = (Path(sysconfig.get_paths()["include"]), Path("/usr/include"))
     roots = args.roots or [*standard_roots(), *(folder for folder in includes if folder.is_dir())]
     for name, suffixes, megabytes in (
@@ -314,7 +326,10 @@ def write_rows(line: list[str], file: Path) -> dict[str, Any]:
 
 
 def tune(line: list[str]) -> dict[str, Any]:
-    """Run the command `line`. Returns the losses like plain_tune.tune(), and the evidence that each technique acted."""
+    """Run the command `line`.
+
+    Returns the losses like plain_tune.tune(), and the evidence that each technique acted.
+    """
     import torch
 
     from fxtune.config import compose as configs

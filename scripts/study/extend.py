@@ -1,20 +1,23 @@
-"""Tests context extension with YaRN: pre-trains a small Llama on 1,024 tokens, extends it to 8,192 tokens, measures both models.
+"""Tests context extension with YaRN: pre-trains a small Llama on 1,024 tokens, extends it to 8,192 tokens, measures
+both models.
 
     python scripts/study/extend.py --out build/extend            # one H200, about nine minutes
     python scripts/study/extend.py --out build/extend --again --extend-lr 1e-4     # extends the same base again
     python scripts/study/extend.py --out /tmp/extend --smoke     # a short test with a tiny model on a CPU
 
-1. gather.py collects text of this machine and joins the files of a package to long documents. A part of them is held out. A BPE
-   tokenizer is trained on the text.
-2. fxtune pre-trains at the short context, on that text and on retrieval documents (retrieval.py) that fit the short context.
-3. fxtune extends the model by full fine-tuning: YaRN by --factor, rows of the long context, long and short documents in every step
-   (data.mix). A share of the long tokens (--long-retrieval) comes from retrieval documents.
-4. Plain transformers evaluates three models on held-out text: the base, the base with YaRN but without tuning, and the extended model
-   from the folder that fxtune saved. It measures the loss by position, the loss of short rows, and the share of pass keys that the
-   model finds by length and depth (exact match, see retrieval.accuracy).
+1. gather.py collects text of this machine and joins the files of a package to long documents. A part of them is held
+   out. A BPE tokenizer is trained on the text.
+2. fxtune pre-trains at the short context, on that text and on retrieval documents (retrieval.py) that fit the short
+   context.
+3. fxtune extends the model by full fine-tuning: YaRN by --factor, rows of the long context, long and short documents
+   in every step (data.mix). A share of the long tokens (--long-retrieval) comes from retrieval documents.
+4. Plain transformers evaluates three models on held-out text: the base, the base with YaRN but without tuning, and the
+   extended model from the folder that fxtune saved. It measures the loss by position, the loss of short rows, and the
+   share of pass keys that the model finds by length and depth (exact match, see retrieval.accuracy).
 
-The script writes extended.json, extended.png and the models to --out and prints the table. It downloads nothing. It writes the JSON
-file after each stage and each evaluated model, so the same command continues an interrupted call after the last of them.
+The script writes extended.json, extended.png and the models to --out and prints the table. It downloads nothing. It
+writes the JSON file after each stage and each evaluated model, so the same command continues an interrupted call after
+the last of them.
 """
 
 from __future__ import annotations
@@ -288,7 +291,10 @@ def mean(by_depth: dict[str, float]) -> float:
 
 
 def plot(file: Path) -> None:
-    """Draw the figures of the JSON file `file` to a .png next to it. Without matplotlib, print the command that does it."""
+    """Draw the figures of the JSON file `file` to a .png next to it.
+
+    Without matplotlib, print the command that does it.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -399,7 +405,10 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def open_record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The name and the record of the interrupted extension, or of a new one. Ends the script if their options differ."""
+    """The name and the record of the interrupted extension, or of a new one.
+
+    Ends the script if their options differ.
+    """
     known = records(args.out)
     settings = {
         key: value if isinstance(value, (int, float)) else str(value)

@@ -1,9 +1,10 @@
-"""LoRA training with plain transformers, peft and torch's AdamW: the reference of equal_loss.py. It imports nothing of fxtune.
+"""LoRA training with plain transformers, peft and torch's AdamW: the reference of equal_loss.py. It imports nothing of
+fxtune.
 
-The rows come as a .npz file with the ids, targets and positions of every step and of the held-out rows, so both sides train on the
-same tokens in the same order. Attention is torch's SDPA with an explicit mask: a token attends to itself and to earlier tokens of its
-document. There is no packing kernel, no fused kernel and no compilation. The loss is torch's cross-entropy of float32 logits, averaged
-over the step's targets.
+The rows come as a .npz file with the ids, targets and positions of every step and of the held-out rows, so both sides
+train on the same tokens in the same order. Attention is torch's SDPA with an explicit mask: a token attends to itself
+and to earlier tokens of its document. There is no packing kernel, no fused kernel and no compilation. The loss is
+torch's cross-entropy of float32 logits, averaged over the step's targets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 SPREAD = 1e-4
-"""Standard deviation of B in an initial adapter. It is almost zero, but B must not be exactly zero, as in an untrained adapter."""
+"""Standard deviation of B in an initial adapter.
+
+It is almost zero, but B must not be exactly zero, as in an untrained adapter.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ def make_start(base: str, folder: str, seed: int, r: int, alpha: float) -> None:
 
 
 def tune(job: Job) -> dict[str, Any]:
-    """Train. Returns the loss of each step, (step, held-out loss) pairs (step 0 is before training) and the median step time."""
+    """Train.
+
+    Returns the loss of each step, (step, held-out loss) pairs (step 0 is before training) and the median step time.
+    """
     import numpy as np
     import torch
 

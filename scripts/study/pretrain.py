@@ -1,7 +1,8 @@
-"""Shared functions of extend.py and equal_loss.py, which pre-train a small base: text, tokenizer, training for a given time.
+"""Shared functions of extend.py and equal_loss.py, which pre-train a small base: text, tokenizer, training for a given
+time.
 
-gather.py collects the text, which stays on this machine. fxtune trains from random weights: with bfloat16 matmuls over float32
-weights and compiled layers on a GPU, in float32 on a CPU.
+gather.py collects the text, which stays on this machine. fxtune trains from random weights: with bfloat16 matmuls over
+float32 weights and compiled layers on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ TOKENIZER_BYTES = 20_000_000
 
 
 def split(found: Iterable[Document], kept: Path, held: Path, share: float, megabytes: float) -> None:
-    """Write documents to two JSONL files until they hold `megabytes` of text. About `share` of the documents go to `held`."""
+    """Write documents to two JSONL files until they hold `megabytes` of text.
+
+    About `share` of the documents go to `held`.
+    """
     size = 0.0
     with kept.open("w", encoding="utf-8") as kept_file, held.open("w", encoding="utf-8") as held_file:
         for document in found:
@@ -79,7 +83,9 @@ def _first(found: Iterable[str], size: int) -> Iterator[str]:
 
 
 def base_config(out: Path, name: str, seed: int) -> Any:
-    """A config of full training in the folder `out`: on a GPU with bfloat16 matmuls over float32 weights and compiled layers."""
+    """A config of full training in the folder `out`: on a GPU with bfloat16 matmuls over float32 weights and compiled
+    layers.
+    """
     import torch
 
     from fxtune.checkpoint.manager import CheckpointConfig
@@ -103,7 +109,9 @@ def base_config(out: Path, name: str, seed: int) -> Any:
 
 
 def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int) -> Any:
-    """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value heads."""
+    """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value
+    heads.
+    """
     from transformers import PreTrainedTokenizerFast
 
     from fxtune.models.load import DType, Init, ModelConfig

@@ -1,8 +1,10 @@
 """Retrieval documents, which train and test whether a small model uses distant context.
 
-Such a document has a fact that cannot be guessed ("The pass key is 73914.") inside ordinary text, and a question about it at the end.
-`teaching` writes training documents in several forms, with one or more facts at random depths. `Passkeys` is the test (Mohtashami and
-Jaggi 2023, arXiv 2305.16300): one pass key at a given depth of a row of a given length, which the model must repeat.
+Such a document has a fact that cannot be guessed ("The pass key is 73914.") inside ordinary text, and a question about
+it at the end.
+`teaching` writes training documents in several forms, with one or more facts at random depths. `Passkeys` is the test
+(Mohtashami and Jaggi 2023, arXiv 2305.16300): one pass key at a given depth of a row of a given length, which the
+model must repeat.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ def documents(
     low: int,
     high: int,
 ) -> Iterator[str]:
-    """`count` teaching documents of about `low` to `high` tokens, none longer. `encode` maps a list of texts to token ids."""
+    """`count` teaching documents of about `low` to `high` tokens, none longer.
+
+    `encode` maps a list of texts to token ids.
+    """
     sample = [fillers.draw(rng, 4000) for _ in range(16)]
     chars_per_token = sum(map(len, sample)) / sum(map(len, encode(sample)))
     left = count
@@ -101,7 +106,10 @@ class Passkeys:
         self.encode, self.ids, self.rng = encode, ids, random.Random(seed)
 
     def row(self, length: int, depth: float) -> tuple[list[int], int]:
-        """(token ids [length], length of the answer at their end). `depth` 0 is the start of the row, 1 the question."""
+        """(token ids [length], length of the answer at their end).
+
+        `depth` 0 is the start of the row, 1 the question.
+        """
         value = number(self.rng)
         fact, answered, question = self.encode(
             [
@@ -120,10 +128,11 @@ class Passkeys:
 
 
 def accuracy(argmax: Callable[[list[list[int]]], Any], rows: list[tuple[list[int], int]]) -> float:
-    """Share of rows whose complete answer the model predicts. `argmax` maps rows of one length to the most likely next tokens.
+    """Share of rows whose complete answer the model predicts. `argmax` maps rows of one length to the most likely next
+    tokens.
 
-    The answer is part of the row, and each of its tokens must be the most likely one after the tokens before it. Greedy decoding
-    gives the same result, because both fail at the first wrong token.
+    The answer is part of the row, and each of its tokens must be the most likely one after the tokens before it.
+    Greedy decoding gives the same result, because both fail at the first wrong token.
     """
     best = argmax([ids for ids, _ in rows])
     right = 0

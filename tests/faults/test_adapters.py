@@ -1,4 +1,4 @@
-"""Adapters with NaN weights and merges to unwritable folders fail with one message and an exit code, without a hang."""
+"""Adapters with NaN weights and merges to unwritable folders fail with a message and an exit code."""
 
 from __future__ import annotations
 

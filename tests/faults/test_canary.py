@@ -1,7 +1,7 @@
 """Secrets in the environment, on command lines and in git must not occur in any file or output.
 
-The test runs train with an offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and commands that fail.
-It searches each file below the home and the working directory, and all output of the processes.
+The test runs train with an offline W&B, then verify, bench, eval, merge, preview, --cfg, tune, doctor, sync, and
+commands that fail. It searches each file below the home and the working directory, and all output of the processes.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
 
 @pytest.mark.slow
 def test_other_commands_write_no_secret(planted, capfd, monkeypatch):
-    """tune with two trials, one of which failed with secrets in its output, and its cache; doctor; sync, which fails."""
+    """tune with two trials, one of which prints secrets and fails, and its cache; doctor; sync, which fails."""
     argv = [
         *RUN,
         f"tracking.wandb.group={TYPED['token']}",
@@ -257,7 +257,7 @@ def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
 
 
 def test_library_output_and_tracebacks_contain_no_secret(planted):
-    """A bug raises an error with a token in its text, after a print and a warning with a token and a proxy's password."""
+    """A bug raises an error with a token, after a print and a warning with a token and a proxy's password."""
     script = (
         "import os, sys, warnings, logging\nfrom fxtune.cli import main as command\n"
         "def broken(argv):\n    token = os.environ['HF_TOKEN']\n    print('got', token, os.environ['HTTPS_PROXY'])\n"

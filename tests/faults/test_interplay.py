@@ -1,4 +1,6 @@
-"""Two faults at the same time, or a second fault while the first is handled: signals, memory, full disks, bad numbers, resume."""
+"""Two faults at the same time, or a second fault while the first is handled: signals, memory, full disks, bad numbers,
+resume.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ def state(run: str = "run") -> dict:
 
 
 def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
-    """Make forward passes of more than `rows` rows fail. Calls `once` at the first failure. Returns the rows of each pass."""
+    """Make forward passes of more than `rows` rows fail.
+
+    Calls `once` at the first failure. Returns the rows of each pass.
+    """
     real, seen = LanguageModel.summed_loss, []
 
     def scarce(self, batch):
@@ -288,7 +293,9 @@ def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatc
 
 @pytest.mark.slow
 def test_kill_during_replacement_keeps_the_only_checkpoint(tmp_path):
-    """The kill comes between the removal of the old checkpoint and the move of the new one, before each file operation."""
+    """The kill comes between the removal of the old checkpoint and the move of the new one, before each file
+    operation.
+    """
     program = """
 import os, sys
 from pathlib import Path

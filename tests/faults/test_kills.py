@@ -12,7 +12,10 @@ from support.killing import Aim, Reference, disturb, prepare
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}
-"""The steps at which two attempts die, both in the first epoch. The first dies after it began two checkpoints, so one is complete."""
+"""The steps at which two attempts die, both in the first epoch.
+
+The first dies after it began two checkpoints, so one is complete.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def undisturbed(forks, tmp_path_factory):
 
 @pytest.fixture
 def killed(forks, tmp_path):
-    """A function that kills a run by `aims`, lets it end, compares it with the undisturbed run and returns its kills."""
+    """A function that kills a run by `aims`, compares its end with the undisturbed run and returns its kills."""
 
     def twin(mode: str, reference: Reference, *aims: Aim):
         prepare(tmp_path / mode, mode)
@@ -81,7 +84,8 @@ def test_run_killed_twice_in_one_epoch_equals_undisturbed_run(killed, undisturbe
 
 @pytest.mark.slow
 def test_orphaned_workers_end_and_change_no_bit(killed, undisturbed):
-    """The reference runs without workers. The killed process leaves its workers behind while the next attempt starts its own.
+    """The reference runs without workers. The killed process leaves its workers behind while the next attempt starts
+    its own.
 
     The workers of the evaluation live until the end of the run.
     """

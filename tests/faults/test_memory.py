@@ -79,7 +79,10 @@ def test_partial_gradient_sum_is_dropped(short):
 
 
 def test_resumed_run_uses_the_same_micro_batches_from_the_same_step(short):
-    """The result is bit for bit equal. It differs from that of full micro-batches, whose sums are rounded differently."""
+    """The result is bit for bit equal.
+
+    It differs from that of full micro-batches, whose sums are rounded differently.
+    """
     result, resumed, undisturbed = short("middle")
     assert any("after step 2" in note for note in resumed["notes"])
     assert not memory_notes(resumed)

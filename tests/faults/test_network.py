@@ -45,7 +45,10 @@ def cache(hub, tmp_path_factory):
 
 
 def locate_in_process(url, home, patience=300.0):
-    """The output of a process that needs a model, its tokenizer and a dataset. `patience`: seconds for the hub's answer."""
+    """The output of a process that needs a model, its tokenizer and a dataset.
+
+    `patience`: seconds for the hub's answer.
+    """
     environment = {
         **os.environ,
         "HF_ENDPOINT": url,
@@ -78,7 +81,10 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "reason"), FAULTS.items())
 def test_failing_hub_is_asked_once_and_the_cache_is_used(hub, cache, mode, reason):
-    """One request with a timeout limits the wait. A refusal (401) concerns one repository, so each is requested once."""
+    """One request with a timeout limits the wait.
+
+    A refusal (401) concerns one repository, so each is requested once.
+    """
     hub.mode = mode
     hub.requests.clear()
     url = refused() if mode == "refused" else hub.url

@@ -1,4 +1,7 @@
-"""The environment of a command: no home folder, a deleted working directory, no terminal, unusual names. Also its exit codes."""
+"""The environment of a command: no home folder, a deleted working directory, no terminal, unusual names.
+
+Also its exit codes.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ def test_waiting_for_another_tokenizing_process_is_reported(cwd, capsys):
     ],
 )
 def test_module_exit_code_matches_the_error(error, code, cwd, monkeypatch, capfd):
-    """The exit code of `python -m fxtune`. test_signals.py causes the faults themselves; a bug is 1 (test_canary.py)."""
+    """The exit code of `python -m fxtune`. test_signals.py causes the faults; a bug is 1 (test_canary.py)."""
 
     def run():
         if error:
@@ -147,7 +150,9 @@ def test_module_exit_code_matches_the_error(error, code, cwd, monkeypatch, capfd
 
 
 def test_signal_inside_argparse_exits_with_the_signal_code(tmp_path):
-    """A signal during parse_known_intermixed_args makes its cleanup fail with an AttributeError, because attributes are missing."""
+    """A signal during parse_known_intermixed_args makes its cleanup fail with an AttributeError, because attributes
+    are missing.
+    """
     (tmp_path / "broken_off.py").write_text("""
 import argparse, os, signal, sys
 from fxtune.cli.main import main

@@ -1,7 +1,7 @@
 """Recipes, datasets, model folders and checkpoints are untrusted data. Each test is an attack through one of them.
 
-A file `ran` shows that code ran. Time and memory show that a template was not limited. A file outside the folder shows that a path
-left it. tests/config/test_validate.py (`STRANGE`) tests attacks through Hydra and YAML.
+A file `ran` shows that code ran. Time and memory show that a template was not limited. A file outside the folder shows
+that a path left it. tests/config/test_validate.py (`STRANGE`) tests attacks through Hydra and YAML.
 """
 
 from __future__ import annotations
@@ -502,7 +502,7 @@ def _media(path: Path, address: str) -> None:
 
 
 def test_paths_and_addresses_in_rows_are_not_opened(cwd):
-    """`datasets` decodes an image by opening the path in its row: a local file, or any address in the local network."""
+    """`datasets` decodes an image by opening the path in its row: a local file or any local address."""
     import datasets
 
     (cwd / "private.png").write_bytes(b"not for the model")

@@ -25,7 +25,10 @@ WHOLE = 10**7
 
 
 def stop(forked: Forked, how: signal.Signals, group: bool = False) -> int:
-    """Send the signal `how` to the run, or to its process group like a terminal or a scheduler. Returns the exit code."""
+    """Send the signal `how` to the run, or to its process group like a terminal or a scheduler.
+
+    Returns the exit code.
+    """
     (os.killpg if group else os.kill)(forked.pid, how)
     return forked.wait()
 
@@ -41,7 +44,9 @@ def logged(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_run_stopped_in_any_phase_ends_bit_for_bit_equal(forks, tmp_path):
-    """The run is stopped during start-up, the first question, a step, an evaluation, a save and the export, and resumes each time."""
+    """The run is stopped during start-up, the first question, a step, an evaluation, a save and the export, and
+    resumes each time.
+    """
     plain = prepare(tmp_path / "plain", "lora")
     reference = Reference.of(forks, plain, tmp_path / "plain")
     folder = tmp_path / "stopped"
@@ -138,7 +143,10 @@ def _below(parents: set[int]) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_second_signal_ends_a_blocked_run(forks, tmp_path, how, code):
-    """The run is blocked in a write to a stopped terminal (Ctrl-S). A signal at the same time as the first counts as the same one."""
+    """The run is blocked in a write to a stopped terminal (Ctrl-S).
+
+    A signal at the same time as the first counts as the same one.
+    """
     os.mkfifo(tmp_path / "log.txt")
     reader = os.open(tmp_path / "log.txt", os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)

@@ -183,7 +183,10 @@ def steps(run: Path) -> list[int]:
 
 
 def begun(disk: Path, folder: Path, forks) -> list[str]:
-    """The command line of a run in `disk` that was killed after about sixty steps. Its checkpoints are on another disk."""
+    """The command line of a run in `disk` that was killed after about sixty steps.
+
+    Its checkpoints are on another disk.
+    """
     (folder / "elsewhere").mkdir()
     (disk / "checkpoints").symlink_to(folder / "elsewhere")
     words = command(folder, "train.epochs=15", "checkpoint.every=10")
@@ -384,7 +387,9 @@ HARM = {
     "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is no JSON", False),
     "binary": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no JSON", False),
 }
-"""The change to a checkpoint, the message about it, and whether the checkpoint is kept when the run reaches its step again."""
+"""The change to a checkpoint, the message about it, and whether the checkpoint is kept when the run reaches its step
+again.
+"""
 
 
 @pytest.mark.parametrize("name", HARM)
@@ -408,7 +413,7 @@ def test_changed_checkpoint_is_skipped_with_the_reason(tmp_path, name):
 
 @pytest.mark.parametrize("then", [(410, 500, 510, 600), (500, 510, 600)], ids=["before its step", "at its step"])
 def test_checkpoint_of_another_format_is_set_aside_unchanged(tmp_path, then):
-    """fxtune was rolled back: the run resumes from an older checkpoint, passes the newer one, and stops at each save."""
+    """After a rollback of fxtune the run resumes from an older checkpoint, passes the newer one and stops at each save."""
     newer = save(Checkpoints(tmp_path, CheckpointConfig()), 500)
     newer_format(newer)
     files = {file.name: file.read_bytes() for file in newer.iterdir()}

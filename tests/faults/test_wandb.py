@@ -1,4 +1,6 @@
-"""A W&B server on loopback refuses, hangs, breaks off and dies: training goes on, and W&B has every step once afterwards."""
+"""A W&B server on loopback refuses, hangs, breaks off and dies: training goes on, and W&B has every step once
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_killed_run_resumes_as_the_same_wandb_run_with_each_step_once(tmp_path, server):
-    """Killed during step 7, before a checkpoint had saved its W&B id; it is resumed after step 4, in the same folder."""
+    """Killed during step 7, before a checkpoint saved its W&B id. It resumes after step 4 in the same folder."""
     folder = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", STRETCH, str(folder)], stdin=subprocess.PIPE) as process:
         wait_for(lambda: server.rows and len(server.history(next(iter(server.rows)))) == 6)

@@ -1,15 +1,15 @@
 """Tests that need a GPU. Without one they skip with a reason. They free all GPU memory at their end.
 
-The host spends most of their time on compilation, so several pytest-xdist workers can share one GPU. Tests that measure time have
-the marker `timed` and need the GPU for themselves:
+The host spends most of their time on compilation, so several pytest-xdist workers can share one GPU. Tests that
+measure time have the marker `timed` and need the GPU for themselves:
 
     pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
 
-With several GPUs each worker uses one, chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many workers as
-GPUs the timed tests may also run in parallel: `pytest tests/gpu -m timed -n 8` on eight GPUs.
+With several GPUs each worker uses one, chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many
+workers as GPUs the timed tests may also run in parallel: `pytest tests/gpu -m timed -n 8` on eight GPUs.
 
-Unlike other test folders this one is a package, so that `from conftest import ...` still finds tests/conftest.py. Every machine
-imports its modules, so they import packages of a GPU machine inside the tests.
+Unlike other test folders this one is a package, so that `from conftest import ...` still finds tests/conftest.py.
+Every machine imports its modules, so they import packages of a GPU machine inside the tests.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def pytest_configure(config):
 
 
 def assign_gpu() -> None:
-    """Make one of several GPUs visible to a pytest-xdist worker and its child processes. Without workers all stay visible.
+    """Make one of several GPUs visible to a pytest-xdist worker and its child processes. Without workers all stay
+    visible.
 
-    CUDA reads CUDA_VISIBLE_DEVICES once, when it is initialized. This function runs before the test modules are imported, and
-    torch.cuda.device_count() does not initialize CUDA.
+    CUDA reads CUDA_VISIBLE_DEVICES once, when it is initialized. This function runs before the test modules are
+    imported, and torch.cuda.device_count() does not initialize CUDA.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker.startswith("gw") and count > 1:

@@ -1,4 +1,7 @@
-"""Attention on a GPU: FlashAttention-4's operator against a float32 reference, and every backend in complete models."""
+"""Attention on a GPU:
+
+FlashAttention-4's operator against a float32 reference, and every backend in complete models.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +102,8 @@ def test_unused_document_slots(lengths):
 
 @HOPPER
 def test_a_document_of_400k_tokens():
-    """q, k and v are views of one projection with more than 2^31 elements. The last queries see all keys, so these alone need
-    gradients for every key and value to have one."""
+    """q, k and v are views of one projection with more than 2^31 elements. The last queries see all keys, so these
+    alone need gradients for every key and value to have one."""
     length, last, scale = 409_600, 200, 128**-0.5
     fused = torch.randn(length, 48, 128, device="cuda", dtype=torch.bfloat16)
     assert fused.numel() > 2**31
@@ -132,8 +135,8 @@ def test_a_document_of_400k_tokens():
 
 @HOPPER
 def test_queries_of_training_are_not_copied():
-    """transformers passes [rows, heads, length, d] views of [rows, length, heads, d]; values may be slices of one projection.
-    Keys and values of such a slice are copied (a quarter of the queries each, here)."""
+    """transformers passes [rows, heads, length, d] views of [rows, length, heads, d]; values may be slices of one
+    projection. Keys and values of such a slice are copied (a quarter of the queries each, here)."""
     fused = torch.randn(2, 2048, 48, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = fused.split((32, 8, 8), dim=2)
     cu_seqlens = bounds((2000, 96, 2000, 0))

@@ -104,7 +104,9 @@ def test_dynamic_lengths_share_a_graph():
 def trained(
     compiled: Compile, shape, checkpointed: bool, steps: int = 4
 ) -> tuple[list[torch.Tensor], list[float], float]:
-    """Weights and held-out losses of some steps of two micro-batches with an evaluation after each, and the milliseconds per step."""
+    """Weights and held-out losses of some steps of two micro-batches with an evaluation after each, and the
+    milliseconds per step.
+    """
     techniques = pipeline(compiled, checkpointing=Checkpointing(enabled=checkpointed))
     model, techniques, _, _ = reference.build(techniques, shape, reference.batch(shape), dtype="float32")
     sgd = OptimizerConfig(

@@ -1,7 +1,7 @@
 """run.deterministic=true: another process that compiles everything again and is killed midway gives the same bits.
 
-A kernel chosen by timing, an atomic addition or a split that depends on other work would change the last digits of some step. Both
-runs start with empty caches, so no equality comes from a cache on disk.
+A kernel chosen by timing, an atomic addition or a split that depends on other work would change the last digits of
+some step. Both runs start with empty caches, so no equality comes from a cache on disk.
 """
 
 from __future__ import annotations

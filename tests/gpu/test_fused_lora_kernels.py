@@ -1,4 +1,6 @@
-"""Fused LoRA on a GPU: more accurate than plain linear layers with adapters, and as fast as its matmuls, at any length."""
+"""Fused LoRA on a GPU: more accurate than plain linear layers with adapters, and as fast as its matmuls, at any
+length.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def test_no_rows():
     [("nf4", "bitsandbytes"), ("nf4", "torchao"), ("int8", "bitsandbytes"), ("int8", "torchao"), ("fp8", "none")],
 )
 def test_quantized_weights(kind, library):
-    """As accurate as plain linear layers with the dequantized weights. fp8 also rounds activations to 3 mantissa bits."""
+    """As accurate as plain linear layers with the dequantized weights. fp8 also rounds activations."""
     if library != "none":
         pytest.importorskip(library)
     torch.manual_seed(1)
@@ -321,8 +323,9 @@ def test_mlp_time_is_close_to_its_matmuls():
 def test_gated_kernels_run_at_memory_bandwidth(monkeypatch):
     """As an MLP calls them: rows apart, adapters added and, backward, gradients of adapters summed in passing.
 
-    What sums in passing are worth shows in a whole MLP. Kernel by kernel they look as slow as a pass for each of them: by
-    themselves those find clocks, and memory, that they do not have between matmuls that draw all the power a card may.
+    What sums in passing are worth shows in a whole MLP. Kernel by kernel they look as slow as a pass for each of them:
+    by themselves those find clocks, and memory, that they do not have between matmuls that draw all the power a card
+    may.
     """
     rows, width = 16384, 14336
     like = torch.empty(0, device="cuda", dtype=torch.bfloat16)
@@ -359,7 +362,10 @@ def test_gated_kernels_run_at_memory_bandwidth(monkeypatch):
 
 
 def test_memory_of_an_mlp():
-    """Saved: x A^T, p A^T and optionally gate_up. Temporary: two buffers as wide as gate_up, or a part of them with tiles."""
+    """Saved: x A^T, p A^T and optionally gate_up.
+
+    Temporary: two buffers as wide as gate_up, or a part of them with tiles.
+    """
     wide = 16384 * 28672 * 2
     for options, kept, most in (
         ({}, wide, 3.3 * wide),

@@ -1,4 +1,5 @@
-"""Fused adapters in complete models on a GPU: as accurate as plain peft, faster, and without a second copy of the base.
+"""Fused adapters in complete models on a GPU: as accurate as plain peft, faster, and without a second copy of the
+base.
 
 The operators themselves are tested in test_fused_lora_kernels.py.
 """
@@ -69,7 +70,9 @@ def test_fused_is_as_accurate_as_peft(shape, compiled):
 
 
 def test_fused_products_add_the_residual_stream(monkeypatch, tmp_path):
-    """In a compiled layer the products of o_proj and of the MLP add the residual stream, with quack and not with cuBLAS."""
+    """In a compiled layer the products of o_proj and of the MLP add the residual stream, with quack and not with
+    cuBLAS.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)) or found[-1])

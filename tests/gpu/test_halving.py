@@ -1,4 +1,5 @@
-"""A GPU with less memory than a step needs (run.memory_gib): the batch is halved, losses stay equal, and no memory leaks.
+"""A GPU with less memory than a step needs (run.memory_gib): the batch is halved, losses stay equal, and no memory
+leaks.
 
 The tests need one GPU and some minutes, with a model of 4 layers. Each mode is first measured with all memory.
 """

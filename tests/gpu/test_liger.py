@@ -1,4 +1,6 @@
-"""Liger's kernels on a GPU: each operation against plain float32, complete models, compiled layers, and the measured choice."""
+"""Liger's kernels on a GPU: each operation against plain float32, complete models, compiled layers, and the measured
+choice.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,10 @@ def compare(plain, mine, dtype, *inputs, limit=None):
 
 
 class Take(nn.Module):
-    """Returns one half of its input. It replaces gate_proj or up_proj, so the test compares the product without matmuls."""
+    """Returns one half of its input.
+
+    It replaces gate_proj or up_proj, so the test compares the product without matmuls.
+    """
 
     def __init__(self, half):
         super().__init__()
@@ -230,7 +235,7 @@ def test_inside_compiled_layers(shape):
 
 
 def test_liger_kernels_inside_the_graph_are_refused_or_correct(monkeypatch):
-    """Without our operators: torch 2.11 cannot tell what RMSNorm's kernel writes, and what it compiled then was wrong."""
+    """Without our operators torch 2.11 does not know what RMSNorm's kernel writes, and compiled wrong code."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     pipeline = Pipeline()
     pipeline.liger, pipeline.compile = on("llama"), Compile(enabled=True)

@@ -1,4 +1,6 @@
-"""The training loop on a GPU: no host sync between log lines, recorded passes equal plain ones, and batches are copied early."""
+"""The training loop on a GPU: no host sync between log lines, recorded passes equal plain ones, and batches are copied
+early.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,7 @@ def run(
 def test_recorded_passes_train_like_plain_ones(recipe, dropout):
     """Two micro-batches a step with other numbers of supervised tokens; random numbers must go on as in plain code."""
     recipe.techniques.lora.dropout = dropout
-    recipe.optimizer.name = OptimizerName.sgd  # Adam would follow the sign of gradients that are all rounding
+    recipe.optimizer.name = OptimizerName.sgd  # Adam would follow the sign of gradients that are only rounding errors
     recipe.optimizer.lr = 0.05
     plain, weights, slow = run(recipe, "plain")
     recipe.techniques.compile.cuda_graphs = Switch.on

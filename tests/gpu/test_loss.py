@@ -1,4 +1,6 @@
-"""The fused head and loss on a GPU: the numbers of plain float32, in a chunk's memory, near its matmuls' time, without a wait."""
+"""The fused head and loss on a GPU: the numbers of plain float32, in a chunk's memory, near its matmuls' time, without
+a wait.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def drawn(
     bias: bool = False,
     spread: float = 1.0,
 ):
-    """hidden, weight, labels, bias on the GPU; logits of standard deviation `spread`. `head`: whether it is trained."""
+    """hidden, weight, labels, bias on the GPU; logits of standard deviation `spread`.
+
+    `head`: whether it is trained.
+    """
     hidden = torch.randn(rows, width, device="cuda").mul_(spread).to(dtype).requires_grad_()
     weight = torch.randn(words, width, device="cuda").mul_(width**-0.5).to(dtype).requires_grad_(head)
     labels = torch.randint(words, (rows,), device="cuda")

@@ -1,4 +1,6 @@
-"""The optimizers on a GPU: compared with torch's AdamW in float32, without host syncs, and saved and loaded bit for bit."""
+"""The optimizers on a GPU: compared with torch's AdamW in float32, without host syncs, and saved and loaded bit for
+bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen linear layers in 4 and 8 bits on a GPU: exact for the dequantized weights, with little memory, also compiled."""
+"""Frozen linear layers in 4 and 8 bits on a GPU: exact for the dequantized weights, in little memory, also compiled."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ WIDE = dict(
 
 @pytest.mark.parametrize(("layers", "limit", "home"), [(2, 2.5, "card"), (5, 1.9, "host")])
 def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit, home):
-    """Two layers (0.9 GiB) are drawn on the card; five (2.1 GiB) in host memory, since the card may use 1.9 GiB only."""
+    """Two layers (0.9 GiB) are drawn on the GPU, five (2.1 GiB) in host memory, since the GPU limit is 1.9 GiB."""
     sizes = dict(WIDE, num_hidden_layers=layers)
     model = ModelConfig(path=None, init=Init.random, dtype=DType.bfloat16, architecture=sizes)
     given = reference.batch(sizes, lengths=(700, 600, 748))

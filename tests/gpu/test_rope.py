@@ -1,4 +1,6 @@
-"""RoPE scaling on a GPU: the frequencies' digest is the same on all devices, and plain transformers agrees at the long length."""
+"""RoPE scaling on a GPU: the frequencies' digest is the same on all devices, and plain transformers agrees at the long
+length.
+"""
 
 from __future__ import annotations
 

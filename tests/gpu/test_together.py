@@ -2,8 +2,8 @@
 
 test_deterministic.py tests that a killed run with them loses nothing.
 
-A small base is pre-trained here for seconds on Python's own library (plain torch), then LoRA-tuned on torch's C++ headers:
-real text with documents of all lengths, and a loss that falls far enough for a difference to show.
+A small base is pre-trained here for seconds on Python's own library (plain torch), then LoRA-tuned on torch's C++
+headers: real text with documents of all lengths, and a loss that falls far enough for a difference to show.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def make_base(folder: str, texts: list[str], sizes: dict[str, Any], steps: int, 
 
 
 def plain_run(folder: str, steps: list[list[tuple[np.ndarray, np.ndarray]]], device: str) -> list[float]:
-    """The losses of plain bfloat16 training: the documents of a step (tokens, targets) padded into one masked batch."""
+    """The losses of plain bfloat16 training, with the documents of a step padded into one masked batch."""
     import peft
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,8 @@
-"""No version with a known vulnerability is allowed or installed, and scripts/audit.py reports its findings and failures.
+"""No version with a known vulnerability is allowed or installed, and scripts/audit.py reports its findings and
+failures.
 
-The table protects users where no vulnerability database can be reached. Each entry is a vulnerability that affects fxtune.
+The table protects users where no vulnerability database can be reached. Each entry is a vulnerability that affects
+fxtune.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ sys.exit(any(package.get("vulns") for package in answer))
 
 
 def audit(folder: Path, known: object, found: object, seconds: str = "30") -> subprocess.CompletedProcess:
-    """Run the script with a fake pip-audit that answers `known` for the vulnerable version and `found` for the installed packages."""
+    """Run the script with a fake pip-audit that answers `known` for the vulnerable version and `found` for the
+    installed packages.
+    """
     folder.joinpath("pip_audit.py").write_text(textwrap.dedent(STAND_IN.format(answers=json.dumps([known, found]))))
     command = [sys.executable, str(ROOT / "scripts" / "audit.py"), "--seconds", seconds]
     return subprocess.run(

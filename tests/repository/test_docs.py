@@ -1,4 +1,4 @@
-"""The documents are correct: their commands compose, and the paths, make targets and config keys that they name exist."""
+"""The documents are correct: their commands compose, and their paths, make targets and config keys exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Imports point down: a package imports only the packages that this table allows, and no two modules import each other."""
+"""Imports point down: a package imports only the packages that this table allows, and no two modules import each
+other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ ALLOWED = {
     "diagnostics",
     "__main__": "cli",
 }
-"""Package -> the packages it may import, lowest first. Every package may import `fxtune` itself, which holds the version."""
+"""Package -> the packages it may import, lowest first.
+
+Every package may import `fxtune` itself, which holds the version.
+"""
 
 ALL = modules()
 

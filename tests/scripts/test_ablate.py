@@ -26,7 +26,10 @@ def test_script_runs_from_any_folder(cwd):
 
 @pytest.mark.slow
 def test_measured_and_refused_cases_and_time_limit(cwd, chats, monkeypatch, capsys):
-    """Each case runs in a real process. The second is refused for an unknown value, which does not depend on the machine."""
+    """Each case runs in a real process.
+
+    The second is refused for an unknown value, which does not depend on the machine.
+    """
     common = ("--smoke", "--data", str(chats), "--json", "out.json")
     monkeypatch.setitem(ablate.TECHNIQUES, "flash4", ("techniques.attention.backend=flash5",))
     monkeypatch.setattr(sys, "argv", ["ablate.py", *common, "--cases", "plain,flash4"])

@@ -1,4 +1,5 @@
-"""scripts/bench/bench_peers.py: all tools get the same tokens, a missing peer is reported, and ratios are to the best peer.
+"""scripts/bench/bench_peers.py: all tools get the same tokens, a missing peer is reported, and ratios are to the best
+peer.
 
 The peers need a GPU. These tests cover the parts that do not: the shared documents, the peer's command and its clock.
 """

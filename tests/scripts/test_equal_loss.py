@@ -1,4 +1,6 @@
-"""scripts/study/equal_loss.py: both sides train on the same tokens, the plain side uses no fxtune, and an unequal loss is an error."""
+"""scripts/study/equal_loss.py: both sides train on the same tokens, the plain side uses no fxtune, and an unequal loss
+is an error.
+"""
 
 from __future__ import annotations
 

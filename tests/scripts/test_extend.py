@@ -1,4 +1,7 @@
-"""scripts/study/extend.py: its measures on inputs with known results, and its continuation. Its --smoke option runs the script."""
+"""scripts/study/extend.py: its measures on inputs with known results, and its continuation.
+
+Its --smoke option runs the script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""scripts/make/gather.py: each text occurs once, order and hold-out are reproducible, long documents join a package's files in order."""
+"""scripts/make/gather.py: each text occurs once, order and hold-out are reproducible, long documents join a package's
+files in order.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make" / "gather.py"
 
 @pytest.fixture
 def packages(tmp_path) -> Path:
-    """Packages of 12 and 3 modules, with a copy, a binary file, a short file, a file with one long line and an unknown suffix."""
+    """Packages of 12 and 3 modules, with a copy, a binary file, a short file, a file with one long line and an unknown
+    suffix.
+    """
     root = tmp_path / "packages"
     for package, count in (("alpha", 12), ("beta", 3)):
         for index in range(count):

@@ -1,7 +1,8 @@
-"""A small package with the names and signatures of NVIDIA's Apex that fxtune uses, for machines that cannot build Apex.
+"""A small package with the names and signatures of NVIDIA's Apex that fxtune uses, for machines that cannot build
+Apex.
 
-It follows Apex's public interface and computes with plain torch. It shows that fxtune calls Apex correctly and keeps its state. It
-does not test Apex's kernels.
+It follows Apex's public interface and computes with plain torch. It shows that fxtune calls Apex correctly and keeps
+its state. It does not test Apex's kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tiny architectures of the tested model families, and functions that build or save their models, tokenizers and adapters."""
+"""Tiny architectures of the tested model families, and functions that build or save their models, tokenizers and
+adapters.
+"""
 
 from __future__ import annotations
 

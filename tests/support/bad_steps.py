@@ -24,7 +24,10 @@ def interrupt_at(config, index, monkeypatch):
 
 
 def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
-    """Multiply the loss of these steps (counted from 0). Returns a list to which the number of each step is appended."""
+    """Multiply the loss of these steps (counted from 0).
+
+    Returns a list to which the number of each step is appended.
+    """
     real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
 
     def step(self, step, lr):

@@ -43,7 +43,7 @@ class Traced:
 
 
 def lineage(attempts: list[Traced]) -> list[dict[str, Any]]:
-    """The effective steps of a run with several attempts: the steps of each attempt until the next one's first step."""
+    """The effective steps of several attempts: the steps of each attempt until the next one's first step."""
     kept: list[dict[str, Any]] = []
     for attempt in attempts:
         if steps := attempt.steps():

@@ -58,7 +58,8 @@ def write_chats(file: Path, rows: int = 48, seed: int = 0) -> Path:
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    """The command-line words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps of four rows.
+    """The command-line words of a run in `folder`/run: LoRA on a small random Llama, two epochs of 48 chats, 24 steps
+    of four rows.
 
     `words` override the defaults. The chats and the token cache are also in `folder`.
     """
@@ -127,7 +128,10 @@ def wait_for(
     timeout: float = 600,
     every: float = 0.01,
 ) -> Any:
-    """Wait for a true value of `condition()` and return it. AssertionError after `timeout` seconds or if `process` ends."""
+    """Wait for a true value of `condition()` and return it.
+
+    AssertionError after `timeout` seconds or if `process` ends.
+    """
     until = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < until, f"the condition did not hold within {timeout} s"

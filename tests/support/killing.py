@@ -4,9 +4,9 @@
         reference = Reference.of(server, command(folder), folder)
         fate = disturb(server, reference, other, [Aim("saving"), Aim(share=0.7)])
 
-`ForkServer` forks runs from a parent that has imported all packages (see traced.py), and each run writes a trace. SIGKILL ends a
-process, not the machine: written data stays in the page cache. So these tests do not show that fsync calls are in the right places;
-tests/faults/test_storage.py tests the disk.
+`ForkServer` forks runs from a parent that has imported all packages (see traced.py), and each run writes a trace.
+SIGKILL ends a process, not the machine: written data stays in the page cache. So these tests do not show that fsync
+calls are in the right places; tests/faults/test_storage.py tests the disk.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class ForkServer:
     def start(
         self, words: list[str], folder: Path, trace: str = "trace.jsonl", last_operation: int = 0, **environ: str
     ) -> Forked:
-        """Start a run in `folder`. Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch()."""
+        """Start a run in `folder`.
+
+        Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch().
+        """
         assert self.process.stdin
         (folder / trace).unlink(missing_ok=True)
         print(
@@ -100,7 +103,10 @@ class ForkServer:
 
 @dataclass
 class Processes:
-    """Starts runs like ForkServer, but each as a new Python process, because CUDA cannot be used after a fork. One at a time."""
+    """Starts runs like ForkServer, but each as a new Python process, because CUDA cannot be used after a fork.
+
+    One at a time.
+    """
 
     process: subprocess.Popen[bytes] | None = None
 
@@ -145,7 +151,10 @@ class Forked:
     began: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout: float = 600) -> int:
-        """Wait for the end of the run. Returns its exit code (-9 if killed). AssertionError if it still runs after `timeout`."""
+        """Wait for the end of the run.
+
+        Returns its exit code (-9 if killed). AssertionError if it still runs after `timeout`.
+        """
         try:
             return int(self.server.answer(timeout)["status"])
         except TimeoutError:
@@ -191,7 +200,9 @@ class Forked:
 
 @dataclass(frozen=True)
 class Aim:
-    """When to kill a run: after `share` of the undisturbed run's time in the n-th `phase`, or of its total time without a phase."""
+    """When to kill a run: after `share` of the undisturbed run's time in the n-th `phase`, or of its total time
+    without a phase.
+    """
 
     phase: str = ""
     occurrence: int = 1

@@ -1,11 +1,13 @@
-"""The references of the GPU tests: compares fxtune with plain transformers in float32, where each document is its own forward pass.
+"""The references of the GPU tests: compares fxtune with plain transformers in float32, where each document is its own
+forward pass.
 
-`plain` runs in another process, in which no technique was ever applied, because some kernels (Liger's) patch the modules of
-transformers. That process starts once per session. Its results are cached, so tests may request the same reference again.
+`plain` runs in another process, in which no technique was ever applied, because some kernels (Liger's) patch the
+modules of transformers. That process starts once per session. Its results are cached, so tests may request the same
+reference again.
 
-A bfloat16 model differs from a float32 model by bfloat16's rounding, which grows with depth. So tests compare single operators on
-rounded inputs with float32, and complete models with `plain(..., dtype="bfloat16")`: fxtune's error may be as large as that of plain
-bfloat16. All weights are bfloat16 numbers, so loading them rounds nothing.
+A bfloat16 model differs from a float32 model by bfloat16's rounding, which grows with depth. So tests compare single
+operators on rounded inputs with float32, and complete models with `plain(..., dtype="bfloat16")`: fxtune's error may
+be as large as that of plain bfloat16. All weights are bfloat16 numbers, so loading them rounds nothing.
 
 All functions also run on a CPU (`device="cpu"`), where tests/repository/test_gpu_references.py checks it.
 """
@@ -127,7 +129,8 @@ def batch(
     packed: bool = True,
     supervised: float = 0.5,
 ) -> Any:
-    """A Batch of `rows` packed rows of documents with these lengths and random tokens. About `supervised` of them are supervised.
+    """A Batch of `rows` packed rows of documents with these lengths and random tokens. About `supervised` of them are
+    supervised.
 
     Each row ends with `padding` tokens of padding. As in training, `cu_seqlens` has unused entries.
     """
@@ -187,8 +190,8 @@ def plain(
 ) -> Result:
     """The result of plain transformers (and peft): one forward pass per document, no mask, no autocast, no TF32.
 
-    `lora`: r=16, alpha=32 on all linear layers except the head, with float32 adapters of the same weights as in `ours`.
-    `scale`: multiply the loss before the backward pass, and divide the gradients by it (float16).
+    `lora`: r=16, alpha=32 on all linear layers except the head, with float32 adapters of the same weights as in
+    `ours`. `scale`: multiply the loss before the backward pass, and divide the gradients by it (float16).
     """
     tensors = [getattr(given, name).cpu().numpy() for name in ("input_ids", "targets", "position_ids")]
     key = (
@@ -209,7 +212,8 @@ def plain(
 
 
 def ours(pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False) -> Result:
-    """The result of fxtune for the same batch: the pipeline is resolved, built and proven as in training, with fxtune's loss.
+    """The result of fxtune for the same batch: the pipeline is resolved, built and proven as in training, with
+    fxtune's loss.
 
     `lora` enables techniques.lora and sets fixed adapter weights (a new adapter's B is zero, which would hide A).
     Raises ConfigError, as training does, if a technique is refused or did not act.
@@ -271,7 +275,10 @@ def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
 
 
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
-    """Logits [supervised, vocabulary] in float32. Gradients stay enabled, so compiled code is the same as in training."""
+    """Logits [supervised, vocabulary] in float32.
+
+    Gradients stay enabled, so compiled code is the same as in training.
+    """
     from fxtune.techniques.attention.inputs import model_inputs
 
     with pipeline.precision.context(given.input_ids.device):
@@ -280,7 +287,10 @@ def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a module's function in the process with plain transformers. Arguments and results are arrays, not tensors."""
+    """Run a module's function in the process with plain transformers.
+
+    Arguments and results are arrays, not tensors.
+    """
     return _other_process().submit(function, *arguments).result()
 
 

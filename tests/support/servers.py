@@ -100,7 +100,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Hub(Server):
-    """A hub with one model of `files` under every name. Each entry of `broken` interrupts one download of that file halfway."""
+    """A hub with one model of `files` under every name.
+
+    Each entry of `broken` interrupts one download of that file halfway.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(_HubHandler)

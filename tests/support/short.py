@@ -2,9 +2,9 @@
 
     python tests/support/short.py FOLDER NAME...      # runs the scenarios, each in FOLDER/NAME with a result.json
 
-The parent imports torch once and forks a child for each scenario. A child builds its trainer and then limits the memory that it may
-add. The kernel enforces the limit (RLIMIT_AS). On a CPU nothing else makes torch's allocator fail, because Linux overcommits memory
-and kills processes later.
+The parent imports torch once and forks a child for each scenario. A child builds its trainer and then limits the
+memory that it may add. The kernel enforces the limit (RLIMIT_AS). On a CPU nothing else makes torch's allocator fail,
+because Linux overcommits memory and kills processes later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from fxtune.training import trainer as train
 
 MIB = 2**20
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""With these settings glibc returns freed tensor memory to the kernel, and a thread reserves no extra address space."""
+"""With these settings glibc returns freed tensor memory to the kernel, and a thread reserves no extra address space.
+"""
 WORDS = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
 
 

@@ -1,9 +1,10 @@
-"""Writes a trace of a run, so that a test that kills it knows what it was doing. This module runs inside the run's process.
+"""Writes a trace of a run, so that a test that kills it knows what it was doing. This module runs inside the run's
+process.
 
-`watch(file)` wraps public functions of fxtune. Each trace line is one system call, so it survives SIGKILL. The trace does not change
-the run's results. `serve()` is a parent process that has imported all packages and forks one child per requested run, which saves the
-five seconds of imports. The child runs `fxtune.cli.main.main` and starts its workers as usual; it skips only Python's start and the
-imports.
+`watch(file)` wraps public functions of fxtune. Each trace line is one system call, so it survives SIGKILL. The trace
+does not change the run's results. `serve()` is a parent process that has imported all packages and forks one child per
+requested run, which saves the five seconds of imports. The child runs `fxtune.cli.main.main` and starts its workers as
+usual; it skips only Python's start and the imports.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ OPERATIONS = {
 def watch(file: str, last_operation: int = 0) -> None:
     """Write a trace of this process to `file`: its phases, and the documents of each step.
 
-    It also counts file operations below the working directory, and kills itself with SIGKILL before number `last_operation`.
-    Writes inside safetensors are not counted, but renaming its file and making its folder are.
+    It also counts file operations below the working directory, and kills itself with SIGKILL before number
+    `last_operation`. Writes inside safetensors are not counted, but renaming its file and making its folder are.
     """
     from torch._dynamo import callback
 

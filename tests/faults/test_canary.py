@@ -256,6 +256,7 @@ def test_errors_of_wrong_commands_contain_no_secret(words, planted, capfd):
     require_silent(message, "the message")
 
 
+@pytest.mark.slow
 def test_library_output_and_tracebacks_contain_no_secret(planted):
     """A bug raises an error with a token, after a print and a warning with a token and a proxy's password."""
     script = (

@@ -288,6 +288,7 @@ def test_file_that_changes_while_read_is_an_error(read, tmp_path, kind, how, mon
     assert not list((tmp_path / "cache").glob("tokens/*/table.json"))
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_storage_error(tokenizer, tmp_path):
     good = {"prompt": "a " * 200, "completion": "b " * 200}
     (tmp_path / "rows.jsonl").write_bytes(lines(*[good] * 2000, *[b"{broken" * 99] * 999))
@@ -407,6 +408,7 @@ def tokenize_worker(pid: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_two_thousand_fuzzed_inputs(tmp_path):
     sys.path.insert(0, str(harness.ROOT / "scripts" / "faults"))
     try:

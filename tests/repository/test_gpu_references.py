@@ -19,6 +19,7 @@ def given(shape: str, **options):
     return reference.batch(reference.small(shape), LENGTHS, device="cpu", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_fxtune_equals_plain_transformers_document_by_document(shape):
     tokens = given(shape, padding=5)

@@ -106,6 +106,7 @@ def test_chats_are_neither_split_nor_dropped(fxtune_words, cwd):
     assert summary["supervised_tokens"] == summary["tokens"] - summary["segments"]
 
 
+@pytest.mark.slow
 def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monkeypatch, capsys):
     def run(*words: str) -> str:
         monkeypatch.setattr(

@@ -203,6 +203,7 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8_torchao"])
 def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
     narrow.techniques.quantize = qlora(kind).quantize

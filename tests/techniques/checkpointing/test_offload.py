@@ -26,6 +26,7 @@ def _anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
 )
@@ -45,6 +46,7 @@ def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     assert len(buffers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):

@@ -209,9 +209,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
         ) from error
     except HubError:
         raise
-    except (
-        Exception
-    ) as error:  # an interrupted download or a full disk: the classes differ between versions of the library
+    except Exception as error:
+        # An interrupted download or a full disk: the classes differ between versions of the library.
         known = isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(
             ("httpx", "huggingface_hub")
         )

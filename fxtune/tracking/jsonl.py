@@ -18,8 +18,6 @@ from typing import IO, Any
 from fxtune.system.atomic_files import replacing
 from fxtune.tracking.wandb_worker import HISTORY, STEP
 
-NAME = HISTORY
-
 
 class MetricsFile:
     """metrics.jsonl of the run in `folder` after `step` optimizer steps; step 0 empties the file. Never raises.
@@ -28,7 +26,7 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, step: int, logged: int | None, note: Callable[[str], None]) -> None:
-        self.path = folder / NAME
+        self.path = folder / HISTORY
         self.kept: set[frozenset[str]] = set()
         """The names of the figures in each existing line of `step`."""
         self._note = note
@@ -62,8 +60,8 @@ class MetricsFile:
         self._waiting += (json.dumps(finite) + "\n").encode()
         if (error := self._flush()) and first:
             self._note(
-                f"{NAME} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait in "
-                "memory until there is room"
+                f"{HISTORY} could not be written at step {line[STEP]} ({error}); training goes on, and its lines wait "
+                "in memory until there is room"
             )
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """metrics.jsonl: complete lines, each step once, whatever a kill or a full disk leaves."""
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -9,27 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
-
-
-def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
-    wandb = WandbConfig(
-        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 300.0)
-    )
-    chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
-    notes = [] if notes is None else notes
-    return Tracker(chosen, folder, "my run", config or {}, note=notes.append, **more)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from support.runs import history
+from support.tracking import start
 
 
 def test_metrics_are_flushed_line_by_line_with_nan_as_null(tmp_path):
     tracker = start(tmp_path)
     tracker.log(1, {"train/loss": torch.tensor(2.5), "train/lr": float("nan"), "train/grad_norm": float("inf")})
-    [line] = lines(tmp_path)  # before finish: each line is on disk at once
+    [line] = history(tmp_path)  # before finish: each line is on disk at once
     assert line.pop("time") == pytest.approx(time.time(), abs=60)
     assert line == {"train/step": 1, "train/loss": 2.5, "train/lr": None, "train/grad_norm": None}
     tracker.finish({"questions/exact_match": 0.9})
@@ -45,7 +31,7 @@ def test_resume_drops_lines_of_repeated_steps_and_an_incomplete_line(tmp_path):
         file.write('{"train/step": 3, "train/lo')  # what a kill within a write leaves
     with start(tmp_path, resume_step=4) as tracker:
         tracker.log(5, {"train/loss": 50})
-    assert [(line["train/step"], line["train/loss"]) for line in lines(tmp_path)] == [
+    assert [(line["train/step"], line["train/loss"]) for line in history(tmp_path)] == [
         (1, 1),
         (2, 2),
         (3, 3),
@@ -54,7 +40,7 @@ def test_resume_drops_lines_of_repeated_steps_and_an_incomplete_line(tmp_path):
     ]
     with start(tmp_path):
         pass
-    assert lines(tmp_path) == []
+    assert history(tmp_path) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,7 +58,7 @@ def test_after_any_kill_each_line_is_complete_and_each_step_is_there_once(cut, s
         with start(folder, resume_step=step) as tracker:
             for number in range(step + 1, 9):
                 tracker.log(number, {"train/loss": number})
-        seen = [line["train/step"] for line in lines(folder)]
+        seen = [line["train/step"] for line in history(folder)]
         assert seen[: len(left)] == left
         assert [number for number in seen if number > step] == list(range(step + 1, 9))
         assert seen == sorted(set(seen))

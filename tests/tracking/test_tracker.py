@@ -1,34 +1,10 @@
-import json
-import os
-
 import pytest
+from support.runs import history
+from support.tracking import start
 
 from fxtune.errors import ConfigError
 from fxtune.techniques.facts import Facts
-from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
-
-
-@pytest.fixture(autouse=True)
-def no_credentials(monkeypatch, tmp_path):
-    """Hide the keys, servers and settings of this machine, and keep tests out of the home folder."""
-    for name in list(os.environ):
-        if name.startswith("WANDB_") or name == "NETRC":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-
-
-def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
-    wandb = WandbConfig(
-        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 300.0)
-    )
-    chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
-    notes = [] if notes is None else notes
-    return Tracker(chosen, folder, "my run", config or {}, note=notes.append, **more)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from fxtune.tracking.tracker import TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
 
 
 def test_figures_computed_again_after_a_kill_are_written_once(tmp_path):
@@ -39,7 +15,7 @@ def test_figures_computed_again_after_a_kill_are_written_once(tmp_path):
     with start(tmp_path, resume_step=4, tensorboard=True) as tracker:
         tracker.log(4, {"questions/exact_match": 0.5})
         tracker.log(4, {"eval/loss": 1.0})  # what the killed one had not come to
-    assert [set(line) - {"time", "train/step"} for line in lines(tmp_path)] == [
+    assert [set(line) - {"time", "train/step"} for line in history(tmp_path)] == [
         {"train/loss"},
         {"questions/exact_match"},
         {"eval/loss"},

@@ -8,34 +8,12 @@ from pathlib import Path
 
 import pytest
 from support.harness import wait_for
+from support.runs import history
 from support.servers import Wandb, serving
+from support.tracking import start
 
 from fxtune.tracking import wandb_client
-from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
-
-
-@pytest.fixture(autouse=True)
-def no_credentials(monkeypatch, tmp_path):
-    """Hide the keys, servers and settings of this machine, and keep tests out of the home folder."""
-    for name in list(os.environ):
-        if name.startswith("WANDB_") or name == "NETRC":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-
-
-def start(folder, mode=WandbMode.disabled, notes=None, config=None, **more):
-    wandb = WandbConfig(
-        mode=mode, project="unit", group="g", tags=["a", "b"], init_timeout=more.pop("init_timeout", 300.0)
-    )
-    chosen = TrackingConfig(wandb=wandb, tensorboard=more.pop("tensorboard", False))
-    notes = [] if notes is None else notes
-    return Tracker(chosen, folder, "my run", config or {}, note=notes.append, **more)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
+from fxtune.tracking.tracker import WandbMode
 
 CANARY = "canary-7f3e-never-upload-me"
 
@@ -59,7 +37,7 @@ def records(folder):
     return found
 
 
-def history(found):
+def sent_rows(found):
     rows = []
     for record in found:
         if record.HasField("history"):
@@ -94,7 +72,7 @@ def test_offline_run_has_all_rows_and_resumes_under_its_id(tmp_path, monkeypatch
     values = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert values["optimizer"] == {"lr": 1e-4}
     assert values["model"] == {"path": "m", "hub_token": "[redacted]"}
-    rows = history(found)
+    rows = sent_rows(found)
     assert [(row["train/step"], row["train/loss"]) for row in rows] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     summary = {item.key: json.loads(item.value_json) for record in found for item in record.summary.update}
     assert summary["questions/exact_match"] == 0.5
@@ -105,7 +83,7 @@ def test_offline_run_has_all_rows_and_resumes_under_its_id(tmp_path, monkeypatch
     assert axes["*"] == "train/step"
     again = records(tmp_path / "two")
     assert {record.run.run_id for record in again if record.HasField("run")} == {first.wandb_id}
-    assert [row["train/step"] for row in history(again)] == [4]
+    assert [row["train/step"] for row in sent_rows(again)] == [4]
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert CANARY.encode() not in file.read_bytes(), file
     [sync] = [note for note in notes if "wandb sync" in note]  # the first run's; the second one has notes of its own
@@ -136,9 +114,9 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
         tracker.log(step, {"train/loss": 1.0})
     tracker.finish()
     assert len([note for note in notes if "stopped working" in note or "did not finish" in note]) == 1
-    assert len(lines(tmp_path)) == 21
+    assert len(history(tmp_path)) == 21
     whole = sorted(tmp_path.glob("wandb/offline-run-*"))[-1]  # that of the process that took its place
-    assert [row["train/step"] for row in history(records(whole))] == list(range(1, 22))
+    assert [row["train/step"] for row in sent_rows(records(whole))] == list(range(1, 22))
     assert notes[-1].endswith(f"To upload it: wandb sync {whole}")
 
 
